@@ -1,0 +1,50 @@
+# Everything a person or CI runs. Needs Python >= 3.11 and its pip; all else lands in .venv.
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check format-check lint types format bench torture clean
+# One pip at a time, and pytest's closing line stays the last one of `make check`.
+.NOTPARALLEL:
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 14
+
+train: $(INSTALLED)  ## train the digits example on a device too small for its batch
+	$(BIN)/automicro train configs/digits.yaml
+
+test: $(INSTALLED)  ## run the tests and the doctests
+	$(BIN)/python -m pytest
+
+check: format-check lint types test  ## everything CI runs: format, lint, types, tests
+
+format-check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+
+lint: $(INSTALLED)  ## look for mistakes without running anything
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)  ## check the types
+	$(BIN)/mypy automicro tests $(SCRIPTS)
+
+format: $(INSTALLED)  ## format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)  ## measure the overhead against a loop written by hand
+	$(BIN)/python benchmarks/overhead.py
+
+torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
+	$(BIN)/python -m pytest tests/torture -q -s -m 'not gpu'
+
+clean:  ## remove the environment and every cache
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+# The stamp is written last, so an interrupted install is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("automicro needs Python >= 3.11, found " + sys.version.split()[0] + ": run make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo]'
+	@touch $@

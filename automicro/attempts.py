@@ -1,0 +1,211 @@
+"""Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from automicro.batchnorm import needs_two_rows
+from automicro.errors import BatchError, RollbackError, SampleTooLargeError
+from automicro.memory import allocated_bytes, format_bytes, peak_bytes
+from automicro.oom import Failure, classify, release
+from automicro.policy import Fixed, Outcome, Policy
+from automicro.slicing import balanced_sizes
+from automicro.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class CutRule:
+    """From a proposed size to the rows of each slice.
+
+    Attributes:
+        strict_divisible: whether all slices must have the same number of rows.
+        min_rows: the fewest rows of a slice; 2 where BatchNorm refuses a single row.
+    """
+
+    strict_divisible: bool = False
+    min_rows: int = 1
+
+    def cut(self, num_rows: int, size: int) -> list[int]:
+        """The rows of each slice, the largest first.
+
+        Raises:
+            BatchError: ``strict_divisible`` is set and the rows do not divide by the size.
+        """
+        if not self.strict_divisible:
+            return balanced_sizes(num_rows, size, min_rows=self.min_rows)
+        if num_rows % size:
+            raise BatchError(
+                f"strict_divisible=True: a batch of {num_rows} rows is not a multiple of "
+                f"microbatch_size={size} (remainder {num_rows % size}); make the batch a multiple "
+                "of it (drop_last=True in the data loader), or leave strict_divisible out: a "
+                "ragged rest is exact"
+            )
+        return [size] * (num_rows // size)
+
+    def largest_divisor(self, num_rows: int, size: int) -> int:
+        """The largest size of at most ``size`` rows that divides the batch."""
+        return next(each for each in range(size, 0, -1) if num_rows % each == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Generic[T]):
+    """What came of a batch, and how many attempts it took."""
+
+    result: T
+    sizes: list[int]
+    attempts: int
+    ooms: int
+
+
+def run_attempts(
+    attempt: Callable[[list[int]], T],
+    *,
+    num_rows: int,
+    policy: Policy,
+    rule: CutRule,
+    transaction: Transaction,
+    device: torch.device,
+) -> Finished[T]:
+    """Attempt a batch at the sizes that a policy proposes until one fits.
+
+    Args:
+        attempt: does the work for slices of these rows. Runs inside a transaction.
+        num_rows: rows of the batch.
+        policy: proposes sizes and learns from each outcome.
+        rule: turns sizes into slices.
+        transaction: begun, and committed or rolled back, once per attempt.
+        device: where the work runs, for giving its memory back.
+
+    Raises:
+        SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
+            state is as it was before.
+        RollbackError: the state could not be put back.
+    """
+    learned = policy.state_dict()
+    tried: list[int] = []
+    attempts = 0
+    failure: BaseException | None = None
+    while True:
+        sizes = _cut(policy, rule, num_rows)
+        if failure is not None and sizes[0] >= tried[-1]:
+            try:
+                _give_up(failure, policy, num_rows, tried, device)
+            finally:
+                failure = None  # it holds this frame: a cycle
+                policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
+        if failure is not None:
+            logger.warning(
+                "out of memory with %d × %d of %d rows; rolled back, trying %d × %d",
+                -(-num_rows // tried[-1]),
+                tried[-1],
+                num_rows,
+                len(sizes),
+                sizes[0],
+            )
+        attempts += 1
+        result, failure, floor = _attempt_once(transaction, attempt, sizes, policy, rule, device)
+        if floor:
+            rule.min_rows = 2
+            attempts -= 1  # not a question of memory: the same size, cut differently
+            continue
+        policy.record(Outcome(num_rows=num_rows, microbatch_size=sizes[0], fits=failure is None))
+        if failure is None:
+            assert result is not None
+            return Finished(result=result[0], sizes=sizes, attempts=attempts, ooms=len(tried))
+        tried.append(sizes[0])
+
+
+def _cut(policy: Policy, rule: CutRule, num_rows: int) -> list[int]:
+    size = policy.propose(num_rows)
+    if not size >= 1:
+        raise ValueError(f"{policy!r} proposed {size} rows; a policy must propose at least one")
+    if rule.strict_divisible and not isinstance(policy, Fixed):
+        size = rule.largest_divisor(num_rows, min(size, num_rows))
+    return rule.cut(num_rows, size)
+
+
+def _attempt_once(
+    transaction: Transaction,
+    attempt: Callable[[list[int]], T],
+    sizes: list[int],
+    policy: Policy,
+    rule: CutRule,
+    device: torch.device,
+) -> tuple[tuple[T] | None, BaseException | None, bool]:
+    """One attempt: its result, or the out-of-memory error, or that slices need two rows."""
+    try:
+        transaction.begin()
+        result = attempt(sizes)
+        transaction.commit()
+        return (result,), None, False
+    except BaseException as error:
+        if (
+            needs_two_rows(error)
+            and sizes[-1] == 1 < sum(sizes)
+            and rule.min_rows == 1
+            and not isinstance(policy, Fixed)
+        ):
+            _roll_back(transaction, error)
+            return None, None, True
+        if classify(error) is not Failure.RETRYABLE:
+            _roll_back(transaction, error)
+            raise
+        failure = error
+    # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
+    # neither the rollback nor a retry could use their memory.
+    try:
+        release(failure, device)
+        try:
+            transaction.roll_back()
+        except torch.OutOfMemoryError:
+            release(failure, device)
+            _roll_back(transaction, failure)
+        return None, failure, False
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+def _roll_back(transaction: Transaction, cause: BaseException) -> None:
+    try:
+        transaction.roll_back()
+    except Exception as error:
+        if classify(cause) is Failure.CONTEXT_LOST:
+            cause.add_note(f"automicro: the device is lost, nothing could be put back ({error})")
+            return
+        raise RollbackError(
+            f"an attempt failed ({type(cause).__name__}: {cause}), and the state before it could "
+            f"not be put back ({type(error).__name__}: {error}); continue from a checkpoint"
+        ) from cause
+
+
+def _give_up(
+    failure: BaseException, policy: Policy, num_rows: int, tried: list[int], device: torch.device
+) -> None:
+    if isinstance(policy, Fixed):
+        size = "the whole batch" if tried[-1] == num_rows else f"{tried[-1]} rows"
+        failure.add_note(
+            f"automicro: {policy!r} allows one size only, and {size} of {num_rows} does not fit; "
+            'microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        )
+        raise failure
+    peak, allocated = peak_bytes(device), allocated_bytes(device)
+    memory = "" if peak is None else f" Peak memory on {device} was {format_bytes(peak)}."
+    if allocated is not None:
+        memory += f" Model, optimizer and batch alone hold {format_bytes(allocated)}."
+    raise SampleTooLargeError(
+        f"a microbatch of {tried[-1]} of {num_rows} rows does not fit, and there is no smaller "
+        f"one (tried: {', '.join(map(str, tried))}).{memory} The state is as before the step. "
+        "What helps: shorter or smaller samples, activation checkpointing, precision='bf16', an "
+        f"optimizer with less state, a larger device. The last failure: {_first_line(failure)}"
+    ) from failure
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

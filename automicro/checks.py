@@ -1,0 +1,132 @@
+"""Refusing misuse before it costs a run: models, optimizers, devices, losses, choices."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import LossError
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """The value, if it is one of the choices.
+
+    Raises:
+        ValueError: it is not; the message suggests the nearest.
+
+    Example:
+        >>> check_choice("batchnorm", "warn", ["warn", "error"])
+        'warn'
+    """
+    accepted = list(choices)
+    if isinstance(value, str) and value in accepted:
+        return value
+    near = difflib.get_close_matches(str(value), accepted, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"{name}={value!r} is not known{hint}; use one of {', '.join(accepted)}")
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be trained by microbatches.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a wrapper that synchronises several devices.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module; pass the module itself"
+        )
+    distributed = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for name, module in model.named_modules():
+        if isinstance(module, distributed) or "FSDP" in type(module).__name__:
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}: if one rank ran "
+                "out of memory, the others would wait for ever. Several devices are not "
+                "supported yet; pass the unwrapped module on one device"
+            )
+
+
+def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer of another model, or one that evaluates the loss itself.
+
+    Raises:
+        TypeError: not an optimizer.
+        ValueError: parameters that are in none of the modules, or a step that needs a closure.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer; pass an "
+            "instance such as torch.optim.AdamW(model.parameters())"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times in one step through a closure, which cannot "
+            "be one transaction; use another optimizer"
+        )
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(parameter) not in known for parameter in parameters)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(parameters)} parameters are not in the model; "
+            "build the optimizer from this model's parameters (after any .to() that replaces "
+            "them), or name further modules with modules=(…)"
+        )
+
+
+def check_loss(loss: object) -> Tensor:
+    """The loss, if it can be differentiated.
+
+    Raises:
+        LossError: not one scalar, not floating point, or cut off from every parameter.
+    """
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            f"the loss is a {type(loss).__name__}, not a tensor; return the tensor itself, "
+            "not .item()"
+        )
+    if loss.dim() != 0:
+        raise LossError(
+            f"the loss has the shape {tuple(loss.shape)} and must be one number; average it "
+            "(loss.mean(), reduction='mean') or sum it and pass loss_average='none'"
+        )
+    if not loss.is_floating_point():
+        raise LossError(f"the loss is {loss.dtype} and must be floating point")
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not depend on any parameter that requires a gradient: all parameters "
+            "are frozen, or the forward detaches (no_grad, .detach(), .item()); unfreeze some "
+            "with requires_grad_(True), or remove the detaching call"
+        )
+    return loss
+
+
+def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    """The device given, or the one where the model's parameters lie.
+
+    Raises:
+        ValueError: the parameters lie elsewhere, or nowhere.
+    """
+    found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if any(each.type == "meta" for each in found):
+        raise ValueError(
+            "the model has parameters on the meta device, without data; materialise it first "
+            "(model.to_empty(device=…) and initialise, or load a state dict with assign=True)"
+        )
+    if device is None:
+        return next(iter(p.device for p in model.parameters()), torch.device("cpu"))
+    wanted = torch.device(device)
+    if found and not any(_agrees(each, wanted) for each in found):
+        raise ValueError(
+            f"device={str(wanted)!r}, but the model lies on {', '.join(map(str, found))}; move "
+            "it first with model.to(device), before the optimizer is built"
+        )
+    return next((each for each in found if _agrees(each, wanted)), wanted)
+
+
+def _agrees(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and other.index in (None, one.index)

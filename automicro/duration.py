@@ -1,0 +1,88 @@
+"""How long to train: ``"2ep"``, ``"500ba"``, ``"10000sp"``, ``"1e6tok"``."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import StrEnum
+
+# At most two digits of exponent: "1e999999999tok" would be a number of a billion digits.
+_PATTERN = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)(e\+?[0-9]{1,2})?\s*([a-z]+)")
+
+
+class Unit(StrEnum):
+    """What a duration counts, by the letters it is written with."""
+
+    EPOCHS = "ep"
+    BATCHES = "ba"
+    SAMPLES = "sp"
+    TOKENS = "tok"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Duration:
+    """A number of epochs, optimization batches, samples or tokens.
+
+    Raises:
+        TypeError: if the value is not an int.
+        ValueError: if the value is below 1.
+
+    >>> Duration.parse("2ep")
+    Duration.parse('2ep')
+    >>> Duration.parse("500 ba") == Duration(value=500, unit=Unit.BATCHES)
+    True
+    """
+
+    value: int
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if type(self.value) is not int:
+            raise TypeError(f"a duration of {self.value!r} is not whole: give an int")
+        if self.value < 1:
+            raise ValueError(
+                f"a duration of '{self.value}{self.unit}' trains nothing: give at least 1"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.unit}"
+
+    def __repr__(self) -> str:
+        return f"Duration.parse({str(self)!r})"
+
+    @classmethod
+    def parse(cls, text: "str | Duration") -> "Duration":
+        """Read a whole number and a unit: ep (epochs), ba (batches), sp (samples), tok (tokens).
+
+        Samples and tokens may be in scientific notation. A duration stands for itself.
+
+        Raises:
+            TypeError: if it is a bare number or anything else that is not text.
+            ValueError: if the text is no duration, or one below 1.
+
+        >>> Duration.parse("1.5e6tok").value
+        1500000
+        """
+        if isinstance(text, Duration):
+            return text
+        if isinstance(text, int) and not isinstance(text, bool):
+            raise TypeError(
+                f"a duration of {text} has no unit: say '{text}ep' (epochs) or '{text}ba' (batches)"
+            )
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is no duration: write it like '2ep' or '500ba'")
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or match[3] not in set(Unit):
+            raise ValueError(
+                f"{text!r} is no duration: write a whole number and ep (epochs), ba (batches), "
+                f"sp (samples) or tok (tokens), like '2ep' or '500ba'"
+            )
+        number, exponent, unit = match[1], match[2], Unit(match[3])
+        value = Decimal(number + (exponent or ""))
+        if value != int(value) or ("." in number and not exponent):
+            raise ValueError(f"{text!r} is not whole: give a whole number of {unit.name.lower()}")
+        if exponent and unit in (Unit.EPOCHS, Unit.BATCHES):
+            raise ValueError(
+                f"{text!r} is in scientific notation, which is for sp and tok only: "
+                f"say '{int(value)}{unit}'"
+            )
+        return cls(value=int(value), unit=unit)

@@ -1,0 +1,85 @@
+"""Every error and warning that automicro raises on its own account.
+
+::
+
+    AutomicroError
+    ├── BatchError (ValueError)                 a batch that cannot be cut into microbatches
+    ├── LossError (ValueError)                  a forward that gives no usable loss
+    │   └── NonFiniteLossError                  the loss of a batch is NaN or infinite
+    ├── UnsplittableModelError (ValueError)     BatchNorm, where batchnorm="error" forbids it
+    ├── DataLoaderError (ValueError)            a loader that gives no batch
+    ├── ConfigError (ValueError)                a configuration that cannot be read
+    ├── SampleTooLargeError (torch.OutOfMemoryError)   not even one row fits
+    ├── OptimizerStepError (RuntimeError)       memory ran out inside optimizer.step()
+    └── RollbackError (RuntimeError)            the state before a step cannot be put back
+
+    AutomicroWarning (UserWarning)
+    ├── BatchNormWarning                        statistics over the batch see fewer rows
+    ├── BufferWarning                           other buffers depend on the microbatch size
+    └── LossAverageWarning                      the loss is not the average it was taken for
+
+Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
+not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
+before the step.
+"""
+
+import torch
+
+
+class AutomicroError(Exception):
+    """Base of all errors that automicro raises."""
+
+
+class BatchError(AutomicroError, ValueError):
+    """A batch cannot be cut into microbatches without guessing or dropping rows."""
+
+
+class LossError(AutomicroError, ValueError):
+    """A forward gave no loss, or one that cannot be differentiated."""
+
+
+class NonFiniteLossError(LossError):
+    """The loss of a whole batch is NaN or infinite. Raised before the optimizer steps."""
+
+
+class UnsplittableModelError(AutomicroError, ValueError):
+    """The model computes statistics over the batch and ``batchnorm="error"`` forbids to split."""
+
+
+class DataLoaderError(AutomicroError, ValueError):
+    """A data loader gave no batch."""
+
+
+class ConfigError(AutomicroError, ValueError):
+    """A configuration or a command line cannot be read. The message names key, value, remedy."""
+
+
+class SampleTooLargeError(AutomicroError, torch.OutOfMemoryError):
+    """Even the smallest microbatch runs out of memory. The state is as before the step."""
+
+
+class OptimizerStepError(AutomicroError, RuntimeError):
+    """Memory ran out inside ``optimizer.step()`` and the step may be half applied.
+
+    Parameters or optimizer state may already have changed: continue from a checkpoint.
+    """
+
+
+class RollbackError(AutomicroError, RuntimeError):
+    """The state before the step could not be put back. Continue from a checkpoint."""
+
+
+class AutomicroWarning(UserWarning):
+    """Base of all warnings that automicro gives."""
+
+
+class BatchNormWarning(AutomicroWarning):
+    """Layers that average over the batch now see one microbatch at a time."""
+
+
+class BufferWarning(AutomicroWarning):
+    """A training forward changes buffers, so they depend on the number of microbatches."""
+
+
+class LossAverageWarning(AutomicroWarning):
+    """The loss is not the average that it was taken for, so splitting changes the gradient."""

@@ -1,0 +1,271 @@
+"""How a microbatch becomes a loss: four conventions, one interface.
+
+In the order in which they are looked for:
+
+1. ``forward(model, microbatch)`` as the caller wrote it;
+2. ``loss_fn`` and batches of ``(inputs, targets)``;
+3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)`` and
+   ``eval_forward(batch)``;
+4. a model called with the batch as keyword arguments, whose output holds ``loss`` (Hugging Face).
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from automicro.errors import BatchError, LossError
+
+TARGET_KEYS = ("labels", "label", "targets", "target")
+HOW_TO_GIVE_A_LOSS = (
+    "pass loss_fn=… for batches of (inputs, targets), or forward=… that takes (model, microbatch) "
+    "and returns the loss"
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """What one microbatch's forward gave: the loss, its named parts, the model's outputs."""
+
+    loss: Tensor | None
+    losses: Mapping[str, Tensor]
+    outputs: Any
+
+
+class Convention(Protocol):
+    """One way from a microbatch to a loss, outputs, targets and metrics."""
+
+    computes_loss_in_model: bool
+
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
+        """Forward for training; the loss is required."""
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        """Forward for evaluation; the loss may be missing."""
+
+    def targets(self, batch: Any) -> Any:
+        """The targets in a batch, for counting and for metrics."""
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        """Feed one metric."""
+
+
+def choose_convention(
+    model: nn.Module,
+    *,
+    forward: Callable[[Any, Any], Any] | None,
+    loss_fn: Callable[..., Any] | None,
+) -> Convention:
+    """Pick the way to the loss; see the module's text for the order.
+
+    Raises:
+        TypeError: ``forward`` or ``loss_fn`` cannot be called.
+        ValueError: both are given.
+    """
+    for name, function in (("forward", forward), ("loss_fn", loss_fn)):
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"{name}={function!r} is a {type(function).__name__} and cannot be called; "
+                f"{HOW_TO_GIVE_A_LOSS}"
+            )
+    if forward is not None and loss_fn is not None:
+        raise ValueError(
+            "both forward and loss_fn were given, and only one can compute the loss; call the "
+            "loss function inside forward and leave loss_fn out"
+        )
+    if forward is not None:
+        return _OwnForward(forward)
+    if loss_fn is not None:
+        return _LossFunction(loss_fn)
+    if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
+        return _ComposerModel(model)
+    return _KeywordModel()
+
+
+class _OwnForward:
+    """The caller's ``forward(model, microbatch)``."""
+
+    computes_loss_in_model = False
+
+    def __init__(self, forward: Callable[[Any, Any], Any]) -> None:
+        self._forward = forward
+
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
+        return _read_result(self._forward(model, microbatch))
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return self.train(model, microbatch)
+
+    def targets(self, batch: Any) -> Any:
+        return _find_targets(batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        if outputs is None:
+            raise LossError(
+                "metrics need the model's outputs, and forward returned only the loss; return "
+                "(loss, outputs), or pass update_metric=… that takes (metric, outputs, microbatch)"
+            )
+        metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+class _LossFunction:
+    """``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``."""
+
+    computes_loss_in_model = False
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self._loss_fn = loss_fn
+
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
+        inputs, targets = _pair(microbatch)
+        # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
+        outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        loss = self._loss_fn(outputs, targets)
+        if isinstance(loss, Tensor):
+            return Output(loss, {}, outputs)
+        return dataclasses.replace(_read_result(loss), outputs=outputs)
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return self.train(model, microbatch)
+
+    def targets(self, batch: Any) -> Any:
+        return _pair(batch)[1]
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        metric.update(outputs, _pair(microbatch)[1])
+
+
+class _ComposerModel:
+    """A model with Composer's ``loss`` and ``eval_forward``."""
+
+    computes_loss_in_model = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
+        outputs = model(microbatch)
+        loss = self._model.loss(outputs, microbatch)
+        return dataclasses.replace(_read_result(loss), outputs=outputs)
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return Output(None, {}, self._model.eval_forward(microbatch))
+
+    def targets(self, batch: Any) -> Any:
+        return _find_targets(batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        if callable(getattr(self._model, "update_metric", None)):
+            self._model.update_metric(microbatch, outputs, metric)
+        else:
+            metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+class _KeywordModel:
+    """``model(**batch)`` whose output holds ``loss`` (Hugging Face's convention)."""
+
+    computes_loss_in_model = True
+
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
+        output = self.evaluate(model, microbatch)
+        if output.loss is None:
+            raise LossError(
+                f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "
+                "batch may lack 'labels' (it has "
+                f"{sorted(map(str, microbatch))}), or {HOW_TO_GIVE_A_LOSS}"
+            )
+        return output
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        if not isinstance(microbatch, Mapping):
+            raise LossError(
+                f"nothing says how to compute a loss from a batch of type "
+                f"{type(microbatch).__name__}; {HOW_TO_GIVE_A_LOSS}"
+            )
+        outputs = model(**microbatch)
+        if isinstance(outputs, Mapping):
+            return Output(outputs.get("loss"), {}, outputs)
+        return Output(getattr(outputs, "loss", None), {}, outputs)
+
+    def targets(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping) and batch.get("shift_labels") is not None:
+            raise LossError(
+                "the batch holds 'shift_labels', so which targets the loss counts cannot be read "
+                "off; pass loss_average=… as a callable that counts them in a microbatch"
+            )
+        return _find_targets(batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+def _read_result(result: Any) -> Output:
+    """Read ``loss``, ``(loss, outputs)`` or ``{"loss": …}``."""
+    if isinstance(result, Tensor):
+        return Output(result, {}, None)
+    if isinstance(result, Mapping):
+        losses = {
+            str(name): value
+            for name, value in result.items()
+            if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+        }
+        total = result.get("loss")
+        if total is not None:
+            losses.pop("loss", None)
+            return Output(total, losses, result)
+        if losses and len(losses) == len(result):
+            return Output(functools.reduce(operator.add, losses.values()), losses, result)
+        raise LossError(
+            f"forward returned a mapping with the keys {sorted(map(str, result))}: it needs "
+            "'loss', or nothing but scalar losses, which are then summed"
+        )
+    if isinstance(result, tuple) and len(result) == 2:
+        return dataclasses.replace(_read_result(result[0]), outputs=result[1])
+    raise LossError(
+        f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
+        "(loss, outputs), or a mapping with the key 'loss'"
+    )
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if type(batch) is tuple and len(batch) == 2:  # the common case, quickly
+        return batch
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise BatchError(
+        f"with loss_fn a batch is a pair (inputs, targets), and this one is {_named(batch)}; "
+        "yield such pairs from the data loader, or pass forward=… that takes (model, microbatch)"
+    )
+
+
+def _find_targets(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        for key in TARGET_KEYS:
+            if batch.get(key) is not None:
+                return batch[key]
+    elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+        return batch[1]
+    raise LossError(
+        f"the targets cannot be found in {_named(batch)}; name them "
+        f"{' or '.join(repr(key) for key in TARGET_KEYS[:3])} in a mapping, use a pair "
+        "(inputs, targets), or pass loss_average=… (and update_metric=…) as a callable"
+    )
+
+
+def _predictions(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits", outputs)
+    return getattr(outputs, "logits", outputs)
+
+
+def _named(value: Any) -> str:
+    """What a value is, briefly: its type, with the keys or the length of a container."""
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"a {name} with the keys {sorted(map(str, value))}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {name} of length {len(value)}"
+    return f"a {name}"

@@ -1,0 +1,20 @@
+"""Reading and limiting device memory, and simulating a device of any size on the CPU."""
+
+from automicro.memory.budget import MemoryBudget, active_budget
+from automicro.memory.compiled import refuse_compiled
+from automicro.memory.device import allocated_bytes, limit_memory, peak_bytes, reset_peak
+from automicro.memory.size import format_bytes, parse_bytes
+from automicro.memory.torch_private import is_uninitialized
+
+__all__ = [
+    "MemoryBudget",
+    "active_budget",
+    "allocated_bytes",
+    "format_bytes",
+    "is_uninitialized",
+    "limit_memory",
+    "parse_bytes",
+    "peak_bytes",
+    "refuse_compiled",
+    "reset_peak",
+]

@@ -1,0 +1,231 @@
+"""A device of any size, simulated on the CPU."""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from automicro.memory.compiled import refuse_compiled
+from automicro.memory.counting import CountingMode
+from automicro.memory.ledger import Change
+from automicro.memory.size import format_bytes, parse_bytes
+
+
+class _Entered(threading.local):
+    """The budget that this thread has entered, and how many times."""
+
+    budget: "MemoryBudget | None" = None
+    depth: int = 0
+
+
+_entered = _Entered()
+
+
+def active_budget() -> "MemoryBudget | None":
+    """Return the budget that this thread has entered, if any.
+
+    >>> with MemoryBudget("1MiB") as budget:
+    ...     active_budget() is budget
+    True
+    >>> active_budget() is None
+    True
+    """
+    return _entered.budget
+
+
+class MemoryBudget:
+    """A device of limited memory, simulated on the CPU.
+
+    While it is entered, every operation of this thread is watched: forward, backward and
+    optimizer alike. The bytes of live tensors on the CPU are counted, each storage once and
+    rounded up to 512 bytes, and an operation with which they would exceed the limit raises
+    ``torch.OutOfMemoryError``, as a device would. With ``None`` for a limit it only measures.
+
+    What exists before is counted when an operation first sees it, or with `track`. Host and device
+    are one here, so say what lies on the host: `host` and `transfer`.
+
+    What it does not see: other threads (a dispatch mode belongs to a thread, and the count has no
+    lock), workspaces inside kernels (a convolution's true peak is about an eighth higher), tensors
+    made by NumPy until torch uses them, storages resized behind torch's back, and oneDNN's opaque
+    tensors. An operation is seen only after it ran. What it allocated is dropped then, and the
+    statistics that a BatchNorm changed are put back; a tensor enlarged by ``out=`` or ``resize_``
+    stays enlarged, and counted.
+
+    Args:
+        limit: what `parse_bytes` reads, such as ``"512MiB"`` or a number of bytes, or ``None``.
+
+    Raises:
+        TypeError: ``limit`` is neither text nor a number.
+        ValueError: ``limit`` cannot be read.
+
+    >>> budget = MemoryBudget("1MiB")
+    >>> with budget:
+    ...     x = torch.zeros(1000)
+    >>> budget.allocated_bytes
+    4096
+    >>> with budget:
+    ...     torch.zeros(1000, 1000)
+    Traceback (most recent call last):
+    torch.OutOfMemoryError: Simulated device out of memory. Tried to allocate 3.81 MiB. The budget
+    has a total capacity of 1.00 MiB of which 1020.00 KiB is free. ...
+    """
+
+    def __init__(self, limit: str | int | float | None) -> None:
+        self._mode = CountingMode(None if limit is None else parse_bytes(limit))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The size of the device, or None where it only measures."""
+        return self._mode.limit_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What live tensors on the device hold now."""
+        return self._mode.ledger.allocated_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that live tensors held since the start or the last `reset_peak`."""
+        return self._mode.peak_bytes
+
+    @property
+    def num_ooms(self) -> int:
+        """How many times it refused."""
+        return self._mode.num_ooms
+
+    def reset_peak(self) -> None:
+        """Measure the peak from now on."""
+        self._mode.peak_bytes = self._mode.ledger.allocated_bytes
+
+    def __enter__(self) -> Self:
+        """Watch this thread. Entering again what is entered already changes nothing.
+
+        Raises:
+            ValueError: this thread is in another budget.
+        """
+        if _entered.budget is None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            _entered.budget = self
+        elif _entered.budget is not self:
+            raise ValueError(
+                f"cannot enter {self!r} inside {_entered.budget!r}: one thread simulates one "
+                f"device, so leave the outer budget first, or use it here too: active_budget()"
+            )
+        _entered.depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop watching, if this is the outermost of the nested entries."""
+        assert _entered.budget is self
+        _entered.depth -= 1
+        if _entered.depth == 0:
+            _entered.budget = None
+            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def track(self, *residents: object) -> Self:
+        """Count what is on the device before any operation sees it.
+
+        Args:
+            residents: modules (parameters, gradients, buffers), optimizers (their state), tensors,
+                and mappings, lists or tuples of these.
+
+        Raises:
+            TypeError: something else was given.
+            ValueError: a module is compiled; see `refuse_compiled`.
+            torch.OutOfMemoryError: it does not fit; nothing of this call is counted then.
+
+        >>> model = nn.Linear(16, 16)
+        >>> MemoryBudget("1MiB").track(model).allocated_bytes
+        1536
+        """
+        changes: list[Change] = []
+        try:
+            for tensor in _tensors_of(residents):
+                self._mode.ledger.place(tensor, changes, on_host=False)
+        except BaseException:
+            self._mode.ledger.undo(changes)
+            raise
+        self._mode.admit(changes)
+        return self
+
+    @contextlib.contextmanager
+    def host(self) -> Iterator[None]:
+        """Take tensors made or first seen inside as lying on the host: they are not counted.
+
+        >>> with MemoryBudget("1KiB") as budget, budget.host():
+        ...     batch = torch.zeros(1000, 1000)
+        >>> budget.allocated_bytes
+        0
+        """
+        with self._mode.ledger.placing(on_host=True):
+            yield
+
+    def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor from the host to the device, as ``tensor.to(device)`` would.
+
+        The argument lies on the host from then on, with all that shares its storage. The copy has
+        the same strides, lies on the device, and is differentiable if the argument is.
+
+        Raises:
+            torch.OutOfMemoryError: the copy does not fit.
+
+        >>> batch = torch.zeros(512)
+        >>> with MemoryBudget("1MiB") as budget:
+        ...     moved = budget.transfer(batch)
+        >>> budget.allocated_bytes, moved.data_ptr() == batch.data_ptr()
+        (2048, False)
+        """
+        ledger = self._mode.ledger
+        ledger.place(tensor, [], on_host=True)
+        with self, ledger.placing(on_host=False):
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                return tensor.clone(memory_format=torch.preserve_format)
+            return tensor.clone()
+
+    def __repr__(self) -> str:
+        limit_bytes = self._mode.limit_bytes
+        limit = None if limit_bytes is None else format_bytes(limit_bytes)
+        return f"MemoryBudget({limit!r})"
+
+
+def _tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
+    for resident in residents:
+        if isinstance(resident, torch.Tensor):
+            yield resident
+        elif isinstance(resident, nn.Module):
+            refuse_compiled(resident)
+            yield from resident.parameters()
+            yield from (p.grad for p in resident.parameters() if p.grad is not None)
+            yield from resident.buffers()
+        elif isinstance(resident, torch.optim.Optimizer):
+            yield from _tensors_in(resident.state)
+        elif isinstance(resident, Mapping):
+            yield from _tensors_of(resident.values())
+        elif isinstance(resident, list | tuple):
+            yield from _tensors_of(resident)
+        else:
+            raise TypeError(
+                f"a budget cannot track {resident!r} of type {type(resident).__name__}: give "
+                f"modules, optimizers or tensors"
+            )
+
+
+def _tensors_in(state: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's state, which holds numbers and more beside them."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors_in(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors_in(value)

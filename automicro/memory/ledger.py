@@ -1,0 +1,182 @@
+"""Which storages are alive, and how many of their bytes lie on the simulated device.
+
+Storages, not tensors: views share one, and it lives as long as anything refers to it, autograd's
+saved tensors included. Each is held by a weak reference, so that counting keeps nothing alive.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from automicro.memory.torch_private import is_uninitialized, is_wrapper
+
+_GRANULE = 512  # bytes; what CUDA's allocator rounds to
+
+# Told apart by exact type: ``isinstance`` against Tensor costs three times as much, and this runs
+# for each argument of each operation.
+_SCALARS = frozenset(
+    (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+)
+_SEQUENCES = frozenset((list, tuple))
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A live storage: its key, its size when last seen, and what of it counts."""
+
+    __slots__ = ("counted_bytes", "key", "on_host", "storage_bytes")
+
+    key: int
+    storage_bytes: int
+    counted_bytes: int
+    on_host: bool
+
+
+class Change(NamedTuple):
+    """A storage that began to count, or changed its size, and what it counted before."""
+
+    entry: _Entry
+    before_bytes: int
+
+
+class StorageLedger:
+    """Counts the bytes of live storages that have been shown to it.
+
+    >>> ledger, changes = StorageLedger(), []
+    >>> x = torch.ones(1024)
+    >>> ledger.see([x, x[:3]], changes)
+    >>> ledger.allocated_bytes
+    4096
+    >>> changes.clear()
+    >>> del x
+    >>> ledger.allocated_bytes
+    0
+    """
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self._new_on_host = False
+        self._live: dict[int, _Entry] = {}
+        self._forget = self._make_forget()
+
+    def _make_forget(self) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        # A bound method would make a cycle of ledger, entry and callback.
+        weak_self = weakref.ref(self)
+
+        def forget(entry: weakref.ref[torch.UntypedStorage]) -> None:
+            ledger = weak_self()
+            assert isinstance(entry, _Entry)
+            if ledger is not None and ledger._live.get(entry.key) is entry:
+                del ledger._live[entry.key]
+                ledger.allocated_bytes -= entry.counted_bytes
+
+        return forget
+
+    def see(self, values: Iterable[object], changes: list[Change]) -> None:
+        """Count what is new or resized among tensors, in lists and mappings too, noting changes."""
+        for value in values:
+            kind = type(value)
+            if kind is torch.Tensor or kind is Parameter:
+                self._see_tensor(value, changes)  # type: ignore[arg-type]
+            elif kind in _SCALARS:
+                continue
+            elif kind in _SEQUENCES:
+                self.see(value, changes)  # type: ignore[arg-type]
+            elif kind is dict:
+                self.see(value.values(), changes)  # type: ignore[attr-defined]
+            elif isinstance(value, torch.Tensor):
+                for part in _plain_parts(value):
+                    self._see_tensor(part, changes)
+            elif isinstance(value, list | tuple):
+                self.see(value, changes)
+
+    def _see_tensor(self, tensor: torch.Tensor, changes: list[Change]) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            for part in _plain_parts(tensor):
+                if part is not tensor:
+                    self._see_tensor(part, changes)
+            return
+        storage_bytes = storage.nbytes()
+        entry = self._live.get(id(storage))
+        if entry is None:
+            if storage_bytes:
+                on_host = self._new_on_host or tensor.device.type != "cpu"
+                self._enter(storage, storage_bytes, on_host, changes)
+        elif entry.storage_bytes != storage_bytes:
+            entry.storage_bytes = storage_bytes
+            self._recount(entry, changes)
+
+    def _enter(
+        self,
+        storage: torch.UntypedStorage,
+        storage_bytes: int,
+        on_host: bool,
+        changes: list[Change],
+    ) -> None:
+        entry = _Entry(storage, self._forget)
+        entry.key = id(storage)
+        entry.storage_bytes = storage_bytes
+        entry.on_host = on_host
+        entry.counted_bytes = 0
+        self._live[entry.key] = entry
+        self._recount(entry, changes)
+
+    def _recount(self, entry: _Entry, changes: list[Change]) -> None:
+        before = entry.counted_bytes
+        counted = 0 if entry.on_host else -(-entry.storage_bytes // _GRANULE) * _GRANULE
+        if counted != before:
+            entry.counted_bytes = counted
+            self.allocated_bytes += counted - before
+            changes.append(Change(entry, before))
+
+    def undo(self, changes: list[Change]) -> None:
+        """Count as before the changes; what was unknown before is unknown again."""
+        for entry, before_bytes in reversed(changes):
+            self.allocated_bytes -= entry.counted_bytes - before_bytes
+            entry.counted_bytes = before_bytes
+            if before_bytes == 0:
+                self._live.pop(entry.key, None)
+            else:
+                entry.storage_bytes = -1  # looked at again when next seen
+        changes.clear()
+
+    def place(self, tensor: torch.Tensor, changes: list[Change], *, on_host: bool) -> None:
+        """Say where a tensor's storage lies, whatever was known about it."""
+        with self.placing(on_host=on_host):
+            self.see((tensor,), changes)
+        for part in _plain_parts(tensor):
+            with contextlib.suppress(NotImplementedError):
+                entry = self._live.get(id(part.untyped_storage()))
+                if entry is not None and entry.on_host != on_host:
+                    entry.on_host = on_host
+                    self._recount(entry, changes)
+
+    @contextlib.contextmanager
+    def placing(self, *, on_host: bool) -> Iterator[None]:
+        """Take storages first seen inside as lying on the host, or on the device."""
+        before, self._new_on_host = self._new_on_host, on_host
+        try:
+            yield
+        finally:
+            self._new_on_host = before
+
+
+def _plain_parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that hold a tensor's data: itself, unless it is sparse or a wrapper."""
+    if is_uninitialized(tensor):
+        return []
+    if is_wrapper(type(tensor)):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]

@@ -1,0 +1,149 @@
+"""Forward and backward of one microbatch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.checks import check_loss
+from automicro.forward import Convention, Output
+from automicro.memory import active_budget
+from automicro.model_modes import evaluation_mode
+from automicro.slicing import BatchLayout, map_tensors
+from automicro.transfer import on_device, on_host
+from automicro.weighting import Average, BatchWeights
+
+Losses = tuple[Tensor, dict[str, Tensor]]
+
+
+class Passes:
+    """A model, its loss and how to cut its batches.
+
+    Args:
+        modules: the model, then further modules that take part.
+        convention: from a microbatch to loss and outputs.
+        averages: what each loss averages over, by name.
+        layout: where a batch has its rows.
+        device: where the model computes.
+        autocast_dtype: of forward and loss; None for the model's own.
+        run_backward: computes gradients from a loss.
+        update_metric: feeds one metric with outputs and microbatch.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        convention: Convention,
+        averages: Mapping[str, Average],
+        layout: BatchLayout,
+        *,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+        run_backward: Callable[[Tensor], Any],
+        update_metric: Callable[[Any, Any, Any], None],
+    ) -> None:
+        self._modules = modules
+        self._convention = convention
+        self._averages = averages
+        self._layout = layout
+        self._device = device
+        self._autocast_dtype = autocast_dtype
+        self._run_backward = run_backward
+        self._update_metric = update_metric
+
+    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """The batch as microbatches of these rows: views, where it lies."""
+        with on_host():
+            return self._layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+
+    def weights(
+        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> BatchWeights:
+        """What each microbatch's loss weighs."""
+        with on_host():
+            return BatchWeights(self._averages, batch, microbatches, sizes)
+
+    def tensors(self, batch: Any) -> list[Tensor]:
+        """All tensors of a batch."""
+        return [tensor for _, tensor in self._layout.leaves(batch)]
+
+    def train(self, microbatch: Any, weights: BatchWeights, index: int, metrics: Any) -> Losses:
+        """Forward and backward of one microbatch; its weighted losses, detached.
+
+        The model's outputs die here, before the next forward begins.
+
+        Raises:
+            LossError: there is no loss, or it cannot be differentiated.
+        """
+        output = self._forward(self._convention.train, microbatch)
+        loss, parts = weights.apply(index, check_loss(output.loss), output.losses)
+        if weights.is_nothing(index):
+            self._backward_for_nothing(loss)
+        else:
+            self._run_backward(loss)
+        if metrics is not None:
+            self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
+        return loss.detach(), {name: part.detach() for name, part in parts.items()}
+
+    def _backward_for_nothing(self, loss: Tensor) -> None:
+        """Run a backward whose gradients are known to be zero, although they may compute as NaN.
+
+        A mean over no target divides by zero. The backward still runs, because hooks and
+        collectives hang on it, and leaves zeros where there was no gradient yet.
+        """
+        parameters = [p for module in self._modules for p in module.parameters()]
+        earlier = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._run_backward(loss)
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient
+            elif parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def evaluate(self, microbatch: Any, metrics: Any) -> Output:
+        """Forward of one microbatch for evaluation."""
+        output = self._forward(self._convention.evaluate, microbatch)
+        if metrics is not None:
+            self._count(metrics, output.outputs, microbatch)
+        return output
+
+    def bring_home(self, outputs: Any, home: torch.device) -> Any:
+        """Outputs on the device of the batch that they belong to."""
+        if active_budget() is None:
+            return map_tensors(outputs, lambda tensor: tensor.to(home))
+        with on_host():
+            return map_tensors(outputs, Tensor.clone)
+
+    def losses_of_rows(self, rows: Any) -> Mapping[str, Tensor]:
+        """The losses of a few rows by name, in evaluation mode, without gradients or autocast."""
+        with evaluation_mode(self._modules), torch.no_grad():
+            moved = next(on_device([rows], self._device, isolate=True))
+            output = self._convention.train(self._modules[0], moved)
+        if "" not in self._averages:
+            return output.losses
+        return {"": output.loss} if output.loss is not None else {}
+
+    def materialize(self, batch: Any) -> None:
+        """Let lazy modules take their shapes from one row, before any attempt.
+
+        Inside an attempt their initialisation could not be rolled back: it draws random numbers
+        and happens only once.
+        """
+        with on_host():
+            row = self._layout.take_rows(batch, [0])
+        with evaluation_mode(self._modules), torch.no_grad():
+            moved = next(on_device([row], self._device, isolate=True))
+            self._convention.evaluate(self._modules[0], moved)
+
+    def _forward(self, forward: Callable[[nn.Module, Any], Output], microbatch: Any) -> Output:
+        if self._autocast_dtype is None:
+            return forward(self._modules[0], microbatch)
+        with torch.autocast(self._device.type, self._autocast_dtype):
+            return forward(self._modules[0], microbatch)
+
+    def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
+        for metric in metrics.values() if type(metrics) is dict else [metrics]:
+            self._update_metric(metric, outputs, microbatch)

@@ -1,0 +1,125 @@
+"""What a policy is told and asked: the outcome of an attempt, a size for the next one.
+
+Policies are pure Python. They hold no tensor and read no device, so the same outcomes lead to
+the same sizes on every rank and in every test.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one attempt at an optimization batch.
+
+    ``num_rows`` are the rows of the batch, ``microbatch_size`` the rows of the largest slice that
+    was really used, ``fits`` whether every microbatch went through. ``peak_bytes`` of device
+    memory, ``seconds`` of the attempt and the ``cost`` of the batch (tokens, say) are None where
+    they were not measured.
+
+    Raises:
+        ValueError: if the size is not between 1 and the rows of the batch.
+
+    >>> Outcome(num_rows=10, microbatch_size=5, fits=False).fits
+    False
+    """
+
+    num_rows: int
+    microbatch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    cost: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.microbatch_size <= self.num_rows:
+            raise ValueError(
+                f"an outcome of {self.num_rows} rows cannot have slices of "
+                f"{self.microbatch_size}: give the rows of the largest slice that was used"
+            )
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides how many rows a microbatch may have.
+
+    Write your own with these four methods and hand it over as ``microbatch_size=``. The caller
+    asks before each attempt and tells after it; a policy that proposes nothing smaller after an
+    attempt that did not fit makes the caller give up.
+    """
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the most rows, 1 … ``num_rows``, that a microbatch of this batch may have."""
+        ...
+
+    def record(self, outcome: Outcome) -> None:
+        """Learn what became of an attempt."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned, as plain values that JSON can hold."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+        ...
+
+
+def canonical_size(num_rows: int, microbatch_size: int) -> int:
+    """Return the largest slice when ``num_rows`` are cut into balanced slices of at most a size.
+
+    Two sizes with the same largest slice are the same cut.
+
+    >>> [canonical_size(10, size) for size in (4, 5, 9, 10, 99)]
+    [4, 5, 5, 10, 10]
+    """
+    num_slices = -(-num_rows // microbatch_size)
+    return -(-num_rows // num_slices)
+
+
+def require_rows(num_rows: int) -> None:
+    """Refuse a batch without rows.
+
+    Raises:
+        ValueError: if there is no row.
+    """
+    if num_rows < 1:
+        raise ValueError(f"no size can be proposed for {num_rows} rows: give a batch with rows")
+
+
+def require_size(value: Any, *, name: str) -> int:
+    """Return a number of rows as an int.
+
+    Raises:
+        TypeError: if it is not an integer (True is not one here).
+        ValueError: if it is below 1.
+
+    >>> require_size(8, name="initial")
+    8
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError("True and False are ints to Python")
+        size = operator.index(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {value!r}, not a number of rows: give an int of at least 1"
+        ) from error
+    if size < 1:
+        raise ValueError(f"{name} is {size}, but a microbatch has rows: give at least 1")
+    return size
+
+
+def require_kind(state: dict[str, Any], policy: object) -> None:
+    """Refuse the state of another kind of policy.
+
+    Raises:
+        ValueError: if another kind of policy wrote the state, naming both.
+    """
+    kind = type(policy).__name__
+    if state.get("kind") != kind:
+        raise ValueError(
+            f"a {kind} policy cannot take over the state of {state.get('kind', 'no known')!r} "
+            f"(state: {state!r}): use the policy that wrote it, or leave the policy's state out"
+        )

@@ -1,0 +1,44 @@
+"""From what users write as ``microbatch_size=`` to a policy."""
+
+from automicro.policy.base import Policy, require_size
+from automicro.policy.fixed import Fixed
+from automicro.policy.halving import Halving
+
+ACCEPTED = (
+    'give an int of at least 1, "auto" (found by halving), None (the whole batch), or a policy '
+    "such as Halving(initial=64)"
+)
+
+
+def make_policy(microbatch_size: int | str | Policy | None) -> Policy:
+    """Return the policy that a ``microbatch_size`` stands for.
+
+    An int is a fixed size, ``"auto"`` starts with the whole batch and halves, None is always the
+    whole batch, and a policy stands for itself.
+
+    Raises:
+        TypeError: if the value is of a type that cannot be a size.
+        ValueError: if it is a number below 1 or an unknown word.
+
+    >>> make_policy("auto"), make_policy(8), make_policy(None)
+    (Halving(initial=None), Fixed(8), Fixed(None))
+    """
+    if microbatch_size is None:
+        return Fixed(None)
+    if isinstance(microbatch_size, str):
+        if microbatch_size == "auto":
+            return Halving()
+        unknown = "is not built yet" if microbatch_size == "explore" else "means nothing"
+        raise ValueError(f"microbatch_size={microbatch_size!r} {unknown}: {ACCEPTED}")
+    # The class of a policy has all the methods of one, but nothing to call them on.
+    if isinstance(microbatch_size, type):
+        raise TypeError(
+            f"microbatch_size is the class {microbatch_size.__name__} and not a policy: "
+            f"say {microbatch_size.__name__}(...)"
+        )
+    if isinstance(microbatch_size, Policy):
+        return microbatch_size
+    try:
+        return Fixed(require_size(microbatch_size, name="microbatch_size"))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"microbatch_size={microbatch_size!r} is no size: {ACCEPTED}") from None

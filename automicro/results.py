@@ -1,0 +1,56 @@
+"""What a training step and an evaluation give back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimization batch, trained on: its exact gradient is in ``.grad``.
+
+    Attributes:
+        loss: 0-d, detached, of the whole batch, on the device: reading it waits for the device.
+        losses: the parts of the loss by name, where the forward gives several; as ``loss``.
+        num_samples: rows of the batch.
+        microbatch_size: rows of the largest microbatch used.
+        num_microbatches: microbatches of the attempt that succeeded.
+        attempts: attempts that were made; all but the last were rolled back.
+        ooms: how many of them ran out of memory.
+    """
+
+    loss: Tensor
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    num_samples: int
+    microbatch_size: int
+    num_microbatches: int
+    attempts: int
+    ooms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """One batch, evaluated: metrics counted every row once.
+
+    Attributes:
+        loss: as in `StepResult`; None where the forward gives none.
+        losses: as in `StepResult`.
+        outputs: the model's outputs for all rows in order, on the device of the batch, where
+            they were asked for.
+        num_samples: rows of the batch.
+        microbatch_size: rows of the largest microbatch used.
+        num_microbatches: microbatches of the attempt that succeeded.
+        attempts: attempts that were made; all but the last were rolled back.
+        ooms: how many of them ran out of memory.
+    """
+
+    loss: Tensor | None
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: Any = None
+    num_samples: int
+    microbatch_size: int
+    num_microbatches: int
+    attempts: int
+    ooms: int

@@ -1,0 +1,152 @@
+"""Opening containers and building new ones of the same type."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from automicro.errors import BatchError
+from automicro.slicing.kinds import Kind, kind_of
+
+Builder = Callable[[Sequence[Any]], Any]
+
+
+def join_path(path: str, key: object) -> str:
+    """The path of the part `key` of what lies at `path`.
+
+    >>> join_path("", 1), join_path("1", "boxes")
+    ('1', '1.boxes')
+    """
+    return f"{path}.{key}" if path else str(key)
+
+
+def open_container(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The keys and the parts of a container, in order.
+
+    >>> open_container({"x": 1, "y": 2})
+    (['x', 'y'], [1, 2])
+    """
+    if isinstance(value, dict | Mapping):
+        keys = list(value)
+        return keys, [value[key] for key in keys]
+    if isinstance(value, tuple | list):
+        return getattr(type(value), "_fields", range(len(value))), value
+    # A field with init=False may not have been set.
+    keys = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return keys, [getattr(value, key) for key in keys]
+
+
+def builder(value: Any, keys: Sequence[Any]) -> Builder:
+    """A function that turns parts in the order of `keys` into a container like `value`.
+
+    >>> builder({"x": 1}, ["x"])([5])
+    {'x': 5}
+    """
+    cls = type(value)
+    if cls is tuple or cls is list:
+        return cls
+    if cls is dict or cls is collections.OrderedDict:
+        return lambda parts: cls(zip(keys, parts, strict=True))
+    kind = kind_of(cls)
+    if kind is Kind.MAPPING:
+        return _mapping_builder(value, keys)
+    if kind is Kind.RECORD:
+        return _record_builder(value, keys)
+    if isinstance(value, tuple):
+        make: Builder = getattr(cls, "_make", cls)
+        return make
+    return functools.partial(_like_list, value)
+
+
+def elements_like(value: Any, elements: Sequence[Any]) -> Any:
+    """A list or tuple of the type of `value`, with other elements."""
+    if type(value) is list or type(value) is tuple:
+        return elements if type(elements) is type(value) else type(value)(elements)
+    return type(value)(elements) if isinstance(value, tuple) else _like_list(value, elements)
+
+
+def _like_list(value: Any, elements: Sequence[Any]) -> Any:
+    new = copy.copy(value)
+    new[:] = elements
+    return new
+
+
+def _mapping_builder(value: Any, keys: Sequence[Any]) -> Builder:
+    if isinstance(value, types.MappingProxyType):
+        return lambda parts: types.MappingProxyType(dict(zip(keys, parts, strict=True)))
+    if isinstance(value, MutableMapping):
+        return functools.partial(_like_mutable_mapping, value, keys)
+
+    def build(parts: Sequence[Any]) -> Any:
+        try:
+            return type(value)(dict(zip(keys, parts, strict=True)))
+        except Exception as error:
+            raise _cannot_build(value) from error
+
+    return build
+
+
+def _like_mutable_mapping(value: Any, keys: Sequence[Any], parts: Sequence[Any]) -> Any:
+    new = copy.copy(value)
+    known = isinstance(value, dict | collections.UserDict)
+    if not known:
+        # A plain copy shares the dict that such a class keeps its items in: assigning to the
+        # copy would change the batch.
+        for name, attribute in list(getattr(new, "__dict__", {}).items()):
+            if isinstance(attribute, dict):
+                new.__dict__[name] = copy.copy(attribute)
+    for key, part in zip(keys, parts, strict=True):
+        before = value[key]
+        new[key] = part
+        if not known and part is not before and value[key] is part:
+            value[key] = before
+            raise _cannot_build(value)
+    return new
+
+
+def _record_builder(value: Any, keys: Sequence[Any]) -> Builder:
+    # What a cached property computed from all rows does not hold for some of them.
+    stale = [
+        name
+        for name in getattr(value, "__dict__", {})
+        if isinstance(getattr(type(value), name, None), functools.cached_property)
+    ]
+
+    def build(parts: Sequence[Any]) -> Any:
+        new = copy.copy(value)
+        for name in stale:
+            new.__dict__.pop(name, None)
+        for key, part in zip(keys, parts, strict=True):
+            object.__setattr__(new, key, part)
+        return new
+
+    return build
+
+
+def _cannot_build(value: Any) -> BatchError:
+    return BatchError(
+        f"A {type(value).__name__} with other values could not be made from a copy of the one in "
+        f"the batch. Use register_batch_type({type(value).__name__}, ...) to say how it is sliced."
+    )
+
+
+def row_encodings(value: Any, num_rows: int) -> Sequence[Any] | None:
+    """The tokenizer's record of each row that a Hugging Face BatchEncoding carries, if it does."""
+    if not isinstance(value, collections.UserDict):
+        return None
+    encodings = getattr(value, "encodings", None)
+    if not isinstance(encodings, list) or len(encodings) != num_rows:
+        return None
+    return encodings
+
+
+def with_encodings(value: Any, encodings: Sequence[Any]) -> Any:
+    """`value` with other tokenizer records, other attributes kept."""
+    new = type(value)(dict(value), encoding=encodings, n_sequences=value.n_sequences)
+    for name, attribute in vars(value).items():
+        if name not in vars(new):
+            setattr(new, name, attribute)
+    return new

@@ -1,0 +1,244 @@
+"""Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from automicro.errors import BatchError
+from automicro.slicing.containers import (
+    builder,
+    join_path,
+    open_container,
+    row_encodings,
+    with_encodings,
+)
+from automicro.slicing.cutting import ChosenRows, ConsecutivePieces, Cutter
+from automicro.slicing.decisions import Decisions, ambiguous, decide
+from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
+from automicro.slicing.nodes import Node
+from automicro.slicing.reading import Reader
+from automicro.slicing.sizes import balanced_sizes, check_microbatch_size
+from automicro.slicing.tensors import tensor_leaves
+
+_WORDS = ("shared", "items", "fields")
+
+
+class BatchLayout:
+    """How rows lie in batches: what was declared, and what earlier batches showed about lists.
+
+    `batch_layout` is the dimension of the rows in every tensor (0 unless given), or a mapping from
+    paths such as ``"labels"`` or ``"1.boxes"`` (``""`` is the batch itself) to one of: a dimension
+    for the tensors at or below the path; ``"shared"``, given whole to every microbatch;
+    ``"items"``, a list that holds one element per row; ``"fields"``, a list of parts that each
+    hold all rows.
+
+    Raises:
+        TypeError: `batch_layout` is neither an int nor a mapping of paths.
+        ValueError: a mapping holds something else than the above.
+
+    >>> layout = BatchLayout({"mask": "shared"})
+    >>> batch = {"x": torch.arange(3), "mask": torch.ones(1, 5)}
+    >>> layout.num_rows(batch)
+    3
+    >>> [piece["x"].tolist() for piece in layout.split(batch, [2, 1])]
+    [[0, 1], [2]]
+    """
+
+    def __init__(self, batch_layout: int | Mapping[str, int | str] = 0) -> None:
+        self._dim, self._declared = _parse(batch_layout)
+        self._decisions: Decisions = {}
+        self._matched: set[str] = set()
+
+    def num_rows(self, batch: Any) -> int:
+        """The number of rows of `batch`.
+
+        Raises:
+            BatchError: its parts disagree, allow more than one reading, or hold no rows.
+        """
+        return self._read(batch)[1]
+
+    def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Cut `batch` into consecutive microbatches of `sizes` rows, which must sum to its rows.
+
+        Containers keep their types; tensors and arrays are views into the batch.
+
+        Raises:
+            BatchError: as `num_rows`, or the sizes would drop rows.
+        """
+        root, num_rows, decisions = self._read(batch)
+        if sum(sizes) != num_rows:
+            raise BatchError(
+                f"Microbatches of {list(sizes)} rows sum to {sum(sizes)}, but the batch has "
+                f"{num_rows} rows. Take the sizes from its own number of rows."
+            )
+        return list(_cut(root, ConsecutivePieces(sizes), num_rows, decisions))
+
+    def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
+        """A batch of the rows at `indices`, in that order, copied.
+
+        Raises:
+            BatchError: as `num_rows`, or an index is out of range.
+        """
+        root, num_rows, decisions = self._read(batch)
+        if not indices or not all(0 <= index < num_rows for index in indices):
+            raise BatchError(
+                f"Rows {list(indices)} were asked of a batch of {num_rows} rows. Give at least "
+                f"one index, each from 0 to {num_rows - 1}."
+            )
+        return _cut(root, ChosenRows(indices), num_rows, decisions)[0]
+
+    def leaves(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
+        """All tensors in `batch` with their paths, shared ones too."""
+        return tensor_leaves(batch)
+
+    def _read(self, batch: Any) -> tuple[Node, int, Decisions]:
+        if self._decisions:
+            try:
+                return self._read_with(batch, self._decisions)
+            except BatchError:
+                # The structure may have changed: judge this batch by itself.
+                pass
+        return self._read_with(batch, {})
+
+    def _read_with(self, batch: Any, earlier: Decisions) -> tuple[Node, int, Decisions]:
+        reader = Reader(self._declared, self._dim, earlier)
+        try:
+            root = reader.read(batch)
+        except BatchError:
+            # A mistyped path is the likelier cause of what went wrong.
+            self._check_declared(batch, {"", *self._matched, *_all_paths(batch, "")})
+            raise
+        self._matched |= reader.matched
+        if len(self._matched) < len(self._declared):
+            self._check_declared(batch, self._matched)
+        counts = sorted(count for count in root.counts if count is not None)
+        if len(counts) > 1:
+            raise ambiguous(root, counts)
+        if not counts:
+            raise BatchError(
+                f"The batch ({type(batch).__name__}) holds nothing that has rows: no tensor or "
+                "array of at least one dimension and no list. Check what the loader gives."
+            )
+        if counts[0] == 0:
+            raise BatchError(
+                "The batch has no rows. Skip empty batches, or check the sampler and the dataset."
+            )
+        decisions: Decisions = {}
+        shown: Decisions = {}
+        decide(root, counts[0], decisions, shown)
+        self._decisions.update(shown)
+        return root, counts[0], decisions
+
+    def _check_declared(self, batch: Any, found: set[str]) -> None:
+        paths = _all_paths(batch, "")
+        for path in sorted(self._declared.keys() - found):
+            close = difflib.get_close_matches(path, paths, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close and close[0] != path else ""
+            known = ", ".join(map(repr, paths[:20])) or "none"
+            raise BatchError(
+                f"batch_layout names {path!r}, which is no part of the batch or lies inside a list "
+                f"of rows.{hint} Parts of the batch: {known}. Correct the path or remove it."
+            )
+
+
+def _parse(batch_layout: Any) -> tuple[int, dict[str, int | str]]:
+    if isinstance(batch_layout, bool) or not isinstance(batch_layout, int | Mapping):
+        raise TypeError(
+            f"batch_layout must be a dimension or a mapping from paths, got {batch_layout!r} "
+            f"({type(batch_layout).__name__}). Pass for example batch_layout=1 or "
+            "batch_layout={'images': 'items'}."
+        )
+    if isinstance(batch_layout, int):
+        return batch_layout, {}
+    declared: dict[str, int | str] = {}
+    for path, meaning in batch_layout.items():
+        is_dim = isinstance(meaning, int) and not isinstance(meaning, bool)
+        if not is_dim and (meaning not in _WORDS or (path == "" and meaning == "shared")):
+            close = difflib.get_close_matches(str(meaning), _WORDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close and close[0] != meaning else ""
+            raise ValueError(
+                f"batch_layout[{path!r}] is {meaning!r}.{hint} Give a dimension, 'shared', "
+                "'items' or 'fields' (the batch as a whole cannot be 'shared')."
+            )
+        declared[str(path)] = meaning
+    return 0, declared
+
+
+def _all_paths(value: Any, path: str) -> list[str]:
+    kind = kind_of(type(value))
+    if kind not in STRUCTURES and kind is not Kind.SEQUENCE:
+        return [path] if path else []
+    paths = [path] if path else []
+    for key, part in zip(*open_container(value), strict=True):
+        paths += _all_paths(part, join_path(path, key))
+    return paths
+
+
+def _cut(node: Node, cutter: Cutter, num_rows: int, decisions: Decisions) -> Sequence[Any]:
+    """The pieces of what lies at `node`, one for each piece of the batch."""
+    kind, value = node.kind, node.value
+    if kind is Kind.TENSOR:
+        return cutter.tensor(value, node.dim)
+    if kind is Kind.SHARED:
+        return [value] * cutter.count
+    if kind is Kind.ARRAY:
+        return cutter.array(value, node.dim)
+    if kind is Kind.PACKED:
+        return cutter.packed(value)
+    if kind is Kind.REGISTERED:
+        batch_type = batch_type_of(type(value))
+        assert batch_type is not None
+        return cutter.registered(value, batch_type, node.path)
+    if kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
+        return cutter.elements(value)
+    columns = [_cut(child, cutter, num_rows, decisions) for child in node.children]
+    rows = zip(*columns, strict=True) if columns else [()] * cutter.count
+    pieces = list(map(builder(value, node.keys), rows))
+    encodings = row_encodings(value, num_rows) if kind is Kind.MAPPING else None
+    if encodings is not None:
+        cut = cutter.elements(encodings)
+        pieces = [with_encodings(piece, part) for piece, part in zip(pieces, cut, strict=True)]
+    return pieces
+
+
+def num_rows(batch: Any, *, batch_layout: int | Mapping[str, int | str] = 0) -> int:
+    """The number of rows of an optimization batch.
+
+    Rows are dimension 0 of tensors and arrays, elements of lists, sequences of packed and nested
+    tensors; scalars, None, texts and 0-d tensors are shared by all rows. `batch_layout` declares
+    what differs (see `BatchLayout`).
+
+    Raises:
+        BatchError: parts of the batch disagree, allow more than one reading, or hold no rows.
+
+    >>> num_rows({"x": torch.zeros(8, 3), "names": ["a"] * 8, "temperature": 0.5})
+    8
+    """
+    return BatchLayout(batch_layout).num_rows(batch)
+
+
+def split_batch(
+    batch: Any, microbatch_size: int, *, batch_layout: int | Mapping[str, int | str] = 0
+) -> list[Any]:
+    """Cut an optimization batch into balanced microbatches of at most `microbatch_size` rows.
+
+    Every container keeps its type, every row lands in exactly one microbatch, and tensors are
+    views into the batch.
+
+    Raises:
+        BatchError: parts of the batch disagree, allow more than one reading, or hold no rows.
+        TypeError: `microbatch_size` is not an int.
+        ValueError: `microbatch_size` is smaller than 1.
+
+    >>> batch = (torch.arange(10), list("abcdefghij"))
+    >>> for x, names in split_batch(batch, 4):
+    ...     print(x.tolist(), names)
+    [0, 1, 2, 3] ['a', 'b', 'c', 'd']
+    [4, 5, 6] ['e', 'f', 'g']
+    [7, 8, 9] ['h', 'i', 'j']
+    """
+    size = check_microbatch_size(microbatch_size)
+    layout = BatchLayout(batch_layout)
+    return layout.split(batch, balanced_sizes(layout.num_rows(batch), size))

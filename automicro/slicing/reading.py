@@ -1,0 +1,206 @@
+"""What each part of a batch can mean, and how many rows it then has.
+
+A list may hold one element per row ("items") or parts that each hold all rows ("fields"), and
+looking at it alone often cannot tell. So every part of a batch becomes a `Node` with the row
+counts it allows, the counts of neighbours are intersected, and what remains decides.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from automicro.errors import BatchError
+from automicro.slicing.containers import join_path, open_container
+from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
+from automicro.slicing.nodes import ANY, Node, agreement, or_shared, subject, where
+from automicro.slicing.ragged import packed_num_rows
+
+
+class Reader:
+    """Reads one batch under declarations and under what earlier batches showed."""
+
+    def __init__(
+        self, declared: Mapping[str, int | str], dim: int, earlier: Mapping[str, str]
+    ) -> None:
+        self._declared = declared
+        self._dim = dim
+        self._earlier = earlier
+        self.matched: set[str] = set()
+
+    def read(self, batch: Any) -> Node:
+        """The batch as a node.
+
+        Raises:
+            BatchError: its parts disagree, or one of them cannot be cut into rows.
+        """
+        return self._read(batch, "", self._dim)
+
+    def _read(self, value: Any, path: str, dim: int) -> Node:
+        declared = self._declared.get(path) if self._declared else None
+        if declared is not None:
+            self.matched.add(path)
+            if isinstance(declared, int):
+                dim = declared
+                declared = None
+            elif declared == "shared":
+                return Node(value, Kind.SHARED, path, ANY)
+        kind = kind_of(type(value))
+        if declared is not None and kind is not Kind.SEQUENCE:
+            raise BatchError(
+                f"batch_layout says {declared!r} for {where(path)}, which is a "
+                f"{type(value).__name__}. Only a list or a tuple can be read as 'items' or "
+                "'fields'; remove the entry or correct its path."
+            )
+        if kind is Kind.TENSOR:
+            return self._read_tensor(value, path, dim)
+        if kind is Kind.SHARED:
+            return Node(value, kind, path, ANY)
+        if kind in STRUCTURES:
+            node = Node(value, kind, path, ANY, dim)
+            self._read_children(node)
+            node.counts = agreement(node.children)
+            return node
+        if kind is Kind.SEQUENCE:
+            return self._read_sequence(value, path, dim, declared)
+        return self._read_other_leaf(value, kind, path, dim)
+
+    def _read_tensor(self, value: torch.Tensor, path: str, dim: int) -> Node:
+        if value.is_nested:
+            return Node(value, Kind.TENSOR, path, frozenset({value.size(0)}))
+        if value.layout is not torch.strided and value.layout is not torch.sparse_coo:
+            raise BatchError(
+                f"{subject(path)} is a tensor of layout {value.layout}, which cannot be cut into "
+                "rows. Convert it to a dense or sparse COO tensor, or wrap it in a class known to "
+                f"register_batch_type{or_shared(path)}."
+            )
+        shape = value.shape
+        if not shape:
+            return Node(value, Kind.SHARED, path, ANY)
+        return Node(value, Kind.TENSOR, path, frozenset({rows_along(shape, dim, path)}), dim)
+
+    def _read_other_leaf(self, value: Any, kind: Kind, path: str, dim: int) -> Node:
+        if kind is Kind.ARRAY:
+            if value.ndim == 0:
+                return Node(value, Kind.SHARED, path, ANY)
+            return Node(value, kind, path, frozenset({rows_along(value.shape, dim, path)}), dim)
+        if kind is Kind.PACKED:
+            return Node(value, kind, path, frozenset({packed_num_rows(value)}))
+        if kind is Kind.REGISTERED:
+            batch_type = batch_type_of(type(value))
+            assert batch_type is not None
+            return Node(value, kind, path, frozenset({batch_type.num_rows(value)}))
+        name = type(value).__name__
+        raise BatchError(
+            f"{subject(path)} is of type {name}, and how to cut that into rows is not known. Use "
+            f"register_batch_type({name}, ...){or_shared(path)}."
+        )
+
+    def _read_children(self, node: Node) -> None:
+        keys, values = open_container(node.value)
+        node.keys = keys
+        node.children = [
+            self._read(value, join_path(node.path, key), node.dim)
+            for key, value in zip(keys, values, strict=True)
+        ]
+
+    def _read_sequence(self, value: Any, path: str, dim: int, declared: str | None) -> Node:
+        node = Node(value, Kind.SEQUENCE, path, ANY, dim)
+        if not value and not declared:
+            node.fields = ANY if path else frozenset({0})
+            node.counts = node.fields
+            return node
+        reading = declared
+        if not declared and may_hold_rows(value):
+            node.is_open = not must_hold_rows(value, is_root=not path)
+            reading = self._earlier.get(path) if node.is_open else "items"
+        node.may_be_items = reading == "items" or (reading is None and node.is_open)
+        if reading == "items":
+            node.counts = frozenset({len(value)})
+            return node
+        try:
+            self._read_children(node)
+            node.fields = agreement(node.children)
+        except BatchError as error:
+            if not path and isinstance(value, tuple):
+                raise BatchError(
+                    f"{error} If each element is one row, declare batch_layout={{'': 'items'}}."
+                ) from None
+            if not node.may_be_items:
+                raise
+            node.children = ()
+            sentence = str(error).partition(". ")[0]
+            node.reason = sentence.removeprefix("The rows of the batch do not agree: ")
+        if not path and self._is_anchored(node):
+            node.may_be_items = node.is_open = False
+        node.counts = node.fields or frozenset()
+        if node.may_be_items:
+            node.counts |= {len(value)}
+        return node
+
+    @staticmethod
+    def _is_anchored(root: Node) -> bool:
+        """Whether the parts of a root list show by themselves that they hold all rows.
+
+        Some part must be sure of its count. For a list, another list is no proof: samples that
+        were not collated are a list of lists too.
+        """
+        if root.fields is None or root.fields == ANY:
+            return False
+        nested_counts = isinstance(root.value, tuple)
+        return any(
+            len(child.counts) == 1
+            and child.counts != ANY
+            and (nested_counts or child.kind is not Kind.SEQUENCE)
+            for child in root.children
+        )
+
+
+def must_hold_rows(value: Any, *, is_root: bool) -> bool:
+    """Whether a list or tuple can only hold one element per row.
+
+    So do samples that were not collated (mappings with a key in common, records of one type),
+    plain values in a list, texts in a tuple (torch's collate makes those), and unknown objects.
+    """
+    kinds = {kind_of(type(element)) for element in value}
+    if kinds == {Kind.SHARED}:
+        return is_root or isinstance(value, list) or all(isinstance(v, str | bytes) for v in value)
+    if kinds <= STRUCTURES:
+        return not (is_root and isinstance(value, tuple)) and are_samples(value)
+    return kinds == {Kind.UNKNOWN}
+
+
+def may_hold_rows(value: Any) -> bool:
+    """Whether the elements are alike enough to be rows: of one type, tensors of one dtype too."""
+    elements = [element for element in value if element is not None]
+    if len({_signature(element) for element in elements}) > 1:
+        return {kind_of(type(v)) for v in elements} in ({Kind.UNKNOWN}, {Kind.SHARED})
+    return not elements or are_samples(elements)
+
+
+def are_samples(elements: Sequence[Any]) -> bool:
+    """Whether all elements are of one type and, if mappings, have a key in common."""
+    if len({type(element) for element in elements}) > 1:
+        return False
+    if kind_of(type(elements[0])) is not Kind.MAPPING:
+        return True
+    return len(elements) == 1 or bool(set.intersection(*(set(element) for element in elements)))
+
+
+def _signature(value: Any) -> tuple[Any, ...]:
+    kind = kind_of(type(value))
+    if kind is Kind.TENSOR or kind is Kind.ARRAY:
+        return (type(value), value.dtype, value.ndim)
+    if kind is Kind.SEQUENCE:
+        return (type(value), type(value[0]) if value else None)
+    return (type(value),)
+
+
+def rows_along(shape: Sequence[int], dim: int, path: str) -> int:
+    """The size of dimension `dim`, with an error that tells what to declare where it is absent."""
+    if not -len(shape) <= dim < len(shape):
+        raise BatchError(
+            f"{subject(path)} of shape {tuple(shape)} has no dimension {dim}, where batch_layout "
+            f"says its rows lie. Declare its own: batch_layout={{'': {dim}, {path!r}: 0}}."
+        )
+    return shape[dim]

@@ -1,0 +1,55 @@
+"""How many rows each microbatch gets."""
+
+import operator
+from typing import Any
+
+from automicro.errors import BatchError
+
+
+def check_microbatch_size(value: Any, *, name: str = "microbatch_size") -> int:
+    """Return `value` as a whole number of rows, at least 1.
+
+    Raises:
+        TypeError: it is not an integer (a bool is not one).
+        ValueError: it is smaller than 1.
+
+    >>> check_microbatch_size(8)
+    8
+    """
+    remedy = f"Pass a whole number of rows, such as {name}=8."
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of rows, got the bool {value}. {remedy}")
+    try:
+        size = operator.index(value)
+    except TypeError as error:
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a number of rows, got {value!r} ({kind}). {remedy}") from (
+            error
+        )
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1 row, got {size}. {remedy}")
+    return size
+
+
+def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) -> list[int]:
+    """Cut `num_rows` into the fewest microbatches of at most `microbatch_size` rows, balanced.
+
+    The larger ones come first and no two differ by more than one row, so there are at most two
+    shapes. `min_rows` is a floor (BatchNorm cannot train on one row): no microbatch is smaller,
+    which may make some larger than `microbatch_size`, unless the batch itself is smaller.
+
+    Raises:
+        BatchError: there are no rows.
+
+    >>> balanced_sizes(10, 4)
+    [4, 3, 3]
+    >>> balanced_sizes(5, 2, min_rows=2)
+    [3, 2]
+    """
+    if num_rows < 1:
+        raise BatchError(f"A batch of {num_rows} rows cannot be cut: give at least one row.")
+    pieces = -(-num_rows // microbatch_size)
+    if min_rows > 1:
+        pieces = min(pieces, max(1, num_rows // min_rows))
+    small, larger = divmod(num_rows, pieces)
+    return [small + 1] * larger + [small] * (pieces - larger)

@@ -1,0 +1,91 @@
+"""What splitting a batch changes in a model: forbidding it, or warning of it once."""
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from automicro.batchnorm import batchnorm_buffers, batchnorm_message, find_batchnorm
+from automicro.errors import BatchNormWarning, BufferWarning, UnsplittableModelError
+from automicro.policy import Fixed, Policy
+from automicro.transaction import Buffers
+
+BATCHNORM_MODES = ("warn", "error", "disable", "ignore")
+
+
+class SplitGuard:
+    """Layers that average over the batch, and buffers that count microbatches.
+
+    Args:
+        modules: every module that takes part in the forward.
+        mode: one of `BATCHNORM_MODES`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mode: str) -> None:
+        self._modules = modules
+        self._mode = mode
+        self._has_warned = False
+
+    def allowed_policy(self, policy: Policy) -> Policy:
+        """The policy, or whole batches only where BatchNorm disables splitting.
+
+        Raises:
+            UnsplittableModelError: BatchNorm forbids what the policy might propose.
+        """
+        whole = Fixed(None)
+        if self._mode not in ("error", "disable") or policy.state_dict() == whole.state_dict():
+            return policy
+        names = self._batchnorm_names()
+        if not names:
+            return policy
+        if self._mode == "disable":
+            return whole
+        raise UnsplittableModelError(
+            f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}"
+            f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Replace them (GroupNorm) "
+            "or freeze their statistics (.eval()), or train on whole batches only with "
+            "microbatch_size=None or batchnorm='disable'"
+        )
+
+    def explain_oom(self, error: BaseException) -> None:
+        """Add to an out-of-memory error that splitting was disabled, where it was."""
+        names = self._batchnorm_names() if self._mode == "disable" else []
+        if names:
+            error.add_note(
+                f"automicro: batchnorm='disable' keeps batches whole because of {names[0]!r}"
+                f"{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}; "
+                "batchnorm='warn' would split them, with statistics over fewer rows"
+            )
+
+    def warn(self, sizes: Sequence[int], buffers: Buffers) -> None:
+        """Warn, the first time that a batch is really split.
+
+        Called inside the attempt: where warnings are errors, it is rolled back.
+
+        Warns:
+            BatchNormWarning, BufferWarning
+        """
+        if self._has_warned or self._mode == "ignore":
+            return
+        names = self._batchnorm_names()
+        if names:
+            text = batchnorm_message(names, sizes[0], sum(sizes))
+            warnings.warn(text, BatchNormWarning, stacklevel=2)
+        known = {name for module in self._modules for name in batchnorm_buffers(module)}
+        others = [name for name in buffers.changed_names() if name not in known]
+        if others:
+            warnings.warn(_buffer_message(others, len(sizes)), BufferWarning, stacklevel=2)
+        self._has_warned = True
+
+    def _batchnorm_names(self) -> list[str]:
+        return [name for module in self._modules for name in find_batchnorm(module)]
+
+
+def _buffer_message(names: Sequence[str], num_microbatches: int) -> str:
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"the training forward changes buffers: {listed}. It now does so {num_microbatches} times "
+        "for a batch, once per microbatch, so they depend on the microbatch size. Update them "
+        "once per step outside the forward, or keep batches whole with microbatch_size=None; "
+        "batchnorm='ignore' accepts it"
+    )

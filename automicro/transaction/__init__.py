@@ -1,0 +1,23 @@
+"""A step that leaves no trace unless it succeeds.
+
+A `Transaction` holds parts, one restorable thing each: gradients, buffers, random number
+generators, metrics. All parts begin together, and then either all commit or all roll back.
+"""
+
+from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.gradients import Gradients
+from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.transaction.rng import RandomState, find_generators
+from automicro.transaction.transaction import Part, Transaction
+
+__all__ = [
+    "BufferMemory",
+    "Buffers",
+    "Gradients",
+    "Metrics",
+    "Part",
+    "RandomState",
+    "Transaction",
+    "find_generators",
+    "flatten_metrics",
+]

@@ -1,0 +1,73 @@
+"""From the optimization batch on the host to microbatches on the device."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.memory import active_budget
+from automicro.slicing import map_tensors, tensor_leaves
+
+
+def on_host() -> contextlib.AbstractContextManager[None]:
+    """Work on the batch before it moves: a `MemoryBudget` does not count it."""
+    budget = active_budget()
+    return contextlib.nullcontext() if budget is None else budget.host()
+
+
+def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: bool) -> Iterator[Any]:
+    """Yield each microbatch on the device, no earlier than needed.
+
+    From pinned host memory, the next microbatch's copy overlaps with the work on this one, on a
+    side stream. A `MemoryBudget` on the CPU is a device of its own: there the copy is modelled.
+
+    Args:
+        microbatches: views of one batch, wherever it lies.
+        device: where the model computes.
+        isolate: copy also what is on the device already, so that a model that writes into its
+            input does not write into the batch.
+    """
+    budget = active_budget() if device.type == "cpu" else None
+    if budget is None:
+        first = [tensor for _, tensor in tensor_leaves(microbatches[0])]
+        if not isolate and all(tensor.device == device for tensor in first):
+            yield from microbatches
+            return
+        if device.type == "cuda" and all(tensor.is_pinned() for tensor in first):
+            yield from _prefetched(microbatches, device)
+            return
+    for microbatch in microbatches:
+        if budget is not None:
+            yield map_tensors(microbatch, budget.transfer)
+        elif isolate:
+            yield map_tensors(microbatch, lambda tensor: _moved_or_cloned(tensor, device))
+        else:
+            yield map_tensors(microbatch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _moved_or_cloned(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor.clone()
+    return tensor.to(device, non_blocking=True)
+
+
+def _prefetched(microbatches: Sequence[Any], device: torch.device) -> Iterator[Any]:
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(microbatch: Any) -> Any:
+        with torch.cuda.stream(side):
+            return map_tensors(microbatch, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def hand_over(tensor: Tensor) -> Tensor:
+        # The allocator must not reuse this memory for the side stream while it is being read.
+        tensor.record_stream(torch.cuda.current_stream(device))
+        return tensor
+
+    upcoming = copy(microbatches[0])
+    for following in [*microbatches[1:], None]:
+        torch.cuda.current_stream(device).wait_stream(side)
+        current = map_tensors(upcoming, hand_over)
+        upcoming = None if following is None else copy(following)
+        yield current

@@ -1,0 +1,114 @@
+"""The weights with which the losses of microbatches add up to the whole batch's."""
+
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.errors import LossError
+from automicro.weighting.averages import Average, Tokens, Weight
+
+
+def microbatch_weights(
+    average: Average, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+) -> list[Weight | None]:
+    """The factor of each microbatch's loss; None stands for one, and costs no operation.
+
+    Raises:
+        LossError: the denominators cannot be counted.
+
+    Example:
+        >>> from automicro.weighting import Samples
+        >>> microbatch_weights(Samples(), batch=None, microbatches=[None, None], sizes=[3, 1])
+        [0.75, 0.25]
+    """
+    if len(sizes) == 1 and not isinstance(average, Tokens):
+        return [None]
+    denominators = average.denominators(batch, microbatches, sizes)
+    if denominators is None:
+        return [None] * len(sizes)
+    if any(isinstance(denominator, Tensor) for denominator in denominators):
+        if len(sizes) == 1:
+            return [None]  # reading whether every target is ignored would wait for the device
+        counts = torch.stack([torch.as_tensor(denominator) for denominator in denominators])
+        return list((counts / counts.sum().clamp(min=torch.finfo(torch.float32).tiny)).unbind())
+    total = math.fsum(denominators)
+    if total == 0:
+        return [0.0] * len(sizes)  # every target is ignored: the batch contributes nothing
+    if len(sizes) == 1:
+        return [None]
+    return [denominator / total for denominator in denominators]
+
+
+class BatchWeights:
+    """The weights of every microbatch of one batch, for one loss or for several by name."""
+
+    def __init__(
+        self,
+        averages: Mapping[str, Average],
+        batch: Any,
+        microbatches: Sequence[Any],
+        sizes: Sequence[int],
+    ) -> None:
+        self._weights = {
+            name: microbatch_weights(average, batch, microbatches, sizes)
+            for name, average in averages.items()
+        }
+        self._only = self._weights.get("")
+        self._is_nothing = [
+            all(isinstance(weight, float) and weight == 0 for weight in weights)
+            for weights in zip(*self._weights.values(), strict=True)
+        ]
+
+    def is_nothing(self, index: int) -> bool:
+        """Whether a microbatch is known to contribute nothing, because it counts no target."""
+        return self._is_nothing[index]
+
+    def apply(
+        self, index: int, loss: Tensor, losses: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A microbatch's loss and its parts, weighted so that those of a batch add up.
+
+        Raises:
+            LossError: ``loss_average`` names other losses than the forward gives.
+        """
+        if self._only is not None:
+            weight = self._only[index]
+            return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
+        if losses.keys() != self._weights.keys():
+            raise LossError(
+                f"loss_average names the losses {sorted(self._weights)}, but the forward gives "
+                f"{sorted(losses)}; name the same losses, and give no 'loss' beside them"
+            )
+        parts = {name: _weigh(part, self._weights[name][index]) for name, part in losses.items()}
+        return functools.reduce(operator.add, parts.values()), parts
+
+
+def add_up(
+    losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole batch's loss and its parts, from those of its microbatches, weighted already."""
+    total = _sum([loss for loss, _ in losses])
+    return total, {name: _sum([parts[name] for _, parts in losses]) for name in losses[0][1]}
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum()
+
+
+def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:
+    if weight is None:
+        return loss
+    if type(weight) is float and weight != 0:
+        return loss * weight
+    if isinstance(weight, Tensor):
+        # A mean over no target is NaN; selecting first keeps it out of the sum.
+        weight = weight.to(loss.device)
+        return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+    if weight == 0:
+        return loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+    return loss * weight

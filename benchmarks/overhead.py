@@ -1,0 +1,198 @@
+"""What the microbatcher costs above a hand-written loop at the same, fixed microbatch size.
+
+    python benchmarks/overhead.py [--pairs 40] [--json FILE]
+
+Both do the same work on the same model and batch: slice, forward, loss times weight, backward.
+Neither reads a value back. They run in turn, so that a machine whose speed drifts slows both; the
+figure is the median of the ratios pair by pair, with the 95 % interval of that median.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automicro import Microbatcher
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One model, one batch, one microbatch size, and the ratio that is aimed for."""
+
+    name: str
+    model: nn.Module
+    batch: tuple[Tensor, Tensor]
+    microbatch_size: int
+    goal: float
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary: int = 256, width: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens))).transpose(1, 2)
+
+
+def tiny_mlp() -> Job:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    batch = (torch.randn(64, 32), torch.randint(10, (64,)))
+    return Job(name="tiny MLP", model=model, batch=batch, microbatch_size=1, goal=1.15)
+
+
+def small_transformer() -> Job:
+    batch = (torch.randint(256, (32, 64)), torch.randint(256, (32, 64)))
+    return Job(
+        name="small transformer", model=Transformer(), batch=batch, microbatch_size=4, goal=1.05
+    )
+
+
+def hand_written(job: Job) -> Callable[[], Tensor]:
+    """The loop that people write: exact because all slices have the same number of targets."""
+    inputs, targets = job.batch
+    rows, size = len(inputs), job.microbatch_size
+
+    def step() -> Tensor:
+        total = torch.zeros(())
+        for start in range(0, rows, size):
+            x, y = inputs[start : start + size], targets[start : start + size]
+            loss = F.cross_entropy(job.model(x), y) * (len(x) / rows)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return step
+
+
+def automatic(job: Job) -> Callable[[], Tensor]:
+    microbatcher = Microbatcher(
+        job.model, loss_fn=F.cross_entropy, microbatch_size=job.microbatch_size
+    )
+    return lambda: microbatcher.backward(job.batch).loss
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(step: Callable[[], Tensor]) -> int:
+    with Counter() as counter:
+        step()
+    return counter.operations
+
+
+def time_once(step: Callable[[], Tensor], model: nn.Module, repeats: int) -> float:
+    """Seconds of one step, gradients cleared outside the clock."""
+    total = 0.0
+    for _ in range(repeats):
+        model.zero_grad(set_to_none=True)
+        start = time.perf_counter()
+        step()
+        total += time.perf_counter() - start
+    return total / repeats
+
+
+def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval from order statistics, which assumes no distribution."""
+    ordered = sorted(values)
+    spread = 1.96 * math.sqrt(len(ordered)) / 2
+    low = max(0, math.floor(len(ordered) / 2 - spread))
+    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + spread))
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def measure(job: Job, pairs: int, repeats: int) -> dict[str, object]:
+    hand, ours = hand_written(job), automatic(job)
+    for step in (hand, ours) * 5:
+        time_once(step, job.model, 1)
+    job.model.zero_grad(set_to_none=True)
+    expected = hand()
+    gradients = [parameter.grad.clone() for parameter in job.model.parameters()]
+    job.model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(ours(), expected)
+    for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    ratios, hand_seconds, our_seconds = [], [], []
+    for index in range(pairs):
+        order = (hand, ours) if index % 2 else (ours, hand)
+        seconds = {step: time_once(step, job.model, repeats) for step in order}
+        hand_seconds.append(seconds[hand])
+        our_seconds.append(seconds[ours])
+        ratios.append(seconds[ours] / seconds[hand])
+    median, low, high = median_with_interval(ratios)
+    microbatches = len(job.batch[0]) // job.microbatch_size
+    difference = statistics.median(
+        mine - theirs for mine, theirs in zip(our_seconds, hand_seconds, strict=True)
+    )
+    job.model.zero_grad(set_to_none=True)
+    operations_by_hand = count_operations(hand)
+    job.model.zero_grad(set_to_none=True)
+    return {
+        "job": job.name,
+        "microbatches": microbatches,
+        "pairs": pairs,
+        "median_ratio": round(median, 4),
+        "interval_95": [round(low, 4), round(high, 4)],
+        "goal": job.goal,
+        "hand_ms": round(statistics.median(hand_seconds) * 1e3, 3),
+        "automicro_ms": round(statistics.median(our_seconds) * 1e3, 3),
+        "python_us_per_microbatch": round(difference / microbatches * 1e6, 2),
+        "operations_by_hand": operations_by_hand,
+        "operations_automicro": count_operations(ours),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=60, help="interleaved pairs (default 60)")
+    parser.add_argument("--repeats", type=int, default=5, help="steps per side of a pair")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    results = [
+        measure(job, arguments.pairs, arguments.repeats)
+        for job in (tiny_mlp(), small_transformer())
+    ]
+    for result in results:
+        low, high = result["interval_95"]
+        print(
+            f"{result['job']}, {result['microbatches']} microbatches: "
+            f"×{result['median_ratio']:.3f} [{low:.3f}, {high:.3f}] of the hand-written loop "
+            f"(goal ×{result['goal']}); {result['hand_ms']} → {result['automicro_ms']} ms, "
+            f"{result['python_us_per_microbatch']} µs per microbatch, "
+            f"{result['operations_by_hand']} → {result['operations_automicro']} operations"
+        )
+    if arguments.json:
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "results": results,
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

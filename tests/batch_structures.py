@@ -1,0 +1,225 @@
+"""Batches of eight rows in every structure, and what their microbatches must hold."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+ROWS = 8
+SIZES = [1, 2, 3, 5, 7, 8, 20]
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class Derived:
+    x: torch.Tensor
+    doubled: torch.Tensor = dataclasses.field(init=False)
+    never_set: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.doubled = self.x * 2
+
+    @functools.cached_property
+    def total(self) -> float:
+        return float(self.x.sum())
+
+
+class Store(MutableMapping):
+    """A mapping that keeps its items in a dict of its own, which copies share."""
+
+    def __init__(self, items: dict) -> None:
+        self._items = items
+        self.source = "store"
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class Unwritable(Mapping):
+    def __init__(self, items: dict) -> None:
+        self._items = items
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class Tagged(dict):
+    tag = ""
+
+
+class Boxes(list):
+    source = ""
+
+
+class Graphs:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def x(*shape: int) -> torch.Tensor:
+    shape = shape or (ROWS, 3)
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def y() -> torch.Tensor:
+    return torch.arange(ROWS)
+
+
+def sequences(lengths=(2, 5, 1, 3, 4, 3, 2, 6)) -> list[torch.Tensor]:
+    return [x(length, 2) + 100 * row for row, length in enumerate(lengths)]
+
+
+def tagged() -> Tagged:
+    value = Tagged(x=x(), y=y())
+    value.tag = "kept"
+    return value
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor(sequences(), layout=torch.jagged)
+
+
+STRUCTURES: dict[str, Callable[[], Any]] = {
+    "tensor": x,
+    "array": lambda: x().numpy(),
+    "names": lambda: [f"row {i}" for i in range(ROWS)],
+    "tuple": lambda: (x(), y()),
+    "list": lambda: [x(), y()],
+    "dict": lambda: {"x": x(), "y": y(), "names": list("abcdefgh")},
+    "collated texts": lambda: [x(), tuple("abcdefgh")],
+    "ordered": lambda: collections.OrderedDict(x=x(), y=y()),
+    "defaultdict": lambda: collections.defaultdict(list, x=x(), y=y()),
+    "dict subclass": tagged,
+    "user dict": lambda: collections.UserDict({"x": x(), "y": y()}),
+    "proxy": lambda: types.MappingProxyType({"x": x(), "y": y()}),
+    "own mapping": lambda: Store({"x": x(), "y": y()}),
+    "own read-only mapping": lambda: Unwritable({"x": x(), "y": y()}),
+    "batch encoding": lambda: BatchEncoding({"input_ids": x(), "labels": y()}),
+    "model output": lambda: SequenceClassifierOutput(logits=x(), hidden_states=(x(), x(ROWS, 2))),
+    "named tuple": lambda: Pair(x(), {"a": y(), "b": None}),
+    "torch return type": lambda: torch.max(x(), dim=1),
+    "frozen dataclass": lambda: Frozen(x(), list("abcdefgh")),
+    "slotted dataclass": lambda: Slotted(x(), y()),
+    "derived field": lambda: Derived(x()),
+    "scalars beside": lambda: (x(), y(), 0.5, "train", None, 7, torch.tensor(3.0), True, 2 + 1j),
+    "odd objects beside": lambda: {
+        "x": x(),
+        "device": torch.device("cpu"),
+        "dtype": torch.float16,
+        "size": torch.Size([1, 2]),
+        "slice": slice(2),
+        "colour": Colour.RED,
+        "activation": torch.relu,
+        "module": torch.nn.ReLU,
+        "zero_d": np.float32(1.0),
+        "empty": [],
+        "nothing": {},
+    },
+    "size in a tuple": lambda: {"x": x(), "image_size": (224, 224)},
+    "samples as dicts": lambda: [{"x": x(3) + i, "y": i} for i in range(ROWS)],
+    "samples as named tuples": lambda: [Pair(x(3) + i, i) for i in range(ROWS)],
+    "images of own sizes": lambda: [x(1 + i % 3, 2) for i in range(ROWS)],
+    "detection": lambda: (
+        tuple(x(3, 2 + i) for i in range(ROWS)),
+        tuple({"boxes": x(i, 4), "labels": torch.arange(i)} for i in range(ROWS)),
+    ),
+    "views beside": lambda: {"views": [x(), x() + 1], "y": y()},
+    "items beside": lambda: {"images": [x(3, 2) + i for i in range(ROWS)], "y": y()},
+    "list subclass": lambda: {"x": x(), "boxes": Boxes(range(ROWS))},
+    "masks or none": lambda: {"x": x(), "masks": [None, *(x(2) for _ in range(ROWS - 1))]},
+    "unknown objects per row": lambda: {"x": x(), "objects": [object() for _ in range(ROWS)]},
+    "deep": lambda: {"a": {"b": (x(), [x() + 1, {"c": y()}])}, "d": Pair(x(), [y(), y()])},
+    "packed": lambda: {"seq": pack_sequence(sequences(), enforce_sorted=False), "y": y()},
+    "packed sorted": lambda: pack_sequence(sequences(range(ROWS + 1, 1, -1))),
+    "jagged": lambda: (jagged(), y()),
+    "sparse": lambda: (torch.eye(ROWS).to_sparse_coo(), y()),
+}
+
+
+def rows_of(value: Any, rows: int) -> list[Any]:
+    """The rows of a leaf in a form that can be compared, told apart from shared values."""
+    if isinstance(value, PackedSequence):
+        return [row.tolist() for row in unpack_sequence(value)]
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return [row.tolist() for row in value.unbind()]
+    if isinstance(value, torch.Tensor) and value.is_sparse:
+        return value.to_dense().tolist()
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    return list(value)
+
+
+def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
+    """The pieces are of the batch's types and hold all its rows in order, each once."""
+    assert [type(piece) for piece in pieces] == [type(batch)] * len(pieces)
+    if isinstance(batch, Mapping):
+        assert [list(piece) for piece in pieces] == [list(batch)] * len(pieces)
+        for key in batch:
+            assert_partition(batch[key], [piece[key] for piece in pieces], sizes)
+    elif dataclasses.is_dataclass(batch):
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                parts = [getattr(piece, field.name) for piece in pieces]
+                assert_partition(getattr(batch, field.name), parts, sizes)
+    elif isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence | torch.Size):
+        if [len(piece) for piece in pieces] == sizes and len(batch) == sum(sizes):
+            assert all(a is b for a, b in zip(batch, [e for p in pieces for e in p], strict=True))
+        else:
+            for index, part in enumerate(batch):
+                assert_partition(part, [piece[index] for piece in pieces], sizes)
+    elif isinstance(batch, torch.Tensor | np.ndarray | PackedSequence) and (
+        isinstance(batch, PackedSequence) or batch.ndim
+    ):
+        rows = [rows_of(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
+        assert [len(part) for part in rows] == sizes
+        assert [row for part in rows for row in part] == rows_of(batch, sum(sizes))
+    else:
+        assert all(piece is batch for piece in pieces)

@@ -1,0 +1,91 @@
+"""What every test starts from, and what no test may leave behind."""
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+settings.register_profile("people", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "people")
+
+# More threads only make small kernels wait for each other, and change the last bits of sums from
+# one machine to the next.
+torch.set_num_threads(1)
+
+# Written by pytest, by the first use of a compiler and by the first import of scikit-learn: no
+# test can help it.
+VARIABLES_OF_LIBRARIES = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "PYTEST_VERSION",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+}
+# tqdm starts its monitor once and keeps it for the life of the process.
+THREADS_OF_LIBRARIES = {"tqdm_monitor"}
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Start every test from the same random state, whatever ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail the test that leaves the process changed, not the later one that stumbles over it."""
+    before = process_state()
+    threads = set(threading.enumerate())
+    yield
+    after = process_state()
+    leaks = [
+        f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+    leaks += [f"thread still running: {thread.name}" for thread in lasting_threads(threads)]
+    if leaks:
+        pytest.fail("the test left the process changed:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def process_state() -> dict[str, object]:
+    """Read everything global that a test could change for the tests after it."""
+    state: dict[str, object] = {
+        f"${name}": value
+        for name, value in os.environ.items()
+        if name not in VARIABLES_OF_LIBRARIES
+    }
+    state["working directory"] = os.getcwd()
+    state["default dtype"] = torch.get_default_dtype()
+    state["default device"] = torch.get_default_device()
+    state["grad mode"] = torch.is_grad_enabled()
+    state["inference mode"] = torch.is_inference_mode_enabled()
+    state["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    state["anomaly detection"] = torch.is_anomaly_enabled()
+    state["torch threads"] = torch.get_num_threads()
+    state["active dispatch modes"] = len(_get_current_dispatch_mode_stack())
+    if torch.distributed.is_available():
+        state["process group"] = torch.distributed.is_initialized()
+    return state
+
+
+def lasting_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Return the new threads that do not end by themselves within a second."""
+    new = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name not in THREADS_OF_LIBRARIES
+    ]
+    for thread in new:
+        thread.join(timeout=1.0)
+    return [thread for thread in new if thread.is_alive()]

@@ -1,0 +1,173 @@
+"""Which layers cannot be split exactly, and what is said about them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from automicro.batchnorm import (
+    batchnorm_buffers,
+    batchnorm_message,
+    find_batchnorm,
+    needs_two_rows,
+)
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """Like timm's: normalisation and activation in one layer, with a buffer of its own."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.act = nn.ReLU()
+        self.register_buffer("calls", torch.zeros(()))
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """Like torchvision's: constant statistics, no subclass of BatchNorm."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+
+def in_eval_mode(layer: nn.Module) -> nn.Module:
+    return layer.eval()
+
+
+SEES_THE_BATCH: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
+    "BatchNorm3d": lambda: nn.BatchNorm3d(4),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(4),
+    "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(),
+    "LazyBatchNorm2d": lambda: nn.LazyBatchNorm2d(),
+    "derived": lambda: BatchNormAct2d(4),
+    "parameters frozen, statistics not": lambda: nn.BatchNorm1d(4).requires_grad_(False),
+    "no running statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "no running statistics, eval": lambda: in_eval_mode(
+        nn.BatchNorm1d(4, track_running_stats=False)
+    ),
+    "InstanceNorm that tracks": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+    "lazy InstanceNorm that tracks": lambda: nn.LazyInstanceNorm1d(track_running_stats=True),
+}
+SEES_ROWS_ONLY: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm in eval mode": lambda: in_eval_mode(nn.BatchNorm2d(4)),
+    "SyncBatchNorm in eval mode": lambda: in_eval_mode(nn.SyncBatchNorm(4)),
+    "InstanceNorm that tracks, eval": lambda: in_eval_mode(
+        nn.InstanceNorm2d(4, track_running_stats=True)
+    ),
+    "InstanceNorm": lambda: nn.InstanceNorm2d(4),
+    "FrozenBatchNorm2d": lambda: FrozenBatchNorm2d(4),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "LayerNorm": lambda: nn.LayerNorm(4),
+}
+
+
+@pytest.mark.parametrize("kind", SEES_THE_BATCH)
+def test_layers_that_see_the_batch_are_found_by_name(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(SEES_THE_BATCH[kind]()))
+    assert find_batchnorm(model) == ["1.0"]
+
+
+@pytest.mark.parametrize("kind", SEES_ROWS_ONLY)
+def test_layers_that_see_rows_only_are_not_found(kind: str) -> None:
+    model = nn.Sequential(SEES_ROWS_ONLY[kind]())
+    assert find_batchnorm(model) == []
+    assert batchnorm_buffers(model) == set()
+
+
+@pytest.mark.parametrize(
+    ("make", "rows_matter"),
+    [
+        (SEES_THE_BATCH["BatchNorm1d"], True),
+        (SEES_THE_BATCH["parameters frozen, statistics not"], True),
+        (SEES_THE_BATCH["no running statistics, eval"], True),
+        (SEES_ROWS_ONLY["LayerNorm"], False),
+        (lambda: in_eval_mode(nn.BatchNorm1d(4)), False),
+    ],
+)
+def test_what_is_found_is_what_computes_across_rows(
+    make: Callable[[], nn.Module], rows_matter: bool
+) -> None:
+    layer, rows = make(), torch.randn(6, 4)
+    whole = layer(rows)
+    pieces = torch.cat([layer(rows[:3]), layer(rows[3:])])
+    assert torch.allclose(whole, pieces, atol=1e-6) is not rows_matter
+    assert bool(find_batchnorm(layer)) is rows_matter
+
+
+def test_a_shared_layer_is_named_once_and_its_buffers_wherever_they_stand() -> None:
+    layer = nn.BatchNorm1d(4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert find_batchnorm(model) == ["0"]
+    every_name = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    assert batchnorm_buffers(model) == every_name
+
+
+def test_a_model_that_is_itself_batchnorm_goes_by_its_class() -> None:
+    assert find_batchnorm(nn.BatchNorm1d(4)) == ["BatchNorm1d"]
+    assert "running_mean" in batchnorm_buffers(nn.BatchNorm1d(4))
+
+
+def test_freezing_single_layers_leaves_the_others() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[0].eval()
+    assert find_batchnorm(model) == ["1"]
+
+
+def test_buffers_are_those_of_the_layers_and_no_others() -> None:
+    model = nn.Sequential(BatchNormAct2d(4), nn.Sequential())
+    model.register_buffer("codebook", torch.zeros(3))
+    assert batchnorm_buffers(model) == {
+        "0.calls",
+        "0.num_batches_tracked",
+        "0.running_mean",
+        "0.running_var",
+    }
+
+
+# The message
+
+
+def test_the_message_names_layers_rows_and_remedies() -> None:
+    message = batchnorm_message(["stem.bn", "head.bn"], 64, 512)
+    assert message.startswith("2 layers average over 64 rows at a time instead of 512: ")
+    assert "stem.bn, head.bn." in message
+    for remedy in ("GroupNorm", "LayerNorm", ".eval()", "SyncBatchNorm"):
+        assert remedy in message
+    for setting in ('batchnorm="ignore"', '"error"', '"disable"'):
+        assert setting in message
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, None), (6, "and 1 more"), (53, "and 48 more")])
+def test_the_message_lists_five_layers_at_most(count: int, more: str | None) -> None:
+    message = batchnorm_message([f"bn{i}" for i in range(count)], 1, 2)
+    assert "bn4" in message
+    assert "bn5" not in message
+    assert (more in message) if more else ("more" not in message)
+
+
+# The floor of two rows
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: nn.LazyBatchNorm1d()])
+def test_the_refusal_of_a_single_row_is_recognised(make: Callable[[], nn.Module]) -> None:
+    layer = make()
+    with pytest.raises(ValueError, match="more than 1 value") as raised:
+        layer(torch.randn(1, 4))
+    assert needs_two_rows(raised.value)
+
+
+def test_a_convolutional_batchnorm_trains_on_one_row() -> None:
+    assert nn.BatchNorm2d(4)(torch.randn(1, 4, 3, 3)).shape == (1, 4, 3, 3)
+
+
+def test_other_refusals_are_not_mistaken_for_it() -> None:
+    with pytest.raises(ValueError, match="more than 1 spatial element") as raised:
+        nn.InstanceNorm1d(4)(torch.randn(2, 4, 1))
+    assert not needs_two_rows(raised.value)
+    assert not needs_two_rows(ValueError("docs: Expected more than 1 value per channel"))
+    text = "Expected more than 1 value per channel when training, got [1, 4]"
+    assert not needs_two_rows(RuntimeError(text))

@@ -1,0 +1,84 @@
+"""How long to train, as users write it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automicro.duration import Duration, Unit
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("2ep", 2, Unit.EPOCHS),
+        ("2 ep", 2, Unit.EPOCHS),
+        (" 500ba ", 500, Unit.BATCHES),
+        ("10000sp", 10_000, Unit.SAMPLES),
+        ("1e6tok", 1_000_000, Unit.TOKENS),
+        ("1.5e6 tok", 1_500_000, Unit.TOKENS),
+        ("1e+3sp", 1000, Unit.SAMPLES),
+        ("007ba", 7, Unit.BATCHES),
+    ],
+)
+def test_parse_reads_a_number_and_a_unit(text: str, value: int, unit: Unit) -> None:
+    assert Duration.parse(text) == Duration(value=value, unit=unit)
+
+
+@given(value=st.integers(1, 10**15), unit=st.sampled_from(Unit))
+def test_text_and_repr_lead_back_to_the_duration(value: int, unit: Unit) -> None:
+    duration = Duration(value=value, unit=unit)
+    assert Duration.parse(str(duration)) == duration
+    assert eval(repr(duration)) == duration
+
+
+def test_a_duration_stands_for_itself() -> None:
+    duration = Duration.parse("3ep")
+    assert Duration.parse(duration) is duration
+
+
+def test_durations_differ_by_value_and_by_unit() -> None:
+    assert Duration.parse("2ep") != Duration.parse("2ba")
+    assert Duration.parse("2ep") != Duration.parse("3ep")
+    assert len({Duration.parse("2ep"), Duration.parse("2 ep")}) == 1
+
+
+def test_a_duration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Duration.parse("2ep").value = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        (5, TypeError, r"5 has no unit: say '5ep' \(epochs\) or '5ba' \(batches\)"),
+        (2.5, TypeError, "2.5 is no duration: write it like '2ep'"),
+        (True, TypeError, "True is no duration: write it like"),
+        (None, TypeError, "None is no duration: write it like"),
+        ("ten", ValueError, "'ten' is no duration: write a whole number and ep"),
+        ("", ValueError, "'' is no duration: write a whole number and ep"),
+        ("ep", ValueError, "'ep' is no duration: write a whole number and ep"),
+        ("5", ValueError, "'5' is no duration: write a whole number and ep"),
+        ("5min", ValueError, r"'5min' is no duration: write .* tok \(tokens\)"),
+        ("0ep", ValueError, "'0ep' trains nothing: give at least 1"),
+        ("-1ba", ValueError, "'-1ba' trains nothing: give at least 1"),
+        ("1.5ep", ValueError, "'1.5ep' is not whole: give a whole number of epochs"),
+        ("1.5tok", ValueError, "'1.5tok' is not whole: give a whole number of tokens"),
+        ("1.23e1sp", ValueError, "'1.23e1sp' is not whole: give a whole number of samples"),
+        ("1e2ba", ValueError, "'1e2ba' is in scientific notation.*: say '100ba'"),
+        ("1e999999999tok", ValueError, "is no duration"),
+    ],
+)
+def test_parse_says_what_is_wrong_and_how_to_write_it(
+    text: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "2"])
+def test_a_duration_is_built_from_whole_numbers_only(value: Any) -> None:
+    with pytest.raises(TypeError, match="is not whole: give an int"):
+        Duration(value=value, unit=Unit.EPOCHS)

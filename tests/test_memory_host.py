@@ -1,0 +1,286 @@
+"""Host against device, entering and leaving, compiled modules, and reading real devices."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from automicro.memory import (
+    MemoryBudget,
+    active_budget,
+    allocated_bytes,
+    limit_memory,
+    peak_bytes,
+    refuse_compiled,
+    reset_peak,
+)
+
+KIB = 1024
+
+
+# Host and device
+
+
+def test_what_is_made_or_first_seen_on_the_host_is_not_counted() -> None:
+    loaded = torch.zeros(1024)
+    with MemoryBudget("1KiB") as budget:
+        with budget.host():
+            made = torch.zeros(1024)
+            loaded.split(100)
+        slices = loaded.split(100), made[:3]
+    assert slices
+    assert budget.allocated_bytes == 0
+
+
+def test_the_device_is_still_counted_on_the_host() -> None:
+    with MemoryBudget(None) as budget:
+        x = torch.zeros(1024)
+        with budget.host():
+            copied = x.clone()
+        del x
+        assert copied.sum() == 0
+    assert budget.allocated_bytes <= 512
+
+
+def test_after_the_host_part_tensors_are_counted_again() -> None:
+    with MemoryBudget(None) as budget:
+        with pytest.raises(KeyError), budget.host():
+            raise KeyError
+        x = torch.zeros(1024)
+    assert budget.allocated_bytes == x.nbytes
+
+
+def test_a_transfer_counts_the_copy_and_not_the_batch() -> None:
+    batch = torch.randn(64, 16)
+    with MemoryBudget(None) as budget:
+        batch.add_(1)
+        assert budget.allocated_bytes == batch.nbytes
+        moved = budget.transfer(batch[:16])
+        assert budget.allocated_bytes == moved.nbytes == batch.nbytes // 4
+        assert torch.equal(moved, batch[:16])
+        batch[16:].sum()
+    assert budget.peak_bytes == batch.nbytes
+
+
+def test_a_transfer_counts_inside_the_host_part_and_outside_the_budget_too() -> None:
+    batch = torch.zeros(1024)
+    budget = MemoryBudget(None)
+    first = budget.transfer(batch)
+    with budget, budget.host():
+        second = budget.transfer(batch)
+    assert budget.allocated_bytes == first.nbytes + second.nbytes
+
+
+def test_a_transfer_that_does_not_fit_is_refused() -> None:
+    batch = torch.zeros(1024)
+    with MemoryBudget("1KiB") as budget:
+        with pytest.raises(torch.OutOfMemoryError, match=r"allocate 4\.00 KiB"):
+            budget.transfer(batch)
+        assert budget.transfer(batch[:100]).shape == (100,)
+    assert budget.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(3, 4).t(),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+    ],
+    ids=["channels_last", "transposed", "coo", "csr"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_transfer_keeps_the_layout(make) -> None:
+    tensor = make()
+    with MemoryBudget(None) as budget:
+        moved = budget.transfer(tensor)
+    assert moved.layout is tensor.layout
+    assert torch.equal(moved.to_dense(), tensor.to_dense())
+    if tensor.layout is torch.strided:
+        assert moved.stride() == tensor.stride()
+
+
+def test_gradients_flow_through_a_transfer() -> None:
+    x = torch.ones(8, requires_grad=True)
+    with MemoryBudget(None) as budget:
+        budget.transfer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(8))
+
+
+def test_tracking_brings_a_host_tensor_onto_the_device() -> None:
+    x = torch.zeros(1024)
+    budget = MemoryBudget(None)
+    with budget, budget.host():
+        x.add_(1)
+    assert budget.allocated_bytes == 0
+    assert budget.track(x).allocated_bytes == x.nbytes
+
+
+# Entering and leaving
+
+
+def test_entering_again_changes_nothing() -> None:
+    budget = MemoryBudget(None)
+    with budget:
+        with budget as same:
+            assert same is budget
+            first = torch.zeros(128)
+        second = torch.zeros(128)
+        assert active_budget() is budget
+    third = torch.zeros(128)
+    assert first.nbytes == second.nbytes == third.nbytes
+    assert budget.allocated_bytes == first.nbytes + second.nbytes
+    assert active_budget() is None
+
+
+def test_a_second_budget_inside_the_first_is_refused() -> None:
+    with MemoryBudget("1GiB") as outer:
+        with (
+            pytest.raises(
+                ValueError,
+                match=r"cannot enter MemoryBudget\('1\.00 MiB'\) inside "
+                r"MemoryBudget\('1\.00 GiB'\).*leave the outer budget first",
+            ),
+            MemoryBudget("1MiB"),
+        ):
+            pass
+        assert active_budget() is outer
+
+
+def test_an_error_leaves_the_budget() -> None:
+    with pytest.raises(KeyError), MemoryBudget(None):
+        raise KeyError
+    assert active_budget() is None
+
+
+def test_other_threads_are_not_watched() -> None:
+    seen: list[MemoryBudget | None] = []
+
+    def work() -> None:
+        seen.append(active_budget())
+        torch.zeros(1024)
+
+    with MemoryBudget("1KiB") as budget:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert budget.peak_bytes == 0
+
+
+def test_a_budget_is_freed_with_its_last_reference() -> None:
+    with MemoryBudget(None) as budget:
+        x = torch.zeros(128)
+    ledger = weakref.ref(budget._mode.ledger)
+    gc.disable()
+    try:
+        del budget
+        assert ledger() is None
+    finally:
+        gc.enable()
+    del x
+
+
+# Compiled modules
+
+
+def compiled_whole() -> nn.Module:
+    module = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    return module
+
+
+def compiled_forward() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("make", [compiled_whole, compiled_in_place, compiled_forward])
+def test_compiled_modules_are_refused(make) -> None:
+    nested = nn.Sequential(nn.ReLU(), nn.Sequential(make()))
+    with pytest.raises(ValueError, match=r"compiled: 1\.0\. Leave out either"):
+        refuse_compiled(nested)
+    with pytest.raises(ValueError, match=r"compiled: (Linear|OptimizedModule)"):
+        MemoryBudget(None).track(make())
+
+
+def test_modules_that_are_not_compiled_pass() -> None:
+    refuse_compiled(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+
+
+# Reading and limiting devices
+
+
+def test_nobody_counts_on_a_plain_cpu() -> None:
+    reset_peak("cpu")
+    assert allocated_bytes("cpu") is None
+    assert peak_bytes("cpu") is None
+
+
+def test_on_a_cpu_the_active_budget_is_read() -> None:
+    with MemoryBudget(None):
+        x = torch.zeros(1024)
+        torch.zeros(1024)
+        assert allocated_bytes("cpu") == x.nbytes
+        assert peak_bytes(torch.device("cpu")) == 2 * x.nbytes
+        reset_peak("cpu")
+        assert peak_bytes("cpu") == x.nbytes
+
+
+def test_on_an_accelerator_its_own_count_is_read(mocker) -> None:
+    module = mocker.patch("torch.get_device_module").return_value
+    module.memory_allocated.return_value = 5
+    module.max_memory_allocated.return_value = 7
+    assert (allocated_bytes("cuda:1"), peak_bytes("cuda:1")) == (5, 7)
+    reset_peak("cuda:1")
+    module.reset_peak_memory_stats.assert_called_once_with(torch.device("cuda:1"))
+
+
+def test_a_device_that_counts_no_peak_has_none(mocker) -> None:
+    module = mocker.Mock(spec=["current_allocated_memory"])
+    module.current_allocated_memory.return_value = 5
+    mocker.patch("torch.get_device_module", return_value=module)
+    assert (allocated_bytes("mps"), peak_bytes("mps")) == (5, None)
+    reset_peak("mps")
+
+
+def test_a_cpu_is_limited_by_a_budget() -> None:
+    with limit_memory("4KiB", "cpu") as budget:
+        assert active_budget() is budget
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(2048)
+
+
+def test_cuda_is_limited_by_its_fraction_and_restored(mocker) -> None:
+    mocker.patch("torch.cuda.get_device_properties").return_value.total_memory = 8 * KIB
+    mocker.patch("torch.cuda.get_per_process_memory_fraction", return_value=0.9)
+    set_fraction = mocker.patch("torch.cuda.set_per_process_memory_fraction")
+    with limit_memory("2KiB", "cuda:1"):
+        set_fraction.assert_called_once_with(0.25, torch.device("cuda:1"))
+    set_fraction.assert_called_with(0.9, torch.device("cuda:1"))
+    with pytest.raises(KeyError), limit_memory("2KiB", "cuda:1"):
+        raise KeyError
+    set_fraction.assert_called_with(0.9, torch.device("cuda:1"))
+
+
+def test_more_than_the_device_has_is_refused(mocker) -> None:
+    mocker.patch("torch.cuda.get_device_properties").return_value.total_memory = 8 * KIB
+    with pytest.raises(ValueError, match=r"16\.00 KiB exceeds the 8\.00 KiB of cuda: give at most"):
+        limit_memory("16KiB", "cuda")
+
+
+def test_a_device_that_cannot_be_limited_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot limit the memory of mps.*Leave the limit out"):
+        limit_memory("1GiB", "mps")

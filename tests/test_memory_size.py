@@ -1,0 +1,90 @@
+"""Amounts of memory as people write them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automicro.memory import MemoryBudget, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("amount", "num_bytes"),
+    [
+        ("24MiB", 24 * 2**20),
+        ("24 mib", 24 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("512 kb", 512_000),
+        ("0.5KiB", 512),
+        (".5 KiB", 512),
+        ("1TiB", 2**40),
+        ("7PB", 7 * 10**15),
+        ("100", 100),
+        ("100 bytes", 100),
+        (" 3B ", 3),
+        (1024, 1024),
+        (1.5e9, 1_500_000_000),
+    ],
+)
+def test_amounts_are_read(amount: str | int | float, num_bytes: int) -> None:
+    assert parse_bytes(amount) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "amount", ["24 parsecs", "", "MiB", "-1MiB", "1e9", "24M", "1,5GB", "nan", "1 2 MB", "∞"]
+)
+def test_text_that_cannot_be_read_is_refused(amount: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .* as an amount of memory: write a pos"):
+        parse_bytes(amount)
+
+
+@pytest.mark.parametrize("amount", [0, -1, "0MiB", 0.5, "0.0001kB"])
+def test_less_than_one_byte_is_refused(amount: str | int | float) -> None:
+    with pytest.raises(ValueError, match=r"must be at least one byte.*give a larger one"):
+        parse_bytes(amount)
+
+
+@pytest.mark.parametrize("amount", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_refused(amount: float) -> None:
+    with pytest.raises(ValueError, match=r"give a finite number of bytes"):
+        parse_bytes(amount)
+
+
+@pytest.mark.parametrize("amount", [True, None, b"24MiB", ["24MiB"]])
+def test_other_types_are_refused(amount: object) -> None:
+    with pytest.raises(TypeError, match=r"give a text such as '24MiB'"):
+        parse_bytes(amount)  # type: ignore[arg-type]
+
+
+def test_a_budget_reads_its_limit_the_same_way() -> None:
+    assert MemoryBudget("1.5MB").limit_bytes == 1_500_000
+    assert MemoryBudget(None).limit_bytes is None
+    with pytest.raises(ValueError, match="parsecs"):
+        MemoryBudget("24 parsecs")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1536, "1.50 KiB"),
+        (24 * 2**20, "24.00 MiB"),
+        (3 * 2**40, "3.00 TiB"),
+    ],
+)
+def test_amounts_are_written(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_what_is_written_can_be_read_again(num_bytes: int) -> None:
+    assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.006 * num_bytes
+
+
+@given(st.integers(min_value=1, max_value=10**6), st.sampled_from(["KiB", "MiB", "GiB"]))
+def test_units_of_1024_are_exact(count: int, unit: str) -> None:
+    power = {"KiB": 10, "MiB": 20, "GiB": 30}[unit]
+    assert parse_bytes(f"{count}{unit}") == count << power

@@ -1,0 +1,364 @@
+"""What counts as out of memory, and that nothing of a failed attempt stays alive."""
+
+import gc
+import itertools
+import traceback
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError
+from automicro.memory import MemoryBudget
+from automicro.oom import Failure, classify, empty_cache, is_out_of_memory, release
+
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+CUDNN_NOT_SUPPORTED = (
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+    "non-contiguous input."
+)
+CPU_LINUX = (
+    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+CPU_WINDOWS = (
+    "[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you tried "
+    "to allocate 4000000000 bytes."
+)
+XPU = "level_zero backend failed with error: {} (UR_RESULT_ERROR_OUT_OF_{}_MEMORY)"
+IN_WORKER = (
+    "Caught {} in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+    '  File "worker.py", line 349, in _worker_loop\n    data = fetcher.fetch(index)\n'
+)
+IN_REPLICA = IN_WORKER.replace("DataLoader worker process 0", "replica 1 on device 1")
+
+RETRYABLE = [
+    torch.OutOfMemoryError("whatever it says"),
+    MemoryError(),
+    RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
+    RuntimeError("CUDA out of memory"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THC.cu:66"),
+    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("HIP error: out of memory"),
+    RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError(XPU.format(39, "DEVICE")),
+    RuntimeError(XPU.format(38, "HOST")),
+    RuntimeError("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)."),
+    RuntimeError(CUBLAS),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    RuntimeError("CUDA error: insufficient resources when calling `cusparseSpMM(handle)`"),
+    RuntimeError("CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparse`"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError(CUDNN_NOT_SUPPORTED),
+    RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
+    RuntimeError("FIND was unable to find an engine to execute this computation"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("Triton Error [HIP]:  Code: 2, Messsage: out of memory"),
+    RuntimeError(CPU_LINUX),
+    RuntimeError(CPU_WINDOWS),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError(IN_REPLICA.format("RuntimeError") + "RuntimeError: CUDA error: out of memory"),
+]
+
+CONTEXT_LOST = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("HIP error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("CUDA error: unknown error"),
+    RuntimeError("CUDA error: misaligned address"),
+    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
+    RuntimeError("NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1234\nCuda failure 2 'out of memory'"),
+    RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2"),
+    torch.distributed.DistBackendError("NCCL error in: Cuda failure 2 'out of memory'"),
+]
+
+UNRELATED = [
+    RuntimeError("CUDA graph pool is out of memory slots"),
+    RuntimeError("docs say: out of memory"),
+    RuntimeError("the driver said 'CUDA error: out of memory'"),
+    RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu!"),
+    RuntimeError("CUDA error: invalid device ordinal"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+    RuntimeError("out of resource: shared memory, Required: 196608, Hardware limit: 101376"),
+    RuntimeError("Triton Error [CUDA]: out of memory slots for the kernel"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError(IN_WORKER.format("RuntimeError") + "RuntimeError: " + CPU_LINUX),
+    RuntimeError(IN_WORKER.format("RuntimeError") + "RuntimeError: CUDA error: out of memory"),
+    RuntimeError(IN_REPLICA.format("RuntimeError") + "RuntimeError: not my size"),
+    torch.OutOfMemoryError(IN_WORKER.format("OutOfMemoryError") + "OutOfMemoryError: CUDA"),
+    MemoryError(IN_WORKER.format("MemoryError") + "MemoryError"),
+    ValueError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    KeyError("CUDA error: out of memory"),
+    Exception("CUDA out of memory."),
+    KeyboardInterrupt(),
+    SampleTooLargeError("even one row does not fit"),
+    RollbackError("CUDA out of memory."),
+]
+
+
+def label(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:50]}"
+
+
+@pytest.mark.parametrize("error", RETRYABLE, ids=label)
+def test_memory_that_ran_out_is_recognised(error: BaseException) -> None:
+    assert classify(error) is Failure.RETRYABLE
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", CONTEXT_LOST, ids=label)
+def test_a_lost_device_is_never_retried(error: BaseException) -> None:
+    assert classify(error) is Failure.CONTEXT_LOST
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", UNRELATED, ids=label)
+def test_other_errors_are_not_taken_for_out_of_memory(error: BaseException) -> None:
+    assert classify(error) is Failure.UNRELATED
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(("code", "retry"), [(2, True), (999, False), (1, False)])
+def test_an_accelerator_error_counts_by_its_code(code: int, retry: bool) -> None:
+    error = torch.AcceleratorError("something in another language")
+    setattr(error, "error_code", code)  # noqa: B010 (as torch does; its stub lacks it)
+    assert is_out_of_memory(error) is retry
+
+
+def test_a_real_allocation_failure_of_the_cpu_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.int8)
+    assert is_out_of_memory(caught.value)
+
+
+def chain(*errors: BaseException) -> BaseException:
+    for error, cause in itertools.pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (chain(ValueError("x"), KeyError("y"), MemoryError()), Failure.RETRYABLE),
+        (chain(MemoryError(), ValueError("x")), Failure.RETRYABLE),
+        (chain(MemoryError(), RuntimeError("CUDA error: unknown error")), Failure.CONTEXT_LOST),
+        (chain(RuntimeError("NCCL error in: x"), MemoryError()), Failure.CONTEXT_LOST),
+        (chain(OptimizerStepError("half"), MemoryError()), Failure.UNRELATED),
+        (chain(ValueError("x"), KeyError("y")), Failure.UNRELATED),
+    ],
+    ids=lambda value: value.name if isinstance(value, Failure) else None,
+)
+def test_causes_decide_too(error: BaseException, failure: Failure) -> None:
+    assert classify(error) is failure
+
+
+def test_an_error_that_only_followed_an_out_of_memory_error_is_another_error() -> None:
+    error = ValueError("a bug in the handler")
+    error.__context__ = MemoryError()
+    assert classify(error) is Failure.UNRELATED
+
+
+def test_causes_in_a_circle_end() -> None:
+    first, second = ValueError("first"), MemoryError()
+    chain(first, second, first)
+    assert classify(first) is Failure.RETRYABLE
+    release(first)
+
+
+class RunsOutInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+
+Storages = list[weakref.ref[torch.UntypedStorage]]
+
+
+def remember(storages: Storages, tensor: torch.Tensor) -> torch.Tensor:
+    storages.append(weakref.ref(tensor.untyped_storage()))
+    return tensor
+
+
+def alive(storages: Storages) -> int:
+    return sum(storage() is not None for storage in storages)
+
+
+def fail(attempt: Callable[[Storages], None]) -> tuple[BaseException, Storages]:
+    storages: Storages = []
+    try:
+        attempt(storages)
+    except torch.OutOfMemoryError as error:
+        failed = error
+    assert storages
+    return failed, storages
+
+
+def fail_in_forward(storages: Storages) -> None:
+    hidden = remember(storages, torch.ones(100, requires_grad=True).exp())
+    raise torch.OutOfMemoryError(f"CUDA out of memory. {hidden.shape}")
+
+
+def fail_in_forward_and_store_the_error(storages: Storages) -> None:
+    try:
+        fail_in_forward(storages)
+    except torch.OutOfMemoryError as error:
+        kept = error
+        raise kept from ValueError("cause")
+
+
+def fail_in_backward(storages: Storages) -> None:
+    x = torch.ones(100, requires_grad=True)
+    branches = [remember(storages, x.exp()).sin() for _ in range(5)]
+    loss = (RunsOutInBackward.apply(x) + sum(branches)).sum()
+    loss.backward()
+
+
+def fail_in_backward_the_other_way_round(storages: Storages) -> None:
+    x = torch.ones(100, requires_grad=True)
+    hidden = remember(storages, x.exp())
+    (hidden.sin() + RunsOutInBackward.apply(hidden)).sum().backward()
+
+
+def fail_with_a_cycle(storages: Storages) -> None:
+    hidden = remember(storages, torch.ones(100))
+
+    def again(depth: int) -> torch.Tensor:
+        return hidden if depth == 0 else again(depth - 1)
+
+    again(3)
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def fail_in_a_group(storages: Storages) -> None:
+    try:
+        fail_in_forward(storages)
+    except torch.OutOfMemoryError as error:
+        failed = error
+    try:
+        raise ExceptionGroup("several", [failed])
+    except ExceptionGroup as group:
+        raise torch.OutOfMemoryError("CUDA out of memory.") from group
+
+
+ATTEMPTS = [
+    fail_in_forward,
+    fail_in_forward_and_store_the_error,
+    fail_in_backward,
+    fail_in_backward_the_other_way_round,
+    fail_with_a_cycle,
+    fail_in_a_group,
+]
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_nothing_of_a_failed_attempt_is_alive_after_release(attempt) -> None:
+    failed, storages = fail(attempt)
+    assert alive(storages) == len(storages)
+    release(failed)
+    assert alive(storages) == 0
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_release_works_where_gradients_are_off(attempt, mode) -> None:
+    failed, storages = fail(attempt)
+    with mode():
+        release(failed)
+    assert alive(storages) == 0
+
+
+def test_a_failed_backward_stays_alive_until_the_next_one() -> None:
+    """The trap: neither dropping the error nor the collector frees the other branches."""
+    failed, storages = fail(fail_in_backward)
+    traceback.clear_frames(failed.__traceback__)
+    del failed
+    gc.collect()
+    assert alive(storages) > 0
+    torch.zeros((), requires_grad=True).mul(1).backward()
+    assert alive(storages) == 0
+
+
+def test_cycles_need_the_collector() -> None:
+    """Why release collects: clearing frames does not break a closure that refers to itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        failed, storages = fail(fail_with_a_cycle)
+        traceback.clear_frames(failed.__traceback__)
+        assert alive(storages) == 1
+        gc.collect()
+        assert alive(storages) == 0
+    finally:
+        gc.enable()
+
+
+def test_the_traceback_can_still_be_shown_and_chained_after_release() -> None:
+    failed, _ = fail(fail_in_forward)
+    release(failed)
+    with pytest.raises(SampleTooLargeError) as caught:
+        raise SampleTooLargeError("not even one row fits") from failed
+    assert "in fail_in_forward\n" in "".join(traceback.format_exception(caught.value))
+
+
+def test_release_leaves_the_random_state_and_gradients_alone() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    state = torch.get_rng_state()
+    failed, _ = fail(fail_in_backward)
+    release(failed)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(weight.grad, torch.ones(3))
+
+
+def test_release_needs_no_memory() -> None:
+    """On a device that is full to the last byte the engine must still let go."""
+    budget = MemoryBudget("1KiB")
+    with budget:
+        full = torch.zeros(256)
+        with budget.host():
+            failed, storages = fail(fail_in_backward)
+        release(failed)
+    assert alive(storages) == 0
+    assert budget.num_ooms == 0
+    assert budget.allocated_bytes == full.nbytes
+
+
+def test_release_passes_on_that_the_device_is_lost(mocker) -> None:
+    failed, _ = fail(fail_in_forward)
+    lost = RuntimeError("CUDA error: unspecified launch failure")
+    mocker.patch("torch.autograd.grad", side_effect=lost)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        release(failed)
+
+
+def test_release_survives_that_memory_is_still_short(mocker) -> None:
+    failed, storages = fail(fail_in_forward)
+    mocker.patch("torch.autograd.grad", side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    release(failed)
+    assert alive(storages) == 0
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_the_cache_of_the_right_device_is_emptied(kind: str, mocker) -> None:
+    modules = mocker.patch("torch.get_device_module")
+    empty_cache(kind)
+    modules.assert_called_once_with(torch.device(kind))
+    modules.return_value.empty_cache.assert_called_once_with()

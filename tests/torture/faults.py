@@ -1,0 +1,111 @@
+"""Raising an error before or after any operation that torch dispatches."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from automicro.memory.counting import CountingMode
+
+
+class Boom(Exception):
+    """An error that has nothing to do with memory."""
+
+
+def out_of_memory() -> BaseException:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected).")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "oom": out_of_memory,
+    "interrupt": KeyboardInterrupt,
+    "boom": Boom,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error at one operation, counted from the first one of the call.
+
+    After an operation its result is lost, but what it wrote in place stays.
+    """
+
+    index: int
+    after: bool = False
+    kind: str = "oom"
+
+
+class FaultMode(CountingMode):
+    """Counts operations and raises at those that a plan names.
+
+    Counts live bytes like a device would, and remembers by weak reference every storage that
+    operations made, with the index of the operation, so that survivors of a failed attempt show.
+    """
+
+    def __init__(self, plan: Sequence[Fault] = ()) -> None:
+        super().__init__(None)
+        self.plan = {fault.index: fault for fault in plan}
+        self.num_operations = 0
+        self.raised: list[BaseException] = []
+        self.raised_at: list[int] = []
+        self.names: list[str] = []
+        self._made: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))  # a dry run, no device is asked for anything
+        index = self.num_operations
+        self.num_operations += 1
+        self.names.append(str(func))
+        fault = self.plan.get(index)
+        if fault is not None and not fault.after:
+            self._raise(fault)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if fault is not None:
+            del output
+            self._raise(fault)
+        self._note(index, output, args)
+        return output
+
+    def survivors(self) -> int:
+        """How many storages from before the last fault are still alive."""
+        last = self.raised_at[-1]
+        return sum(index < last and storage() is not None for index, storage in self._made)
+
+    def _raise(self, fault: Fault) -> None:
+        error = ERRORS[fault.kind]()
+        self.raised.append(error)
+        self.raised_at.append(fault.index)
+        try:
+            raise error
+        finally:
+            del error
+
+    def _note(self, index: int, output: Any, args: tuple[Any, ...]) -> None:
+        given = {_storage_id(each) for each in _flat(args)}
+        for each in _flat((output,)):
+            if _storage_id(each) not in given:
+                self._made.append((index, weakref.ref(each.untyped_storage())))
+
+
+def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _flat(value)
+    return found
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return id(tensor.untyped_storage())
