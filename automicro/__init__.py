@@ -27,6 +27,7 @@ from automicro.oom import is_out_of_memory
 from automicro.policy import Fixed, Halving, Outcome, Policy
 from automicro.results import EvalResult, StepResult
 from automicro.slicing import num_rows, register_batch_type, split_batch
+from automicro.trainer import FitSummary, Trainer
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "DataLoaderError",
     "EvalResult",
+    "FitSummary",
     "Fixed",
     "Halving",
     "LossAverageWarning",
@@ -52,6 +54,7 @@ __all__ = [
     "RollbackError",
     "SampleTooLargeError",
     "StepResult",
+    "Trainer",
     "UnsplittableModelError",
     "find_batchnorm",
     "is_out_of_memory",

@@ -109,6 +109,7 @@ def run_attempts(
                 len(sizes),
                 sizes[0],
             )
+            failure = None  # it holds this frame, which the next attempt may leave by an exception
         attempts += 1
         result, failure, floor = _attempt_once(transaction, attempt, sizes, policy, rule, device)
         if floor:
@@ -140,6 +141,7 @@ def _attempt_once(
     device: torch.device,
 ) -> tuple[tuple[T] | None, BaseException | None, bool]:
     """One attempt: its result, or the out-of-memory error, or that slices need two rows."""
+    result: T | None = None
     try:
         transaction.begin()
         result = attempt(sizes)
@@ -156,33 +158,70 @@ def _attempt_once(
             return None, None, True
         if classify(error) is not Failure.RETRYABLE:
             _roll_back(transaction, error)
+            if needs_two_rows(error) and sizes[-1] == 1 < sum(sizes):
+                error.add_note(
+                    f"automicro: BatchNorm cannot train on one row, and slices of at most "
+                    f"{sizes[0]} of {sum(sizes)} rows leave one alone; use another "
+                    'microbatch_size, or "auto", which leaves no row alone'
+                )
             raise
         failure = error
     # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
     # neither the rollback nor a retry could use their memory.
+    result = None
     try:
-        release(failure, device)
         try:
-            transaction.roll_back()
-        except torch.OutOfMemoryError:
             release(failure, device)
-            _roll_back(transaction, failure)
+        except BaseException as error:  # the device was lost, or somebody interrupts
+            _roll_back(transaction, error)
+            raise
+        _roll_back(transaction, failure)
         return None, failure, False
     finally:
         del failure  # it holds this frame: a cycle
 
 
 def _roll_back(transaction: Transaction, cause: BaseException) -> None:
+    """Put the state back, in a second try if need be.
+
+    Raises:
+        RollbackError: it cannot be put back.
+        BaseException: what interrupted the first try, once the second has put the state back.
+    """
+    failure = _try_roll_back(transaction)
+    if failure is None:
+        return
+    try:
+        again = _try_roll_back(transaction)
+        if again is not None:
+            _give_up_rolling_back(again, cause)
+        elif classify(failure) is not Failure.RETRYABLE:
+            raise failure
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+def _try_roll_back(transaction: Transaction) -> BaseException | None:
     try:
         transaction.roll_back()
-    except Exception as error:
-        if classify(cause) is Failure.CONTEXT_LOST:
-            cause.add_note(f"automicro: the device is lost, nothing could be put back ({error})")
-            return
-        raise RollbackError(
-            f"an attempt failed ({type(cause).__name__}: {cause}), and the state before it could "
-            f"not be put back ({type(error).__name__}: {error}); continue from a checkpoint"
-        ) from cause
+    except BaseException as error:
+        return error
+    return None
+
+
+def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
+    if classify(cause) is Failure.CONTEXT_LOST:
+        cause.add_note(f"automicro: the device is lost, nothing could be put back ({failure})")
+        return
+    if isinstance(failure, RollbackError):
+        raise failure from cause
+    if not isinstance(failure, Exception):
+        failure.add_note("automicro: the state before the batch could not be put back")
+        raise failure
+    raise RollbackError(
+        f"an attempt failed ({type(cause).__name__}: {cause}), and the state before it could not "
+        f"be put back ({type(failure).__name__}: {failure}); continue from a checkpoint"
+    ) from cause
 
 
 def _give_up(

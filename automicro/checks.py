@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import LossError
+from automicro.errors import BatchError, LossError
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -36,7 +36,8 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model is a {type(model).__name__}, not a torch.nn.Module; pass the module itself"
+            f"model is of type {type(model).__name__}, not a torch.nn.Module; pass the module "
+            "itself"
         )
     distributed = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in model.named_modules():
@@ -59,8 +60,8 @@ def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer; pass an "
-            "instance such as torch.optim.AdamW(model.parameters())"
+            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
+            "an instance such as torch.optim.AdamW(model.parameters())"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -86,7 +87,7 @@ def check_loss(loss: object) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise LossError(
-            f"the loss is a {type(loss).__name__}, not a tensor; return the tensor itself, "
+            f"the loss is of type {type(loss).__name__}, not a tensor; return the tensor itself, "
             "not .item()"
         )
     if loss.dim() != 0:
@@ -95,7 +96,10 @@ def check_loss(loss: object) -> Tensor:
             "(loss.mean(), reduction='mean') or sum it and pass loss_average='none'"
         )
     if not loss.is_floating_point():
-        raise LossError(f"the loss is {loss.dtype} and must be floating point")
+        raise LossError(
+            f"the loss is of dtype {loss.dtype} and cannot be differentiated; return a floating "
+            "point loss, not a count or an index"
+        )
     if not loss.requires_grad:
         raise LossError(
             "the loss does not depend on any parameter that requires a gradient: all parameters "
@@ -103,6 +107,24 @@ def check_loss(loss: object) -> Tensor:
             "with requires_grad_(True), or remove the detaching call"
         )
     return loss
+
+
+def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse to split a batch that was computed from something that requires a gradient.
+
+    Args:
+        leaves: the tensors of the batch by path.
+
+    Raises:
+        BatchError: one microbatch's backward would free the graph that the next one needs.
+    """
+    for path, leaf in leaves:
+        if leaf.grad_fn is not None and leaf.requires_grad:
+            raise BatchError(
+                f"the batch's tensor {path!r} hangs on a graph ({leaf.grad_fn.name()}), through "
+                "which every microbatch would have to go backward again; compute it inside "
+                "forward=…, .detach() it, or keep batches whole with microbatch_size=None"
+            )
 
 
 def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch.device:

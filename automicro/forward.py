@@ -28,11 +28,19 @@ HOW_TO_GIVE_A_LOSS = (
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """What one microbatch's forward gave: the loss, its named parts, the model's outputs."""
+    """What one microbatch's forward gave.
+
+    Attributes:
+        loss: the total; None where there is none.
+        losses: its parts by name.
+        outputs: the model's.
+        has_total: whether the total was given beside its parts, and not summed from them.
+    """
 
     loss: Tensor | None
     losses: Mapping[str, Tensor]
     outputs: Any
+    has_total: bool = False
 
 
 class Convention(Protocol):
@@ -67,10 +75,7 @@ def choose_convention(
     """
     for name, function in (("forward", forward), ("loss_fn", loss_fn)):
         if function is not None and not callable(function):
-            raise TypeError(
-                f"{name}={function!r} is a {type(function).__name__} and cannot be called; "
-                f"{HOW_TO_GIVE_A_LOSS}"
-            )
+            raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
     if forward is not None and loss_fn is not None:
         raise ValueError(
             "both forward and loss_fn were given, and only one can compute the loss; call the "
@@ -126,7 +131,7 @@ class _LossFunction:
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, Tensor):
             return Output(loss, {}, outputs)
-        return dataclasses.replace(_read_result(loss), outputs=outputs)
+        return dataclasses.replace(_read_losses(loss), outputs=outputs)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return self.train(model, microbatch)
@@ -149,7 +154,7 @@ class _ComposerModel:
     def train(self, model: nn.Module, microbatch: Any) -> Output:
         outputs = model(microbatch)
         loss = self._model.loss(outputs, microbatch)
-        return dataclasses.replace(_read_result(loss), outputs=outputs)
+        return dataclasses.replace(_read_losses(loss), outputs=outputs)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return Output(None, {}, self._model.eval_forward(microbatch))
@@ -215,7 +220,7 @@ def _read_result(result: Any) -> Output:
         total = result.get("loss")
         if total is not None:
             losses.pop("loss", None)
-            return Output(total, losses, result)
+            return Output(total, losses, result, has_total=True)
         if losses and len(losses) == len(result):
             return Output(functools.reduce(operator.add, losses.values()), losses, result)
         raise LossError(
@@ -228,6 +233,39 @@ def _read_result(result: Any) -> Output:
         f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
         "(loss, outputs), or a mapping with the key 'loss'"
     )
+
+
+def _read_losses(result: Any) -> Output:
+    """Read what a loss function gave: unlike a forward's, a tuple cannot hold outputs."""
+    if isinstance(result, Tensor | Mapping):
+        return _read_result(result)
+    raise LossError(
+        f"the loss function returned {_named(result)}, of which nothing says how it adds up; "
+        "return one scalar tensor, or a mapping from names to scalar losses, which are summed"
+    )
+
+
+def outputs_with_rows(outputs: Any) -> Any:
+    """Outputs without the losses and the cache among them, which have no rows to be joined.
+
+    Example:
+        >>> import torch
+        >>> list(outputs_with_rows({"loss": torch.tensor(1.0), "logits": torch.zeros(4, 2)}))
+        ['logits']
+    """
+    if not isinstance(outputs, Mapping):
+        return outputs
+    kept = {
+        name: value
+        for name, value in outputs.items()
+        if not (isinstance(value, Tensor) and value.dim() == 0) and name != "past_key_values"
+    }
+    if len(kept) == len(outputs):
+        return outputs
+    # Also of a Hugging Face ModelOutput, which forbids removing keys from it.
+    is_record = dataclasses.is_dataclass(outputs)
+    kind: Any = type(outputs)
+    return kind(**kept) if is_record else kept
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -63,6 +63,9 @@ class InputWatch:
     def begin(self) -> None:
         self._versions = self._current_versions()
 
+    def prepare(self) -> None:
+        """Nothing here can fail."""
+
     def commit(self) -> None:
         if self.compares:
             self._guard.writes = self._wrote

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from automicro.attempts import CutRule, run_attempts
-from automicro.checks import check_choice, check_model, check_optimizer, resolve_device
-from automicro.errors import RollbackError
-from automicro.forward import choose_convention
+from automicro.checks import (
+    check_choice,
+    check_history,
+    check_model,
+    check_optimizer,
+    resolve_device,
+)
+from automicro.forward import choose_convention, outputs_with_rows
 from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import MemoryBudget, active_budget, limit_memory, refuse_compiled
 from automicro.model_modes import evaluation_mode, is_lazy
@@ -30,6 +35,7 @@ from automicro.transaction import (
     Buffers,
     Gradients,
     Metrics,
+    Parameters,
     RandomState,
     Transaction,
     find_generators,
@@ -115,11 +121,13 @@ class Microbatcher:
         check_model(model)
         self._model = model
         self._modules = [model, *modules]
+        if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
+            self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         self._optimizer = optimizer
         check_optimizer(optimizer, self._modules)
         self._device = resolve_device(device, model)
         self._policy = make_policy(microbatch_size)
-        self._eval_policy = make_policy(eval_microbatch_size)
+        self._eval_policy = make_policy(eval_microbatch_size, name="eval_microbatch_size")
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
         )
@@ -154,6 +162,7 @@ class Microbatcher:
         self._eval_buffers = BufferMemory(self._modules)
         self._generators = find_generators(self._modules)
         self._inputs = InputGuard()
+        self._eval_inputs = InputGuard()
         self._reservation = OptimizerReservation(optimizer)
         self._size: int | None = None
         self._eval_size: int | None = None
@@ -221,6 +230,7 @@ class Microbatcher:
             transaction = Transaction(
                 [
                     Gradients([*parameters, *watch.requiring_grad]),
+                    Parameters(parameters),
                     watch,
                     self._reservation,
                     buffers,
@@ -230,7 +240,7 @@ class Microbatcher:
             )
             try:
                 finished = run_attempts(
-                    lambda sizes: self._train(batch, sizes, parameters, watch, buffers, metrics),
+                    lambda sizes: self._train(batch, sizes, watch, buffers, metrics),
                     num_rows=num_rows,
                     policy=policy,
                     rule=self._rule,
@@ -270,7 +280,9 @@ class Microbatcher:
         """
         with self._memory(), evaluation_mode(self._modules), torch.no_grad():
             num_rows = self._layout.num_rows(batch)
-            watch = self._inputs.watch(self._passes.tensors(batch), self._device)
+            if is_lazy(self._modules):
+                self._passes.materialize(batch)
+            watch = self._eval_inputs.watch(self._passes.tensors(batch), self._device)
             transaction = Transaction(
                 [
                     watch,
@@ -304,14 +316,14 @@ class Microbatcher:
         self,
         batch: Any,
         sizes: Sequence[int],
-        parameters: Sequence[Tensor],
         watch: InputWatch,
         buffers: Buffers,
         metrics: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One attempt at a batch. Everything that it changes is undone if it fails."""
-        versions = [parameter._version for parameter in parameters]
         is_split = len(sizes) > 1
+        if is_split:
+            check_history(self._layout.leaves(batch))
         if is_split and self._prober is not None:
             self._probe(self._prober, batch, sum(sizes))
         passes = self._passes
@@ -323,12 +335,6 @@ class Microbatcher:
             losses.append(passes.train(microbatch, weights, index, metrics))
             if watch.compares:
                 watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
-        if [parameter._version for parameter in parameters] != versions:
-            raise RollbackError(
-                "the forward or backward changed parameters, which cannot be rolled back; step "
-                "the optimizer after backward() returns, not in a hook of the backward"
-            )
-        self._reservation.rehearse()
         if is_split:
             self._split_guard.warn(sizes, buffers)
         return add_up(losses)
@@ -358,9 +364,14 @@ class Microbatcher:
             output = passes.evaluate(microbatch, metrics)
             if output.loss is not None:
                 weights = weights or passes.weights(batch, microbatches, sizes)
-                losses.append(weights.apply(index, output.loss, output.losses))
+                weighted = weights.apply(
+                    index, output.loss, output.losses, has_total=output.has_total
+                )
+                losses.append(weighted)
+            if watch.compares:
+                watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
             if return_outputs:
-                outputs.append(passes.bring_home(output.outputs, home))
+                outputs.append(passes.bring_home(outputs_with_rows(output.outputs), home))
             del output  # before the next forward
         loss, parts = add_up(losses) if losses else (None, {})
         return loss, parts, concat_rows(outputs) if return_outputs else None

@@ -2,49 +2,57 @@
 
 Running out of memory inside ``optimizer.step()`` may leave some parameters stepped and others
 not. Trying again would step those twice. So it is tried again only where it is shown that nothing
-was applied: a class of `torch.optim`, not fused (fused kernels change parameters without touching
-their versions), with every parameter and every existing state at the version it had before.
+was applied: in a first step, of a class of `torch.optim`, before its first write to anything that
+existed. That is when memory runs out most, because the state is built then. Tensor versions show
+nothing: fused kernels do not touch them, and no list operation (``foreach=True``) does while a
+dispatch mode, such as a memory budget, is active.
 """
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from automicro.errors import OptimizerStepError
+from automicro.memory.torch_private import TorchDispatchMode, is_wrapper
 from automicro.oom import Failure, classify, release
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Step once.
 
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.grad = torch.ones(2)
+        >>> step_optimizer(torch.optim.SGD([weight], lr=0.5), torch.device("cpu"))
+        >>> weight.tolist()
+        [0.5, 0.5]
+
     Raises:
         OptimizerStepError: memory ran out and the step may be half applied, or memory ran out
             twice with nothing applied; the message says which.
     """
-    before = _versions(optimizer)
-    stateless = {
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter not in optimizer.state
-    }
+    # Later steps write from their first operation on, so there is nothing to watch for.
+    watched = not optimizer.state and type(optimizer).__module__.startswith("torch.optim.")
     for is_retry in (False, True):
-        failure = _try_step(optimizer)
+        failure, has_written = _try_step(optimizer, watched)
         if failure is None:
             return
         try:
             release(failure, device)
-            unapplied = _is_traceable(optimizer) and _versions(optimizer, stateless) == before
-            if is_retry or not unapplied:
-                raise OptimizerStepError(_describe(optimizer, failure, unapplied)) from failure
+            if not has_written:
+                optimizer.state.clear()  # half-built state breaks every later step
+            if is_retry or has_written:
+                raise OptimizerStepError(_describe(optimizer, failure, has_written)) from failure
         finally:
             failure = None  # it holds this frame: a cycle
-        for parameter in stateless:
-            optimizer.state.pop(parameter, None)  # half-built state breaks every later step
 
 
-def _describe(optimizer: torch.optim.Optimizer, failure: BaseException, unapplied: bool) -> str:
+def _describe(optimizer: torch.optim.Optimizer, failure: BaseException, has_written: bool) -> str:
     name = type(optimizer).__name__
-    if unapplied:
+    if not has_written:
         return (
             f"{name}.step() ran out of memory twice; nothing was applied. It needs more than "
             "parameters and gradients leave: use foreach=False, an optimizer with less state, or "
@@ -57,28 +65,73 @@ def _describe(optimizer: torch.optim.Optimizer, failure: BaseException, unapplie
     )
 
 
-def _try_step(optimizer: torch.optim.Optimizer) -> BaseException | None:
+def _try_step(optimizer: torch.optim.Optimizer, watched: bool) -> tuple[BaseException | None, bool]:
+    """The out-of-memory error, if any, and whether something may have been written before it."""
+    watch = _WriteWatch() if watched else None
     try:
-        optimizer.step()
+        if watch is None:
+            optimizer.step()
+        else:
+            with watch:
+                optimizer.step()
     except Exception as error:
         if classify(error) is not Failure.RETRYABLE:
             raise
-        return error
-    return None
+        return error, watch is None or watch.has_written
+    return None, True
 
 
-def _versions(optimizer: torch.optim.Optimizer, leave_out: set[Tensor] | None = None) -> list[int]:
-    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    states = [
-        value
-        for parameter, state in optimizer.state.items()
-        if leave_out is None or parameter not in leave_out
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    return [tensor._version for tensor in [*parameters, *states]]
+class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes before an operation that it will write into a tensor made outside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_written = False
+        self._made_inside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if types and any(map(is_wrapper, types)):
+            return NotImplemented  # its parts come by here one operation at a time
+        kwargs = kwargs or {}
+        if self.has_written:
+            return func(*args, **kwargs)
+        written = list(_tensors(_written(func, args, kwargs)))
+        if not all(map(self._is_from_inside, written)):
+            self.has_written = True
+        output = func(*args, **kwargs)
+        given = set()
+        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…): nobody else has it
+            given = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
+        for each in _tensors(output):
+            storage = each.untyped_storage()
+            if id(storage) not in given:
+                self._made_inside[id(storage)] = weakref.ref(storage)
+        return output
+
+    def _is_from_inside(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = self._made_inside.get(id(storage))
+        return known is not None and known() is storage
 
 
-def _is_traceable(optimizer: torch.optim.Optimizer) -> bool:
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    return of_torch and not any(group.get("fused") for group in optimizer.param_groups)
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that an operation writes into."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)

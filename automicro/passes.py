@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from automicro.checks import check_loss
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
-from automicro.model_modes import evaluation_mode
+from automicro.model_modes import evaluation_mode, quiet_training_mode
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.transfer import on_device, on_host
 from automicro.weighting import Average, BatchWeights
@@ -76,8 +76,12 @@ class Passes:
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
         """
+        if weights.is_nothing(index):
+            microbatch = map_tensors(microbatch, _cut_off)
         output = self._forward(self._convention.train, microbatch)
-        loss, parts = weights.apply(index, check_loss(output.loss), output.losses)
+        loss, parts = weights.apply(
+            index, check_loss(output.loss), output.losses, has_total=output.has_total
+        )
         if weights.is_nothing(index):
             self._backward_for_nothing(loss)
         else:
@@ -117,9 +121,13 @@ class Passes:
         with on_host():
             return map_tensors(outputs, Tensor.clone)
 
-    def losses_of_rows(self, rows: Any) -> Mapping[str, Tensor]:
-        """The losses of a few rows by name, in evaluation mode, without gradients or autocast."""
-        with evaluation_mode(self._modules), torch.no_grad():
+    def losses_of_rows(self, rows: Any, *, training: bool) -> Mapping[str, Tensor]:
+        """The losses of a few rows by name, without gradients or autocast.
+
+        In evaluation mode, or in training mode but for layers that draw or average over rows.
+        """
+        mode = quiet_training_mode if training else evaluation_mode
+        with mode(self._modules), torch.no_grad():
             moved = next(on_device([rows], self._device, isolate=True))
             output = self._convention.train(self._modules[0], moved)
         if "" not in self._averages:
@@ -147,3 +155,8 @@ class Passes:
     def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
         for metric in metrics.values() if type(metrics) is dict else [metrics]:
             self._update_metric(metric, outputs, microbatch)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """An input that keeps its gradient, which may be NaN, to itself."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

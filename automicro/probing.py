@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from automicro.errors import LossAverageWarning
 from automicro.oom import Failure, classify, release
-from automicro.probe import probe
+from automicro.probe import LossesOf, compare, telling_pairs
 from automicro.slicing import BatchLayout
 from automicro.transaction import Transaction
 from automicro.transfer import on_host
@@ -28,13 +27,14 @@ class Prober:
         self._averages = averages
         self._targets = targets
         self._looks_left = MAX_LOOKS
+        self._has_looked = False
 
     def look(
         self,
         batch: Any,
         num_rows: int,
         layout: BatchLayout,
-        losses_of: Callable[[Any], Mapping[str, Tensor]],
+        losses_of: LossesOf,
         transaction: Transaction,
         device: torch.device,
     ) -> None:
@@ -54,22 +54,35 @@ class Prober:
         if self._looks_left == 0 or num_rows < 2:
             return
         self._looks_left -= 1
-        failure = None
+        failure = cause = None
+
+        def rows_of(indices: Sequence[int]) -> Sequence[Any]:
+            # What lies between them is cut off too, so that a batch of very many rows costs little.
+            ends = [*indices[1:], num_rows]
+            cut = [(1, end - start - 1) for start, end in zip(indices, ends, strict=True)]
+            sizes = [size for pair in cut for size in pair if size]
+            pieces = iter(layout.split(batch, sizes))
+            rows = []
+            for _, between in cut:
+                rows.append(next(pieces))
+                if between:
+                    next(pieces)
+            return rows
 
         def take_rows(rows: Sequence[int]) -> Any:
             with on_host():
                 return layout.take_rows(batch, rows)
 
+        with on_host():
+            found = telling_pairs(rows_of, num_rows, len(layout.leaves(batch)), self._targets)
+        if found.can_tell:
+            self._looks_left = 0
+        elif self._has_looked:
+            return
+        self._has_looked = True
         try:
             transaction.begin()
-            result = probe(
-                losses_of,
-                take_rows,
-                layout.leaves(batch),
-                num_rows,
-                self._averages,
-                self._targets,
-            )
+            cause = compare(losses_of, take_rows, found.pairs, self._averages, self._targets)
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 raise
@@ -80,7 +93,6 @@ class Prober:
             release(failure, device)
             logger.warning("no memory to probe the loss on two rows; its average was not checked")
             return
-        if result.is_telling:
+        if cause is not None:
             self._looks_left = 0
-        if result.cause is not None:
-            warnings.warn(result.cause, LossAverageWarning, stacklevel=2)
+            warnings.warn(cause, LossAverageWarning, stacklevel=2)

@@ -6,6 +6,7 @@ change training. Instead a copy of the optimizer steps on fake tensors, which ha
 data, and placeholders of the sizes that its state took are held on the device.
 """
 
+import contextlib
 import copy
 import logging
 import weakref
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automicro.memory import active_budget
 from automicro.memory.counting import CountingMode
 from automicro.memory.torch_private import FakeTensorMode
 
@@ -40,7 +42,7 @@ class OptimizerReservation:
     """Placeholders for the state that an optimizer has yet to build. A part of the transaction.
 
     They are held through the attempts and given back right before the optimizer's step. The
-    step's temporaries never live beside activations, so they are not held: `rehearse` shows that
+    step's temporaries never live beside activations, so they are not held: `prepare` shows that
     there is room for them once the activations are gone.
 
     Args:
@@ -85,12 +87,8 @@ class OptimizerReservation:
         for num_bytes in self._needed.state_bytes:
             self._placeholders.append(_hold(num_bytes, device))
 
-    def rehearse(self) -> None:
-        """Show that the step's temporaries fit beside parameters, gradients and state.
-
-        Raises:
-            torch.OutOfMemoryError: they do not.
-        """
+    def prepare(self) -> None:
+        """Show that the step's temporaries fit beside parameters, gradients and state."""
         if self._placeholders:
             _hold(self._needed.temporary_bytes, self._placeholders[0].device)
 
@@ -116,6 +114,12 @@ def predict_step_memory(
         >>> sorted(needed.state_bytes)[1:]
         [131072, 131072]
     """
+    budget = active_budget()
+    with contextlib.nullcontext() if budget is None else budget.host():  # stand-ins do not count
+        return _predict(optimizer, parameters)
+
+
+def _predict(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
     try:
         with FakeTensorMode(), torch.random.fork_rng(devices=[]):
             return _dry_run(optimizer, parameters)
@@ -144,6 +148,9 @@ def _dry_run(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
     wanted = {id(parameter) for parameter in parameters}
     copied = copy.copy(optimizer)
     # A copy that shares nothing it writes to; schedulers patch `step` on the instance.
+    for name, value in list(vars(copied).items()):
+        if isinstance(value, list | dict | set):
+            setattr(copied, name, copy.copy(value))
     vars(copied).pop("step", None)
     copied.state = defaultdict(dict)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -1,7 +1,7 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -71,14 +71,23 @@ class SplitGuard:
         if names:
             text = batchnorm_message(names, sizes[0], sum(sizes))
             warnings.warn(text, BatchNormWarning, stacklevel=2)
-        known = {name for module in self._modules for name in batchnorm_buffers(module)}
+        known = set(self._named(batchnorm_buffers))
         others = [name for name in buffers.changed_names() if name not in known]
         if others:
             warnings.warn(_buffer_message(others, len(sizes)), BufferWarning, stacklevel=2)
         self._has_warned = True
 
     def _batchnorm_names(self) -> list[str]:
-        return [name for module in self._modules for name in find_batchnorm(module)]
+        return self._named(find_batchnorm)
+
+    def _named(self, names_in: Callable[[nn.Module], Iterable[str]]) -> list[str]:
+        """Names in all modules, those of further modules told apart as `Buffers` does."""
+        prefixes = ["", *(f"modules[{index}]." for index in range(len(self._modules) - 1))]
+        return [
+            prefix + name
+            for prefix, module in zip(prefixes, self._modules, strict=True)
+            for name in names_in(module)
+        ]
 
 
 def _buffer_message(names: Sequence[str], num_microbatches: int) -> str:

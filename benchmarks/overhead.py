@@ -17,13 +17,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from automicro import Microbatcher
+from automicro.memory.torch_private import TorchDispatchMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embedding(tokens))).transpose(1, 2)
+        logits: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return logits.transpose(1, 2)
 
 
 def tiny_mlp() -> Job:
@@ -72,7 +74,7 @@ def hand_written(job: Job) -> Callable[[], Tensor]:
         for start in range(0, rows, size):
             x, y = inputs[start : start + size], targets[start : start + size]
             loss = F.cross_entropy(job.model(x), y) * (len(x) / rows)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
 
@@ -86,18 +88,19 @@ def automatic(job: Job) -> Callable[[], Tensor]:
     return lambda: microbatcher.backward(job.batch).loss
 
 
-class Counter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    operations = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         self.operations += 1
         return func(*args, **(kwargs or {}))
 
 
 def count_operations(step: Callable[[], Tensor]) -> int:
-    with Counter() as counter:
+    counter = Counter()  # type: ignore[no-untyped-call]
+    with counter:
         step()
     return counter.operations
 
@@ -122,13 +125,13 @@ def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
-def measure(job: Job, pairs: int, repeats: int) -> dict[str, object]:
+def measure(job: Job, pairs: int, repeats: int) -> dict[str, Any]:
     hand, ours = hand_written(job), automatic(job)
     for step in (hand, ours) * 5:
         time_once(step, job.model, 1)
     job.model.zero_grad(set_to_none=True)
     expected = hand()
-    gradients = [parameter.grad.clone() for parameter in job.model.parameters()]
+    gradients = [parameter.grad for parameter in job.model.parameters()]
     job.model.zero_grad(set_to_none=True)
     torch.testing.assert_close(ours(), expected)
     for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):

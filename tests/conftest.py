@@ -1,5 +1,6 @@
 """What every test starts from, and what no test may leave behind."""
 
+import gc
 import os
 import random
 import threading
@@ -31,6 +32,15 @@ VARIABLES_OF_LIBRARIES = {
 }
 # tqdm starts its monitor once and keeps it for the life of the process.
 THREADS_OF_LIBRARIES = {"tqdm_monitor"}
+
+
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of the collector's sight.
+
+    After running out of memory automicro collects cycles, hundreds of times in these tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

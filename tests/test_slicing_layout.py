@@ -186,3 +186,15 @@ def test_compressed_sparse_tensors_are_refused_by_name():
         batch = {"graph": torch.eye(3).to_sparse_csr()}
     with pytest.raises(BatchError, match=r"'graph'.*sparse_csr.*register_batch_type"):
         num_rows(batch)
+
+
+def test_equal_images_in_a_list_are_not_taken_for_parts_of_three_rows() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(5)]
+    with pytest.raises(BatchError, match=r"3 or 5 rows.*\{'': 'items'\}"):
+        num_rows(images)
+    assert num_rows(images, batch_layout={"": "items"}) == 5
+    assert num_rows(images, batch_layout={"": "fields"}) == 3
+
+
+def test_a_pair_of_equal_shapes_is_inputs_and_targets() -> None:
+    assert num_rows([torch.zeros(8, 1), torch.zeros(8, 1)]) == 8

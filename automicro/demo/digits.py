@@ -15,7 +15,7 @@ BRIGHTEST = 16  # pixels are whole numbers from 0 to 16
 
 
 def loader(
-    split: str, *, batch_size: int, seed: int = 0, shuffle: bool | None = None
+    split: str, *, batch_size: int, seed: int | None = 0, shuffle: bool | None = None
 ) -> "DataLoader[tuple[Tensor, ...]]":
     """Return batches of ``(images, targets)`` from one part of the digits.
 
@@ -27,7 +27,7 @@ def loader(
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of an optimization batch.
         seed: decides the order, in a generator of the loader's own: the same whatever else is
-            random.
+            random. With None, torch's global generator decides.
         shuffle: whether each epoch has an order of its own; True for ``"train"`` unless given.
 
     Raises:
@@ -44,7 +44,7 @@ def loader(
         _read(split),
         batch_size=batch_size,
         shuffle=split == "train" if shuffle is None else shuffle,
-        generator=torch.Generator().manual_seed(seed),
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
     )
 
 

@@ -10,11 +10,13 @@ ACCEPTED = (
 )
 
 
-def make_policy(microbatch_size: int | str | Policy | None) -> Policy:
+def make_policy(
+    microbatch_size: int | str | Policy | None, *, name: str = "microbatch_size"
+) -> Policy:
     """Return the policy that a ``microbatch_size`` stands for.
 
     An int is a fixed size, ``"auto"`` starts with the whole batch and halves, None is always the
-    whole batch, and a policy stands for itself.
+    whole batch, and a policy stands for itself. ``name`` is how errors call it.
 
     Raises:
         TypeError: if the value is of a type that cannot be a size.
@@ -29,16 +31,16 @@ def make_policy(microbatch_size: int | str | Policy | None) -> Policy:
         if microbatch_size == "auto":
             return Halving()
         unknown = "is not built yet" if microbatch_size == "explore" else "means nothing"
-        raise ValueError(f"microbatch_size={microbatch_size!r} {unknown}: {ACCEPTED}")
+        raise ValueError(f"{name}={microbatch_size!r} {unknown}: {ACCEPTED}")
     # The class of a policy has all the methods of one, but nothing to call them on.
     if isinstance(microbatch_size, type):
         raise TypeError(
-            f"microbatch_size is the class {microbatch_size.__name__} and not a policy: "
+            f"{name} is the class {microbatch_size.__name__} and not a policy: "
             f"say {microbatch_size.__name__}(...)"
         )
     if isinstance(microbatch_size, Policy):
         return microbatch_size
     try:
-        return Fixed(require_size(microbatch_size, name="microbatch_size"))
+        return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"microbatch_size={microbatch_size!r} is no size: {ACCEPTED}") from None
+        raise type(error)(f"{name}={microbatch_size!r} is no size: {ACCEPTED}") from None

@@ -145,7 +145,7 @@ class Reader:
         Some part must be sure of its count. For a list, another list is no proof: samples that
         were not collated are a list of lists too.
         """
-        if root.fields is None or root.fields == ANY:
+        if root.fields is None or root.fields == ANY or look_alike(root.value):
             return False
         nested_counts = isinstance(root.value, tuple)
         return any(
@@ -168,6 +168,19 @@ def must_hold_rows(value: Any, *, is_root: bool) -> bool:
     if kinds <= STRUCTURES:
         return not (is_root and isinstance(value, tuple)) and are_samples(value)
     return kinds == {Kind.UNKNOWN}
+
+
+def look_alike(value: Any) -> bool:
+    """Whether a list holds three or more tensors that could be samples, by their equal shapes.
+
+    A pair is what torch's collate makes of inputs and targets; images of one size are not.
+    """
+    if not isinstance(value, list) or len(value) < 3:
+        return False
+    first, *others = value
+    if kind_of(type(first)) is not Kind.TENSOR or first.ndim < 2:
+        return False
+    return all(_signature(v) == _signature(first) and v.shape == first.shape for v in others)
 
 
 def may_hold_rows(value: Any) -> bool:

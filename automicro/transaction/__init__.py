@@ -7,6 +7,7 @@ generators, metrics. All parts begin together, and then either all commit or all
 from automicro.transaction.buffers import BufferMemory, Buffers
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.transaction.parameters import Parameters
 from automicro.transaction.rng import RandomState, find_generators
 from automicro.transaction.transaction import Part, Transaction
 
@@ -15,6 +16,7 @@ __all__ = [
     "Buffers",
     "Gradients",
     "Metrics",
+    "Parameters",
     "Part",
     "RandomState",
     "Transaction",

@@ -4,12 +4,14 @@ Tensor versions do not show every change (BatchNorm's kernel writes ``running_me
 touching its version, and so does anything that writes through ``.data``), so buffers are copied.
 """
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from automicro.content import same_content
+from automicro.errors import RollbackError
 from automicro.memory import active_budget, is_uninitialized
 
 LARGE_BYTES = 16 * 2**20
@@ -27,7 +29,8 @@ class BufferMemory:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._stable: dict[int, int] = {}  # id of a large, unchanging buffer -> its version
+        # By id of a large, unchanging buffer: the buffer, as ids are used again, and its version.
+        self._stable: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.changed: list[str] | None = None
 
     def owners(self) -> list[tuple[str, nn.Module]]:
@@ -43,13 +46,16 @@ class BufferMemory:
 
     def is_stable(self, buffer: Tensor) -> bool:
         """Whether a large buffer need not be copied."""
-        return self._stable.get(id(buffer), -1) == buffer._version
+        known = self._stable.get(id(buffer))
+        return known is not None and known[0]() is buffer and known[1] == buffer._version
 
     def learn(self, changed: list[str], unchanged: Iterable[Tensor]) -> None:
         """Take note of what a committed attempt changed and what it did not."""
         self.changed = changed
         self._stable = {
-            id(buffer): buffer._version for buffer in unchanged if buffer.nbytes > LARGE_BYTES
+            id(buffer): (weakref.ref(buffer), buffer._version)
+            for buffer in unchanged
+            if buffer.nbytes > LARGE_BYTES
         }
 
 
@@ -60,18 +66,28 @@ class Buffers:
         self._memory = memory
         self._tables: list[tuple[str, nn.Module, dict[str, Tensor | None]]] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._not_copied: list[tuple[str, Tensor, int]] = []
+        self._learned: tuple[list[str], list[Tensor]] | None = None
 
     def begin(self) -> None:
         for name, module in self._memory.owners():
             # The table itself is remembered, also where it is empty: a forward may register one.
             self._tables.append((name, module, dict(module._buffers)))
-            for buffer in module._buffers.values():
-                if buffer is not None and self._must_copy(buffer):
+            for key, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in self._copies or is_uninitialized(buffer):
+                    continue
+                if self._memory.is_stable(buffer):
+                    self._not_copied.append((f"{name}.{key}".lstrip("."), buffer, buffer._version))
+                else:
                     self._copies[id(buffer)] = (buffer, _copy(buffer))
 
-    def commit(self) -> None:
+    def prepare(self) -> None:
         if self._memory.changed is None:
-            self._memory.learn(self.changed_names(), self._unchanged())
+            self._learned = (self.changed_names(), self._unchanged())
+
+    def commit(self) -> None:
+        if self._learned is not None:
+            self._memory.learn(*self._learned)
         self._forget()
 
     def roll_back(self) -> None:
@@ -86,6 +102,14 @@ class Buffers:
                     buffer.set_(fresh.untyped_storage(), 0, fresh.shape, fresh.stride())
                 else:
                     buffer.copy_(copy)
+        for name, buffer, version in self._not_copied:
+            if buffer._version != version:
+                raise RollbackError(
+                    f"the failed attempt changed the buffer {name!r} of {buffer.nbytes} bytes, "
+                    f"which earlier batches had left alone and which was therefore not copied; "
+                    f"continue from a checkpoint, and keep what changes in buffers of at most "
+                    f"{LARGE_BYTES} bytes"
+                )
         self._forget()
 
     def changed_names(self) -> list[str]:
@@ -98,11 +122,6 @@ class Buffers:
                     changed.append(f"{owner}.{name}".lstrip("."))
         return changed
 
-    def _must_copy(self, buffer: Tensor) -> bool:
-        if id(buffer) in self._copies or is_uninitialized(buffer):
-            return False
-        return not self._memory.is_stable(buffer)
-
     def _unchanged(self) -> list[Tensor]:
         return [buffer for buffer, _ in self._copies.values() if self._holds(buffer)]
 
@@ -114,6 +133,8 @@ class Buffers:
     def _forget(self) -> None:
         self._tables.clear()
         self._copies.clear()
+        self._not_copied.clear()
+        self._learned = None
 
 
 def _copy(buffer: Tensor) -> Tensor:

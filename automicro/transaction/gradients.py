@@ -1,12 +1,12 @@
 """Gradients: set aside while an attempt runs, added to when it commits."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from automicro.oom import Failure, classify, release
+from automicro.oom import Failure, classify
 
 logger = logging.getLogger(__name__)
 
@@ -38,38 +38,45 @@ class Gradients:
         for parameter, _, _ in self._earlier:
             parameter.grad = None
 
-    def commit(self) -> None:
-        if self._earlier:
-            self._add_to_earlier()
-        self._earlier = []
-        self._begun = False
-
-    def _add_to_earlier(self) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
+    def prepare(self) -> None:
         for parameter, earlier, copy in self._earlier:
             value = earlier if copy is None else copy
             if parameter.grad is None:  # the batch did not reach this parameter
                 parameter.grad = value
             elif parameter.grad.layout is value.layout:
-                # Into the attempt's own gradient: up to here everything can be rolled back.
-                parameter.grad.add_(value)
+                parameter.grad.add_(value)  # into the attempt's own gradient
             else:
                 parameter.grad = value + parameter.grad
-            pairs.append((earlier, parameter.grad))
-        # From here on earlier values are overwritten, so the commit is carried through. Copying
-        # complete totals can be repeated, and needs no memory of its own.
-        failure = _copy_all(pairs)
-        if failure is not None:
-            release(failure, pairs[0][0].device)
-            again = _copy_all(pairs)
-            if again is not None and classify(again) is Failure.RETRYABLE:
-                logger.warning("no memory to keep the earlier .grad tensors; new ones hold the sum")
-                return
-        for (parameter, _, _), (earlier, _) in zip(self._earlier, pairs, strict=True):
-            parameter.grad = earlier
-        if failure is not None and classify(failure) is not Failure.RETRYABLE:
-            failure.add_note("automicro: the batch was committed, its gradient is in .grad")
-            raise failure
+
+    def commit(self) -> None:
+        # Copying complete totals needs no memory of its own and can be repeated.
+        failures = []
+        for _ in range(2):
+            failure = self._copy_totals()
+            if failure is None:
+                break
+            failures.append(failure)
+        else:
+            logger.warning("not all earlier .grad tensors could be kept (%s)", failures[-1])
+        self._earlier = []
+        self._begun = False
+        try:
+            for failure in failures:
+                if classify(failure) is not Failure.RETRYABLE:
+                    raise failure
+        finally:
+            failures.clear()  # they hold this frame: a cycle
+            failure = None
+
+    def _copy_totals(self) -> BaseException | None:
+        try:
+            for parameter, earlier, _ in self._earlier:
+                if parameter.grad is not None and parameter.grad is not earlier:
+                    earlier.copy_(parameter.grad)
+                    parameter.grad = earlier
+        except BaseException as error:
+            return error
+        return None
 
     def roll_back(self) -> None:
         if not self._begun:
@@ -88,13 +95,3 @@ def _shares_storage(gradient: Tensor) -> bool:
     if gradient.layout is not torch.strided:
         return False
     return gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size()
-
-
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> BaseException | None:
-    try:
-        for earlier, total in pairs:
-            if earlier is not total:
-                earlier.copy_(total)
-    except BaseException as error:
-        return error
-    return None

@@ -25,6 +25,9 @@ class Metrics:
             saved = {name: _remember(value) for name, value in vars(metric).items()}
             self._saved.append((metric, saved))
 
+    def prepare(self) -> None:
+        """Nothing here can fail."""
+
     def commit(self) -> None:
         self._saved.clear()
 
@@ -95,6 +98,6 @@ def flatten_metrics(metrics: Any) -> list[Any]:
 
 def _refuse(value: Any) -> list[Any]:
     raise TypeError(
-        f"{value!r} is a {type(value).__name__} and no metric: it has no update method; pass a "
+        f"{value!r} (of type {type(value).__name__}) is no metric: it has no update method; pass a "
         "torchmetrics.Metric, a MetricCollection, or a mapping from names to metrics"
     )

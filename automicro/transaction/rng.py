@@ -34,6 +34,9 @@ class RandomState:
             [generator.get_state() for generator in self._generators],
         )
 
+    def prepare(self) -> None:
+        """Nothing here can fail."""
+
     def commit(self) -> None:
         self._state = None
 

@@ -10,11 +10,14 @@ class Part(Protocol):
     def begin(self) -> None:
         """Remember the state. May run out of memory, before anything has changed."""
 
+    def prepare(self) -> None:
+        """Do all of the commit that can fail, so that it can still be rolled back."""
+
     def commit(self) -> None:
-        """Keep what happened since `begin`."""
+        """Keep what happened since `begin`. Needs no memory, and is not given up half-way."""
 
     def roll_back(self) -> None:
-        """Put the state back. Right also after a `begin` or a `commit` that failed half-way."""
+        """Put the state back. Right also after a `begin` or a `prepare` that failed half-way."""
 
 
 class Transaction:
@@ -50,10 +53,27 @@ class Transaction:
             part.begin()
 
     def commit(self) -> None:
-        """Let every part keep what happened."""
+        """Let every part keep what happened: first all prepare, then all commit.
+
+        Raises:
+            Exception: while preparing; roll back. Afterwards the commit is carried through, and an
+                exception (Ctrl-C, say) is raised only at its end.
+        """
         for part in self._begun:
-            part.commit()
-        self._begun.clear()
+            part.prepare()
+        interruption: BaseException | None = None
+        while self._begun:
+            try:
+                self._begun[0].commit()
+            except BaseException as error:
+                interruption = interruption or error
+            del self._begun[0]
+        if interruption is not None:
+            interruption.add_note("automicro: the batch was committed, its gradient is in .grad")
+            try:
+                raise interruption
+            finally:
+                interruption = None  # it holds this frame: a cycle
 
     def roll_back(self) -> None:
         """Let every part that has begun put its state back.
@@ -62,16 +82,19 @@ class Transaction:
         again.
 
         Raises:
-            Exception: of the first part that failed.
+            BaseException: of the first part that failed.
         """
         failed: list[Part] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for part in reversed(self._begun):
             try:
                 part.roll_back()
-            except Exception as error:
+            except BaseException as error:
                 failed.append(part)
                 failure = failure or error
         self._begun = failed[::-1]
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # it holds this frame: a cycle

@@ -82,6 +82,11 @@ class Counted:
         if all(isinstance(count, Tensor) and count.numel() == 1 for count in counts):
             # One read for the whole batch, however many microbatches it is cut into.
             counts = torch.stack([count.detach().reshape(()) for count in counts]).tolist()
+        elif any(isinstance(count, Tensor) for count in counts):
+            counts = [
+                count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+                for count in counts
+            ]
         for count in counts:
             if not isinstance(count, int | float) or not math.isfinite(count) or count < 0:
                 raise LossError(
@@ -133,7 +138,7 @@ class Tokens:
             )
         if targets.is_floating_point() or targets.is_complex():
             return sizes  # class probabilities or regression: every row counts the same
-        if targets.is_nested or targets.shape[0] != sum(sizes):  # rows not in dimension 0
+        if targets.is_nested or not self._has_rows_first(targets, microbatches, sizes):
             return [_number(self._count(self._targets(part)).sum()) for part in microbatches]
         per_row = self._count(targets).reshape(targets.shape[0], -1).sum(1)
         if per_row.device.type == "cpu":
@@ -141,6 +146,14 @@ class Tokens:
             ends = itertools.accumulate(sizes)
             return [sum(counts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
         return [_number(part.sum()) for part in torch.split(per_row, list(sizes))]
+
+    def _has_rows_first(
+        self, targets: Tensor, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> bool:
+        if targets.shape[0] != sum(sizes):
+            return False
+        # There may be as many positions as rows: only a cut tells these dimensions apart.
+        return len(sizes) == 1 or self._targets(microbatches[0]).shape[0] == sizes[0]
 
     def _count(self, targets: Tensor) -> Tensor:
         if targets.is_nested:

@@ -71,7 +71,7 @@ def _declared_average(
             raise ValueError(f"loss_average={declared!r} is not known; {REMEDY}")
     if callable(declared):
         return Counted(declared)
-    raise TypeError(f"loss_average={declared!r} is a {type(declared).__name__}; {REMEDY}")
+    raise TypeError(f"loss_average={declared!r} is of type {type(declared).__name__}; {REMEDY}")
 
 
 def _read_off(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from automicro.errors import LossError
-from automicro.weighting.averages import Average, Tokens, Weight
+from automicro.weighting.averages import Average, Samples, Sum, Weight
 
 
 def microbatch_weights(
@@ -26,7 +26,7 @@ def microbatch_weights(
         >>> microbatch_weights(Samples(), batch=None, microbatches=[None, None], sizes=[3, 1])
         [0.75, 0.25]
     """
-    if len(sizes) == 1 and not isinstance(average, Tokens):
+    if len(sizes) == 1 and isinstance(average, Samples | Sum):
         return [None]
     denominators = average.denominators(batch, microbatches, sizes)
     if denominators is None:
@@ -60,8 +60,7 @@ class BatchWeights:
         }
         self._only = self._weights.get("")
         self._is_nothing = [
-            all(isinstance(weight, float) and weight == 0 for weight in weights)
-            for weights in zip(*self._weights.values(), strict=True)
+            all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
         ]
 
     def is_nothing(self, index: int) -> bool:
@@ -69,23 +68,34 @@ class BatchWeights:
         return self._is_nothing[index]
 
     def apply(
-        self, index: int, loss: Tensor, losses: Mapping[str, Tensor]
+        self, index: int, loss: Tensor, losses: Mapping[str, Tensor], *, has_total: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """A microbatch's loss and its parts, weighted so that those of a batch add up.
 
+        Args:
+            index: of the microbatch.
+            loss: the total.
+            losses: its parts by name.
+            has_total: whether the total was given and not summed from the parts.
+
         Raises:
-            LossError: ``loss_average`` names other losses than the forward gives.
+            LossError: ``loss_average`` names other losses than the forward gives, or the forward
+                gives a total beside them, which no weights of its parts can replace.
         """
         if self._only is not None:
             weight = self._only[index]
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
-        if losses.keys() != self._weights.keys():
+        if has_total or losses.keys() != self._weights.keys():
+            given = sorted([*losses, "loss"] if has_total else losses)
             raise LossError(
                 f"loss_average names the losses {sorted(self._weights)}, but the forward gives "
-                f"{sorted(losses)}; name the same losses, and give no 'loss' beside them"
+                f"{given}; name the same losses, and give no 'loss' beside them"
             )
-        parts = {name: _weigh(part, self._weights[name][index]) for name, part in losses.items()}
-        return functools.reduce(operator.add, parts.values()), parts
+        weights = {name: self._weights[name][index] for name in losses}
+        parts = {name: _weigh(part, weights[name]) for name, part in losses.items()}
+        # The gradient of a mean over no target can be NaN, even times zero: it is left out.
+        counted = [part for name, part in parts.items() if not _is_zero(weights[name])]
+        return functools.reduce(operator.add, counted or parts.values()), parts
 
 
 def add_up(
@@ -98,6 +108,10 @@ def add_up(
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum()
+
+
+def _is_zero(weight: Weight | None) -> bool:
+    return isinstance(weight, int | float) and weight == 0
 
 
 def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:

@@ -1,0 +1,178 @@
+"""The command ``automicro``: its arguments, its exit codes, and how it shows errors.
+
+Exit codes: 0 all went well, 1 a run failed, 2 the command or its config is wrong, 130 Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+
+from automicro.cli.config import TrainConfig
+from automicro.cli.loading import load_config
+from automicro.cli.suggestions import did_you_mean
+from automicro.cli.training import build_trainer
+from automicro.errors import AutomicroError, ConfigError
+from automicro.oom import is_out_of_memory
+from automicro.trainer import Trainer
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+EXAMPLES = """\
+examples:
+  automicro train configs/digits.yaml
+  automicro train configs/digits.yaml max_duration=5ep memory_limit=4MiB
+  automicro train configs/digits.yaml optimizer.args.lr=1e-2 microbatch_size=64
+  automicro train configs/digits.yaml scheduler=null 'model.args={channels: 16}'
+"""
+
+TRAIN_HELP = """\
+Train what a YAML config describes. The config names a model, data, a loss, an
+optimizer and metrics by dotted import paths with arguments, and sets the options
+of the Trainer. docs/configuration.md lists every key.
+"""
+
+EXIT_CODES = """
+exit codes:
+  0  all went well
+  1  the run failed
+  2  the command line or the config is wrong
+  130  interrupted with Ctrl-C
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: the arguments, those of the process unless given.
+
+    >>> main(["--version"])
+    automicro ...
+    0
+    """
+    try:
+        arguments = _parse(argv)
+    except SystemExit as exit:  # argparse has written its message
+        return int(exit.code or OK)
+    if arguments.command is None:
+        _parser().print_help(sys.stderr)
+        return MISUSED
+    try:
+        _train(arguments.config, arguments.overrides)
+    except KeyboardInterrupt as error:
+        _show(error, "interrupted", debug=arguments.debug)
+        return INTERRUPTED
+    except ConfigError as error:
+        _show(error, _describe(error), debug=arguments.debug)
+        return MISUSED
+    except AutomicroError as error:
+        _show(error, _describe(error), debug=arguments.debug)
+        return FAILED
+    except Exception as error:
+        if is_out_of_memory(error):
+            _show(error, _describe(error), debug=arguments.debug)
+            return FAILED
+        # A mistake in the user's code: without the traceback nobody can find it.
+        _show(error, f"the run failed: {_summary(error)}", debug=True)
+        return FAILED
+    return OK
+
+
+def _train(path: str, overrides: Sequence[str]) -> None:
+    with _importing_from_here():
+        config = load_config(path, overrides)
+        trainer = _build(path, config)
+        summary = trainer.fit()
+    if not config.progress:
+        print(summary)
+
+
+def _build(path: str, config: TrainConfig) -> Trainer:
+    try:
+        return build_trainer(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{path}: {_summary(error)}") from error
+
+
+@contextlib.contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """Let a config name modules that lie where the command was started."""
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    for each in rest:
+        if each.startswith("-") or arguments.command is None:
+            hint = did_you_mean(each, ["--help", "--version", "--debug"])
+            parser.error(f"unknown option {each!r}{hint}; options of a config are key=value")
+    if arguments.command is not None:
+        # argparse takes no more positionals once an option came between them.
+        arguments.overrides += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="automicro",
+        description="Full optimization batches on any memory.",
+        epilog=EXAMPLES + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"automicro {importlib.metadata.version('automicro')}",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train what a config describes",
+        description=TRAIN_HELP,
+        epilog=EXAMPLES + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    train.add_argument("config", metavar="CONFIG", help="a YAML file")
+    train.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="replaces a key of the config; the value is YAML",
+    )
+    train.add_argument("--debug", action="store_true", help="show the traceback of any error")
+    return parser
+
+
+def _describe(error: Exception) -> str:
+    notes = getattr(error, "__notes__", [])
+    return "\n  ".join([str(error), *(note.removeprefix("automicro: ") for note in notes)])
+
+
+def _summary(error: Exception) -> str:
+    notes = getattr(error, "__notes__", [])
+    return "\n  ".join([f"{type(error).__name__}: {error}", *notes])
+
+
+def _show(error: BaseException, text: str, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    print(f"automicro: {text}", file=sys.stderr)
+    if not debug:
+        print("(--debug shows the traceback)", file=sys.stderr)

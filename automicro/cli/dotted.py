@@ -1,0 +1,92 @@
+"""From a dotted path to the class or function that it names."""
+
+import builtins
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from automicro.cli.suggestions import did_you_mean
+from automicro.errors import ConfigError
+
+
+def import_callable(path: str, *, key: str) -> Callable[..., Any]:
+    """Return the class or function that a dotted path names.
+
+    Errors that a module raises while it is imported pass through.
+
+    Args:
+        path: such as ``torch.optim.AdamW``.
+        key: where in the config it stands, for messages.
+
+    Raises:
+        ConfigError: no dotted path, a part of it does not exist, or it cannot be called.
+
+    >>> import_callable("torch.nn.Linear", key="model.call")
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{key}={path!r} is not a dotted path: write names joined by dots, such as "
+            f"torch.optim.AdamW"
+        )
+    if len(parts) == 1 and hasattr(builtins, path):
+        raise ConfigError(f"{key}={path!r} is a builtin: say builtins.{path}")
+    found = _import_top(path, key)
+    for index, part in enumerate(parts[1:], start=1):
+        found = _step(found, parts[:index], part, path, key)
+    if not callable(found):
+        kind = "module" if isinstance(found, ModuleType) else type(found).__name__
+        hint = _class_of_that_name(found, path)
+        raise ConfigError(
+            f"{key}={path!r} is a {kind}, which cannot be called{hint}: name a class or a function"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _import_top(path: str, key: str) -> Any:
+    top = path.partition(".")[0]
+    try:
+        return importlib.import_module(top)
+    except ModuleNotFoundError as error:
+        if error.name != top:
+            raise
+        known = {*sys.builtin_module_names, *(each.name for each in pkgutil.iter_modules())}
+        raise ConfigError(
+            f"{key}={path!r}: there is no module {top!r}{did_you_mean(top, known)}: install it, "
+            f"or start automicro in the directory that holds it"
+        ) from None
+
+
+def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any:
+    if hasattr(parent, part):
+        return getattr(parent, part)
+    prefix = ".".join(before)
+    if isinstance(parent, ModuleType):
+        name = f"{prefix}.{part}"
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Another name is missing inside a module that does exist.
+            if error.name not in (name, prefix):
+                raise
+    known = {each for each in dir(parent) if not each.startswith("_")} | _submodules(parent)
+    raise ConfigError(
+        f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{did_you_mean(part, known)}: "
+        f"correct the path"
+    )
+
+
+def _submodules(module: Any) -> set[str]:
+    return {each.name for each in pkgutil.iter_modules(getattr(module, "__path__", []))}
+
+
+def _class_of_that_name(found: Any, path: str) -> str:
+    """A hint for modules that are named like the class in them: torch.optim.adamw, AdamW."""
+    for name, value in vars(found).items() if isinstance(found, ModuleType) else ():
+        if isinstance(value, type) and name.lower() == path.rpartition(".")[2].lower():
+            return f" (did you mean '{path}.{name}'?)"
+    return ""

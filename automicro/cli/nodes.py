@@ -1,0 +1,153 @@
+"""The one form in which a config names things: ``{call: dotted.path, args: {…}}``."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from automicro.cli.dotted import import_callable
+from automicro.cli.signatures import check_arguments
+from automicro.cli.suggestions import did_you_mean
+from automicro.errors import ConfigError
+
+NODE_KEYS = ("call", "args")
+FORM = "write {call: dotted.path, args: {name: value}}"
+
+
+def check_node(node: object, key: str) -> None:
+    """Refuse what is not a well-formed node. Interpolations are left for later.
+
+    Raises:
+        ConfigError: no mapping, unknown keys, no ``call``, or ``args`` that are not by name.
+
+    >>> check_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model")
+    """
+    if _is_interpolation(node):
+        return
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{key}={show(node)} is not a mapping: {FORM}")
+    for name in node:
+        if name not in NODE_KEYS:
+            raise ConfigError(
+                f"{key} has an unknown key {name!r}{did_you_mean(str(name), NODE_KEYS)}: {FORM}"
+            )
+    if "call" not in node:
+        raise ConfigError(
+            f"{key}.call is missing: write call: and the dotted path of a class or a function "
+            f"directly under {key}:"
+        )
+    call, args = node["call"], node.get("args")
+    if not isinstance(call, str):
+        raise ConfigError(
+            f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW"
+        )
+    if args is None or _is_interpolation(args):
+        return
+    if not isinstance(args, Mapping):
+        raise ConfigError(
+            f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
+            f"those of the arguments of {call}"
+        )
+    for name, value in args.items():
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{key}.args has the name {show(name)}, which is not text: use the name of an "
+                f"argument of {call}"
+            )
+        _check_inside(value, f"{key}.args.{name}")
+
+
+def prepare(node: Mapping[str, Any], key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return what makes the thing that a node describes, once it is called.
+
+    Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
+    before anything is made.
+
+    Args:
+        node: a well-formed one, interpolations resolved.
+        key: where in the config it stands.
+        first: what the caller will hand over first, in words: ``["the model's parameters"]``.
+
+    Raises:
+        ConfigError: a path that names nothing, or arguments that do not fit.
+
+    >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
+    >>> prepare(node, "model")()
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    check_node(node, key)
+    call, args = node["call"], node.get("args") or {}
+    with _noting(f"while importing {key}.call ({call})"):
+        target = import_callable(call, key=f"{key}.call")
+    check_arguments(target, call, args, key, first)
+    values = {name: _prepare_inside(value, f"{key}.args.{name}") for name, value in args.items()}
+    return functools.partial(_make, target, values, f"while making {key} ({call})")
+
+
+def show(value: object) -> str:
+    """Write a value of a config as YAML has it, and say what it is.
+
+    >>> show(None), show(True), show(1.5), show([1]), show("many")
+    ('null', 'true', '1.5 (a decimal number)', '[1] (a list)', "'many' (text)")
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds = {int: "a whole number", float: "a decimal number", str: "text", list: "a list"}
+    kind = kinds.get(type(value), "a mapping" if isinstance(value, Mapping) else "")
+    return f"{value!r} ({kind})" if kind else repr(value)
+
+
+def is_node(value: object) -> bool:
+    """Tell whether a value inside a config describes something to be made."""
+    return isinstance(value, Mapping) and "call" in value
+
+
+def _is_interpolation(value: object) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _check_inside(value: Any, key: str) -> None:
+    if is_node(value):
+        check_node(value, key)
+        return
+    for name, inner in items_inside(value):
+        _check_inside(inner, f"{key}.{name}")
+
+
+def _prepare_inside(value: Any, key: str) -> Callable[[], Any]:
+    if is_node(value):
+        return prepare(value, key)
+    inner = {name: _prepare_inside(each, f"{key}.{name}") for name, each in items_inside(value)}
+    if isinstance(value, Mapping):
+        return lambda: {name: make() for name, make in inner.items()}
+    if isinstance(value, list):
+        return lambda: [make() for make in inner.values()]
+    return lambda: value
+
+
+def items_inside(value: Any) -> list[tuple[Any, Any]]:
+    """The names and values of a mapping, the places and values of a list, else nothing."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
+
+
+def _make(
+    target: Callable[..., Any], values: Mapping[str, Callable[[], Any]], doing: str, *first: Any
+) -> Any:
+    args = {name: value() for name, value in values.items()}
+    with _noting(doing):
+        return target(*first, **args)
+
+
+@contextmanager
+def _noting(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        error.add_note(doing)
+        raise

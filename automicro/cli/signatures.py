@@ -1,0 +1,73 @@
+"""Whether the arguments in a config fit what they are for, told before it is called."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from automicro.cli.suggestions import did_you_mean
+from automicro.errors import ConfigError
+
+
+def check_arguments(
+    target: Callable[..., Any],
+    call: str,
+    args: Mapping[str, Any],
+    key: str,
+    first: Sequence[str],
+) -> None:
+    """Refuse arguments that a class or a function does not take, or lacks.
+
+    Args:
+        target: what will be called.
+        call: its dotted path, for messages.
+        args: the arguments by name.
+        key: where in the config it stands, for messages.
+        first: what will be handed over before them, in words.
+
+    Raises:
+        ConfigError: an unknown argument, a missing one, or one that is handed over already.
+
+    >>> import torch
+    >>> check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
+    """
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return  # some builtins have no signature to read
+    positional = [
+        each
+        for each in parameters
+        if each.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    kinds = {each.kind for each in parameters}
+    if len(positional) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise ConfigError(
+            f"{key}: {call} takes no argument without a name, but is handed {first[0]} first: name "
+            f"a class or a function that takes them"
+        )
+    taken = {each.name: words for each, words in zip(positional, first, strict=False)}
+    accepted = [
+        each
+        for each in parameters
+        if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        and each.name not in taken
+    ]
+    names = [each.name for each in accepted]
+    known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
+    for name in args:
+        if name in taken:
+            raise ConfigError(
+                f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
+                f"remove it"
+            )
+        if name not in names and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ConfigError(
+                f"{key}: {call} takes no argument {name!r}{did_you_mean(name, names)}: {known}"
+            )
+    required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
+    missing = [name for name in required if name not in args]
+    if missing:
+        raise ConfigError(
+            f"{key}: {call} needs {', '.join(map(repr, missing))}: write "
+            f"{'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
+        )

@@ -1,0 +1,86 @@
+"""Which device to train on, how it is described, and its random numbers."""
+
+import random
+
+import numpy as np
+import torch
+
+from automicro.memory import active_budget, format_bytes, parse_bytes
+
+
+def choose_device(device: torch.device | str) -> torch.device:
+    """The device, with its index where there are several of its type.
+
+    ``"auto"`` is the first of CUDA (or ROCm), XPU and MPS that is there, else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+
+    >>> choose_device("cpu")
+    device(type='cpu')
+    """
+    if isinstance(device, str) and device == "auto":
+        device = _best_device()
+    try:
+        # A tensor knows which device "cuda" is now.
+        found = torch.empty(0, device=device).device
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"device={str(device)!r} cannot be used here ({first_line}); pass 'auto', 'cpu' or a "
+            "device that torch can see"
+        ) from error
+    if found.type == "meta":
+        raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")
+    return found
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.xpu.is_available():
+        return "xpu"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def describe_device(device: torch.device, memory_limit: str | int | None) -> str:
+    """Name the device and its limit, as it is now: inside a budget, the simulated one.
+
+    >>> describe_device(torch.device("cpu"), None)
+    'the CPU'
+    >>> from automicro.memory import MemoryBudget
+    >>> with MemoryBudget("24MiB"):
+    ...     describe_device(torch.device("cpu"), None)
+    'a simulated 24.00 MiB device on the CPU'
+    """
+    if device.type == "cpu":
+        budget = active_budget()
+        if budget is None or budget.limit_bytes is None:
+            return "the CPU"
+        return f"a simulated {format_bytes(budget.limit_bytes)} device on the CPU"
+    name = str(device)
+    if device.type == "cuda":
+        name += f" ({torch.cuda.get_device_name(device)})"
+    if memory_limit is not None:
+        name += f" limited to {format_bytes(parse_bytes(memory_limit))}"
+    return name
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, and torch on every device.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: outside of what NumPy takes, 0 to 2**32 - 1.
+
+    >>> seed_everything(7)
+    >>> random.random() == random.Random(7).random()
+    True
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed is {seed!r}, not a whole number; pass an int such as 0, or None")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is outside of 0 to {2**32 - 1}; pass an int such as 0")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,101 @@
+"""What a run came to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from automicro.memory import format_bytes
+from automicro.trainer.state import Cut, LoopState
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSummary:
+    """What `Trainer.fit` did. ``str()`` of it is a small table.
+
+    Attributes:
+        seconds: time spent, evaluations included.
+        samples_per_second: rows trained on per second, evaluations left out.
+        peak_memory_bytes: the most that live tensors held on the device; None on a CPU without
+            a memory limit, where nobody counts.
+        epochs: complete epochs.
+        steps: optimizer steps, one per batch.
+        samples: rows trained on.
+        train_ooms: attempts in training that ran out of memory and were rolled back.
+        eval_ooms: the same in evaluation.
+        microbatch_size: final, in rows.
+        num_microbatches: how many of them made up the largest batch.
+        batch_size: rows of that batch.
+        eval_microbatch_size: final, in rows; None without an evaluation.
+        train_loss: of the last batch.
+        train_metrics: by name, over the last epoch.
+        eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
+    """
+
+    seconds: float
+    samples_per_second: float
+    peak_memory_bytes: int | None
+    epochs: int
+    steps: int
+    samples: int
+    train_ooms: int
+    eval_ooms: int
+    microbatch_size: int
+    num_microbatches: int
+    batch_size: int
+    eval_microbatch_size: int | None
+    train_loss: float
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
+    eval_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        peak = self.peak_memory_bytes
+        rows = {
+            "time": f"{self.seconds:.1f} s",
+            "samples per second": f"{self.samples_per_second:,.0f}",
+            "peak memory": "not measured" if peak is None else format_bytes(peak),
+            "epochs": f"{self.epochs:,}",
+            "optimizer steps": f"{self.steps:,}",
+            "samples": f"{self.samples:,}",
+            "train loss": f"{self.train_loss:.4g}",
+            **{f"train {name}": f"{value:.4g}" for name, value in self.train_metrics.items()},
+            **{f"eval {name}": f"{value:.4g}" for name, value in self.eval_metrics.items()},
+        }
+        width = max(map(len, rows)) + 2
+        lines = [f"{name:<{width}}{value}" for name, value in rows.items()]
+        ooms = self.train_ooms + self.eval_ooms
+        lines.append(
+            f"OOMs survived: {ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
+        )
+        cut = Cut(
+            num_rows=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            num_microbatches=self.num_microbatches,
+        )
+        rows_word = "row" if self.microbatch_size == 1 else "rows"
+        final = f"final microbatch size: {self.microbatch_size} {rows_word} ({cut}) in train"
+        if self.eval_microbatch_size is not None:
+            final += f", {self.eval_microbatch_size} in eval"
+        return "\n".join([*lines, final])
+
+
+def summarize(state: LoopState, *, peak_memory_bytes: int | None) -> FitSummary:
+    """Gather what the loop wrote down."""
+    cut = state.train.cut
+    assert cut is not None
+    assert state.loss is not None
+    return FitSummary(
+        seconds=state.train.seconds + state.eval.seconds,
+        samples_per_second=state.samples / max(state.train.seconds, 1e-9),
+        peak_memory_bytes=peak_memory_bytes,
+        epochs=state.epoch,
+        steps=state.batch,
+        samples=state.samples,
+        train_ooms=state.train.ooms,
+        eval_ooms=state.eval.ooms,
+        microbatch_size=cut.microbatch_size,
+        num_microbatches=cut.num_microbatches,
+        batch_size=cut.num_rows,
+        eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
+        train_loss=state.loss,
+        train_metrics=state.train.metrics,
+        eval_metrics=state.eval.metrics,
+    )

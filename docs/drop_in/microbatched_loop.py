@@ -1,0 +1,31 @@
+"""The same loop with three lines changed. It trains on however little memory there is."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import Microbatcher
+
+
+def train(epochs: int = 2) -> list[float]:
+    torch.manual_seed(0)
+    images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    loader = DataLoader(TensorDataset(images.float() / 16, labels), batch_size=512)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.LayerNorm(512), torch.nn.Linear(512, 10)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss_fn = torch.nn.CrossEntropyLoss()
+    microbatcher = Microbatcher(model, loss_fn=loss_fn, optimizer=optimizer)
+    losses = []
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            loss = microbatcher.backward((inputs, targets)).loss
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    print(*train(), sep="\n")

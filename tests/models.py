@@ -1,0 +1,200 @@
+"""Small models and batches, shared by the tests of exactness.
+
+Eleven rows leave a rest at every size but one and eleven.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+ROWS = 11
+CLASSES = 5
+VOCABULARY = 13
+LENGTH = 7
+IGNORED = -100
+SIZES = [1, 2, 3, 5, 7, 8, 20]
+IMAGE = (3, 6, 6)
+CLASS_WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
+
+
+# Models
+
+
+class Mlp(nn.Sequential):
+    """Rows of six numbers to five logits."""
+
+    def __init__(self, inputs: int = 6, outputs: int = CLASSES) -> None:
+        super().__init__(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+        self.double()
+
+
+class ConvNet(nn.Module):
+    """Images to logits per pixel, or to logits per image."""
+
+    def __init__(self, norm: nn.Module | None = None, *, per_pixel: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4) if norm is None else norm
+        self.head = nn.Conv2d(4, CLASSES, 1)
+        self.per_pixel = per_pixel
+        self.double()
+
+    def forward(self, images: Tensor) -> Any:
+        logits = self.head(torch.relu(self.norm(self.stem(images))))
+        return logits if self.per_pixel else logits.mean((2, 3))
+
+
+class Recurrent(nn.Module):
+    """Padded or packed sequences to logits; the rows lie along `batch_dim` of padded ones."""
+
+    def __init__(self, *, batch_first: bool = True) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 6, batch_first=batch_first)
+        self.head = nn.Linear(6, CLASSES)
+        self.double()
+
+    def forward(self, sequences: Tensor | PackedSequence) -> Any:
+        states, last = self.gru(sequences)
+        if isinstance(sequences, PackedSequence):
+            return self.head(last[0])
+        return self.head(states)
+
+
+class Encoder(nn.Module):
+    """Tokens to logits per token, with a transformer; tied weights are optional."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.layer(self.embedding(tokens)))
+
+
+class Memory(nn.Module):
+    """Runs out of memory with too many rows, or in chosen calls."""
+
+    def __init__(self, net: nn.Module, *, most: int = ROWS, fails: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.net, self.most, self.fails = net, most, fails
+        self.seen: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Any:
+        self.seen.append(len(inputs))
+        outputs = self.net(inputs)
+        if len(inputs) > self.most or len(self.seen) in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return outputs
+
+
+class ComposerStyle(nn.Module):
+    """Composer's interface, without Composer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp()
+
+    def forward(self, batch: Any) -> Any:
+        return self.net(batch[0])
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return F.cross_entropy(outputs, batch[1])
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return self(batch) if outputs is None else outputs
+
+
+class Detector(nn.Module):
+    """Images of any size to one vector each; its loss counts boxes, as detectors' losses do.
+
+    Like torchvision's, it gives losses in training and boxes in evaluation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+        self.double()
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        features = torch.stack([image.flatten(1).mean(1) for image in images])
+        boxes = self.head(features)
+        if not self.training:
+            return [{"boxes": box[None]} for box in boxes]
+        gaps = [F.l1_loss(b.expand_as(t["boxes"]), t["boxes"], reduction="none") for b, t in
+                zip(boxes, targets, strict=True)]  # fmt: skip
+        return {"boxes": torch.cat(gaps).mean(), "size": boxes.square().mean()}
+
+
+class Keywords(Mlp):
+    def forward(self, x: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+class LogProbabilities(nn.Sequential):
+    """An `Mlp` for losses that take log-probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp(), nn.LogSoftmax(1))
+
+
+# Batches
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def classes(*shape: int, high: int = CLASSES, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(high, shape, generator=generator)
+
+
+def x() -> Tensor:
+    return numbers(ROWS, 6)
+
+
+def y() -> Tensor:
+    return classes(ROWS)
+
+
+def with_ignored(targets: Tensor, ignored: int = IGNORED) -> Tensor:
+    """The targets, some of them ignored: more in later rows, and all of the last row."""
+    share = torch.linspace(0, 0.9, len(targets)).reshape(-1, *[1] * (targets.dim() - 1))
+    generator = torch.Generator().manual_seed(2)
+    out = targets.masked_fill(torch.rand(targets.shape, generator=generator) < share, ignored)
+    out[-1] = ignored
+    return out
+
+
+def tokens() -> Tensor:
+    return classes(ROWS, LENGTH, high=VOCABULARY)
+
+
+def token_targets() -> Tensor:
+    return with_ignored(classes(ROWS, LENGTH, high=VOCABULARY, seed=3))
+
+
+def lengths() -> list[int]:
+    return [1 + (3 * row) % 5 for row in range(ROWS)]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    y: Tensor
+    name: str = "kept"

@@ -1,0 +1,102 @@
+"""Evaluation: every row counted once, nothing left behind, a size of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
+
+from automicro import Halving, Microbatcher, SampleTooLargeError
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
+
+
+def on(model: nn.Module, **options: Any) -> Microbatcher:
+    return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **{"probe": False, **options})
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return x()[:rows], y()[:rows]
+
+
+def collection() -> MetricCollection:
+    """Metrics that share states in compute groups, and one that keeps lists."""
+    return MetricCollection(
+        {
+            "precision": MulticlassPrecision(CLASSES),
+            "f1": MulticlassF1Score(CLASSES),
+            "auroc": MulticlassAUROC(CLASSES, thresholds=None),
+        }
+    )
+
+
+def metrics_of_whole_batches(model: nn.Module, *batches: Any) -> dict[str, float]:
+    whole = collection()
+    with torch.no_grad():
+        for inputs, targets in batches:
+            whole.update(model(inputs), targets)
+    return {name: float(value) for name, value in whole.compute().items()}
+
+
+@pytest.mark.parametrize("fails", [(), (2,), (1, 4), (5, 6)])
+@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")
+@pytest.mark.filterwarnings("ignore:Average precision score:UserWarning")
+@pytest.mark.parametrize("training", [False, True])
+def test_metrics_count_every_row_once_whatever_failed(
+    fails: tuple[int, ...], training: bool
+) -> None:
+    net = Mlp()
+    batches = [batch(), (numbers(ROWS, 6, seed=5), y().flip(0))]
+    expected = metrics_of_whole_batches(net, *batches)
+    metrics = collection()
+    microbatcher = on(
+        Memory(net, fails=fails),
+        microbatch_size=Halving(initial=4),
+        eval_microbatch_size=Halving(initial=4),
+    )
+    run = microbatcher.backward if training else microbatcher.evaluate
+    assert sum(run(each, metrics=metrics).ooms for each in batches) == len(fails)
+    assert {k: float(v) for k, v in metrics.compute().items()} == pytest.approx(expected)
+    auroc: Any = metrics["auroc"]
+    assert sum(len(part) for part in auroc.preds) == 2 * ROWS
+
+
+def test_evaluating_restores_modes_and_leaves_no_gradient() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(6), nn.Sequential(nn.Dropout()), Mlp())
+    model.double()[1].eval()
+    modes = [module.training for module in model.modules()]
+    buffers = {k: v.clone() for k, v in model.state_dict().items()}
+    result = on(model, eval_microbatch_size=3).evaluate(batch(), return_outputs=True)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(v, buffers[k]) for k, v in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not result.outputs.requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_modes_are_restored_after_a_failure_too() -> None:
+    model = Memory(nn.Sequential(nn.Dropout(), Mlp()), most=0)
+    with pytest.raises(SampleTooLargeError):
+        on(model).evaluate(batch())
+    assert all(module.training for module in model.modules())
+
+
+def test_outputs_come_in_the_order_of_the_rows() -> None:
+    model = Memory(Mlp(), most=3)
+    result = on(model).evaluate(batch(), return_outputs=True)
+    with torch.no_grad():
+        assert torch.allclose(result.outputs, model.net(x()), rtol=0, atol=1e-12)
+    assert (result.num_microbatches, result.ooms, result.num_samples) == (4, 2, ROWS)
+    assert on(model).evaluate(batch()).outputs is None
+
+
+def test_evaluation_has_a_size_of_its_own() -> None:
+    model = Memory(Mlp(), most=3)
+    microbatcher = on(model, microbatch_size=2)
+    microbatcher.backward(batch())
+    microbatcher.evaluate(batch())
+    assert (microbatcher.microbatch_size, microbatcher.eval_microbatch_size) == (2, 3)
+    model.most = 2
+    microbatcher.evaluate(batch())
+    assert (microbatcher.microbatch_size, microbatcher.eval_microbatch_size) == (2, 2)

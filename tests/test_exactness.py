@@ -1,0 +1,279 @@
+"""The gradient of microbatches is the whole batch's, whatever the model, structure, loss or size.
+
+The reference is always plain torch on the whole batch. Warnings are errors in the tests, so every
+case here also shows that no false alarm is raised.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BatchEncoding,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from automicro import BatchNormWarning, LossAverageWarning, Microbatcher
+from tests.cases import (
+    MODELS,
+    STRUCTURES,
+    Case,
+    contrastive,
+    difference,
+    gradients,
+    in_microbatches,
+    pair_case,
+    whole_batch,
+)
+from tests.loss_cases import LOSSES
+from tests.models import CLASSES, ROWS, VOCABULARY, Mlp, numbers, token_targets, tokens, x, y
+
+SIZES = [1, 2, 3, 5, 7, 8, 20]
+TABLES = {"model": MODELS, "batch": STRUCTURES, "loss": LOSSES}
+CASES = {f"{t}: {name}": case for t, table in TABLES.items() for name, case in table.items()}
+
+TINY_GPT2 = GPT2Config(  # type: ignore[call-arg]
+    vocab_size=VOCABULARY,
+    n_positions=8,
+    n_embd=8,
+    n_layer=1,
+    n_head=2,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+    loss_type="ForCausalLM",
+)
+TINY_BERT = BertConfig(  # type: ignore[call-arg]
+    vocab_size=VOCABULARY,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=16,
+    max_position_embeddings=8,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    num_labels=CLASSES,
+    problem_type="single_label_classification",
+)
+
+
+def own_loss(model: nn.Module, batch: Any) -> Any:
+    return model(**batch).loss
+
+
+def causal_loss(model: nn.Module, batch: Any) -> Any:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def count_shifted(batch: Any) -> Any:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def text_batch() -> BatchEncoding:
+    return BatchEncoding({"input_ids": tokens(), "labels": token_targets()})
+
+
+def padded_batch() -> dict[str, Tensor]:
+    attention = torch.arange(7) < torch.arange(ROWS)[:, None] % 6 + 2
+    return {"input_ids": tokens(), "attention_mask": attention.long(), "labels": y()}
+
+
+# transformers computes a loss in float32 whatever the model's dtype ("upcast to float if we need
+# to"): six digits are all that its own loss has. With a loss of one's own there are all of them.
+HUGGING_FACE = {
+    "GPT-2": Case(
+        model=lambda: GPT2LMHeadModel(TINY_GPT2).double(),
+        batch=text_batch,
+        loss=own_loss,
+        tolerance=1e-6,
+    ),
+    "GPT-2, own loss": Case(
+        model=lambda: GPT2LMHeadModel(TINY_GPT2).double(),
+        batch=text_batch,
+        loss=causal_loss,
+        options={"forward": causal_loss, "loss_average": count_shifted},
+    ),
+    "BERT for masked tokens": Case(
+        model=lambda: BertForMaskedLM(TINY_BERT).double(),
+        batch=text_batch,
+        loss=own_loss,
+        tolerance=1e-6,
+    ),
+    "BERT for classes": Case(
+        model=lambda: BertForSequenceClassification(TINY_BERT).double(),
+        batch=padded_batch,
+        loss=own_loss,
+        tolerance=1e-6,
+    ),
+}
+CASES.update({f"Hugging Face: {name}": case for name, case in HUGGING_FACE.items()})
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(name: str, size: int) -> None:
+    case = CASES[name]
+    loss, expected = whole_batch(case)
+    result, found = in_microbatches(case, size)
+    assert difference(found, expected) < case.tolerance
+    assert abs(float(result.loss) - loss) < case.tolerance
+    assert result.num_samples == ROWS
+    assert result.num_microbatches == -(-ROWS // size)
+    assert result.microbatch_size == -(-ROWS // result.num_microbatches)
+    assert (result.attempts, result.ooms) == (1, 0)
+
+
+WITHOUT_EVALUATION_LOSS = {"batch: detection", "model: Composer's interface"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_EVALUATION_LOSS])
+def test_the_loss_of_an_evaluation_is_the_whole_batchs(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(1)
+    model, batch = case.model().eval(), case.batch()
+    microbatcher = case.microbatcher(model, None, eval_microbatch_size=3)
+    with torch.no_grad():
+        expected = float(case.loss(model, batch))
+    result = microbatcher.evaluate(batch)
+    assert result.loss is not None
+    assert abs(float(result.loss) - expected) < case.tolerance
+    assert result.num_microbatches == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["model: cnn with GroupNorm", "model: tied weights", "loss: class weights"]
+)
+def test_float32_gives_no_false_alarm_and_agrees_to_its_rounding(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(1)
+    model = case.model().float()
+    batch = tuple(t.float() if t.is_floating_point() else t for t in case.batch())
+    options = dict(case.options)
+    if isinstance(options.get("loss_fn"), nn.Module):
+        options["loss_fn"] = options["loss_fn"].float()
+    Microbatcher(model, microbatch_size=3, **options).backward(batch)
+    found = gradients(model)
+    model.zero_grad()
+    options["loss_fn"](model(batch[0]), batch[1]).backward()
+    assert difference(found, gradients(model)) < 1e-5
+    if isinstance(options.get("loss_fn"), nn.Module):
+        options["loss_fn"].double()
+
+
+# Gradients that are there already
+
+
+def none(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def zeros(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def random(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+def bucket(model: nn.Module) -> None:
+    """Gradients as views of one flat buffer, as with DDP's ``gradient_as_bucket_view``."""
+    parameters = list(model.parameters())
+    flat = torch.randn(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    pieces = flat.split([p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+@pytest.mark.parametrize("fill", [none, zeros, random, bucket])
+@pytest.mark.parametrize("name", ["model: mlp", "model: tied weights"])
+def test_existing_gradients_are_added_to_in_the_same_tensors(
+    name: str, fill: Callable[[nn.Module], None], size: int
+) -> None:
+    case = CASES[name]
+    torch.manual_seed(1)
+    model, batch = case.model(), case.batch()
+    fill(model)
+    reference = copy.deepcopy(model)  # without gradients
+    for parameter, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        twin.grad = None if parameter.grad is None else parameter.grad.clone()
+    case.loss(reference, batch).backward()
+    tensors = [p.grad for p in model.parameters()]
+    addresses = [None if t is None else t.data_ptr() for t in tensors]
+    case.microbatcher(model, size).backward(batch)
+    assert difference(gradients(model), gradients(reference)) < 1e-9
+    for parameter, tensor, address in zip(model.parameters(), tensors, addresses, strict=True):
+        if tensor is not None:
+            assert parameter.grad is tensor
+            assert parameter.grad.data_ptr() == address
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (None, 2), (1, 20)])
+def test_two_calls_add_up_as_in_torch(sizes: tuple[int | None, int]) -> None:
+    case = MODELS["mlp"]
+    model = case.model()
+    first, second = (x(), y()), (numbers(6, 6, seed=9), y()[:6])
+    for batch, size in zip((first, second), sizes, strict=True):
+        case.microbatcher(model, size).backward(batch)
+    found = gradients(model)
+    model.zero_grad()
+    for batch in (first, second):
+        case.loss(model, batch).backward()
+    assert difference(found, gradients(model)) < 1e-9
+
+
+def test_parameters_that_some_microbatches_do_not_reach_get_the_whole_batchs_gradient() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.usual, self.rare, self.never = (Mlp() for _ in range(3))
+
+        def forward(self, inputs: Tensor) -> Any:
+            is_rare = inputs[:, 0] > 1
+            out = self.usual(inputs)
+            return out.index_put((is_rare,), self.rare(inputs[is_rare])) if is_rare.any() else out
+
+    case = pair_case(Branching, lambda: (x(), y()), nn.CrossEntropyLoss())
+    _, expected = whole_batch(case)
+    _, found = in_microbatches(case, 1)
+    assert any(value is not None for name, value in expected.items() if "rare" in name)
+    assert difference(found, expected) < 1e-9
+
+
+# What must not match, and is warned about
+
+
+def test_batchnorm_in_training_mode_does_not_match_and_is_warned_about() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
+
+    case = pair_case(model, lambda: (x(), y()), nn.CrossEntropyLoss())
+    _, expected = whole_batch(case)
+    with pytest.warns(BatchNormWarning, match=r"4 rows at a time instead of 11: 0\."):
+        _, found = in_microbatches(case, 5)
+    assert difference(found, expected) > 1e-4
+    _, whole = in_microbatches(case, None)
+    assert difference(whole, expected) < 1e-9
+
+
+def test_a_loss_that_compares_rows_does_not_match_and_is_warned_about() -> None:
+    case = pair_case(Mlp, lambda: (x(), y()), contrastive)
+    _, expected = whole_batch(case)
+    with pytest.warns(LossAverageWarning, match="compares rows"):
+        _, found = in_microbatches(case, 5)
+    assert difference(found, expected) > 1e-3
+    _, whole = in_microbatches(case, None)
+    assert difference(whole, expected) < 1e-9

@@ -1,0 +1,255 @@
+"""From a microbatch to a loss: four conventions, and what each refuses."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from automicro import BatchError, LossError, Microbatcher
+from automicro.forward import choose_convention, outputs_with_rows
+from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
+
+
+class Keyword(nn.Module):
+    """Hugging Face's convention, with an output of the kind asked for."""
+
+    def __init__(self, kind: str = "output") -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.kind = kind
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.net(inputs)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        if self.kind == "dict":
+            return {"loss": loss, "logits": logits}
+        if self.kind == "namespace":
+            return SimpleNamespace(loss=loss, logits=logits)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class MereAttribute(Keyword):
+    """A model with an attribute called ``loss``, which is not Composer's interface."""
+
+    loss = nn.CrossEntropyLoss()
+
+
+def train(model: nn.Module, batch: Any, **options: Any) -> float:
+    microbatcher = Microbatcher(model, microbatch_size=3, **options)
+    loss = float(microbatcher.backward(batch).loss)
+    assert all(p.grad is not None for p in model.parameters())
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["output", "dict", "namespace"])
+@pytest.mark.parametrize("model_class", [Keyword, MereAttribute])
+def test_a_mapping_is_called_by_keyword_and_its_loss_taken(model_class: type, kind: str) -> None:
+    model = model_class(kind)
+    expected = float(F.cross_entropy(model.net(x()), y()).detach())
+    assert train(model, {"inputs": x(), "labels": y()}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda loss, logits: loss,
+        lambda loss, logits: (loss, logits),
+        lambda loss, logits: {"loss": loss},
+        lambda loss, logits: {"loss": loss, "logits": logits},
+        lambda loss, logits: ({"loss": loss}, logits),
+        lambda loss, logits: {"half": loss / 2, "rest": loss / 2},
+        lambda loss, logits: SequenceClassifierOutput(loss=loss, logits=logits),
+    ],
+)
+def test_a_forward_may_return_the_loss_in_several_ways(result: Any) -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0])
+        return result(F.cross_entropy(logits, batch[1]), logits)
+
+    model = Mlp()
+    expected = float(F.cross_entropy(model(x()), y()).detach())
+    assert train(model, (x(), y()), forward=forward) == pytest.approx(expected)
+
+
+def test_a_loss_function_may_return_losses_by_name() -> None:
+    def loss_fn(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"fit": F.cross_entropy(outputs, targets), "size": outputs.square().mean()}
+
+    model = Mlp()
+    expected = sum(float(loss.detach()) for loss in loss_fn(model(x()), y()).values())
+    assert train(model, (x(), y()), loss_fn=loss_fn) == pytest.approx(expected)
+
+
+def test_composers_interface_wins_over_keywords_and_forward_over_it() -> None:
+    model = ComposerStyle()
+    assert choose_convention(model, forward=None, loss_fn=None).computes_loss_in_model is False
+    expected = float(F.cross_entropy(model.net(x()), y()).detach())
+    assert train(model, (x(), y())) == pytest.approx(expected)
+    twice = lambda model, batch: 2 * model.loss(model(batch), batch)  # noqa: E731
+    assert train(model, (x(), y()), forward=twice) == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss_fn": "mse"}, TypeError, "loss_fn='mse'.* cannot be called"),
+        ({"forward": 3}, TypeError, "forward=3.* cannot be called"),
+        ({"forward": len, "loss_fn": len}, ValueError, "both forward and loss_fn"),
+    ],
+)
+def test_ways_to_a_loss_that_make_no_sense_are_refused(
+    options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Microbatcher(Mlp(), **options)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda loss: None, "forward returned a NoneType"),
+        (lambda loss: [loss, loss], "forward returned a list of length 2"),
+        (lambda loss: {"logits": loss.expand(3)}, r"mapping with the keys \['logits'\]"),
+        (lambda loss: {}, r"mapping with the keys \[\]"),
+        (lambda loss: loss.item(), "forward returned a float"),
+        (lambda loss: {"loss": loss.item()}, "the loss is of type float, not a tensor"),
+        (lambda loss: loss.expand(2), r"the loss has the shape \(2,\)"),
+        (lambda loss: loss.detach(), "does not depend on any parameter"),
+        (lambda loss: loss.detach().long(), "floating point"),
+    ],
+)
+def test_a_forward_without_a_usable_loss_is_an_error_at_every_size(
+    result: Any, message: str, size: int | None
+) -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return result(F.cross_entropy(model(batch[0]), batch[1]))
+
+    model = Mlp()
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=size)
+    with pytest.raises(LossError, match=message):
+        microbatcher.backward((x(), y()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_several_losses_in_a_tuple_are_refused_and_none_is_dropped(size: int | None) -> None:
+    def loss_fn(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(outputs, targets), outputs.square().mean()
+
+    microbatcher = Microbatcher(Mlp(), loss_fn=loss_fn, microbatch_size=size)
+    with pytest.raises(LossError, match="a tuple of length 2, of which nothing says how it adds"):
+        microbatcher.backward((x(), y()))
+
+
+def test_a_batch_that_is_no_pair_is_an_error_that_says_what_it_is() -> None:
+    microbatcher = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(BatchError, match=r"pair \(inputs, targets\), .* a tuple of length 3"):
+        microbatcher.backward((x(), y(), y()))
+    with pytest.raises(BatchError, match=r"a dict with the keys \['x', 'y'\]"):
+        microbatcher.backward({"x": x(), "y": y()})
+
+
+def test_a_batch_without_any_way_to_a_loss_is_an_error_with_the_ways() -> None:
+    with pytest.raises(LossError, match=r"a batch of type tuple; pass loss_fn=…"):
+        Microbatcher(Mlp()).backward((x(), y()))
+    with pytest.raises(LossError, match=r"without a loss; the batch may lack 'labels'"):
+        Microbatcher(Keyword()).backward({"inputs": x()})
+
+
+# Evaluation
+
+
+def evaluate(model: nn.Module, batch: Any, metric: Any = None, **options: Any) -> Any:
+    microbatcher = Microbatcher(model, eval_microbatch_size=3, **options)
+    return microbatcher.evaluate(batch, metrics=metric, return_outputs=True)
+
+
+@pytest.mark.parametrize("kind", ["output", "dict"])
+def test_outputs_are_joined_without_the_loss_among_them(kind: str) -> None:
+    model = Keyword(kind)
+    result = evaluate(model, {"inputs": x(), "labels": y()})
+    with torch.no_grad():
+        assert torch.allclose(result.outputs["logits"], model.net(x()), rtol=0, atol=1e-12)
+    assert list(result.outputs) == ["logits"]
+    assert type(result.outputs) is type(model(x(), y()))
+
+
+def test_the_cache_of_a_language_model_is_no_output() -> None:
+    outputs = {"logits": x(), "past_key_values": object()}
+    assert list(outputs_with_rows(outputs)) == ["logits"]
+
+
+def test_outputs_that_are_the_loss_alone_leave_nothing_to_join() -> None:
+    assert outputs_with_rows({"loss": torch.tensor(1.0), "part": torch.tensor(1.0)}) == {}
+    forward = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    assert evaluate(Mlp(), (x(), y()), forward=forward).outputs is None
+
+
+def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:
+    result = evaluate(Keyword(), {"inputs": x()})
+    assert result.loss is None
+    assert result.outputs.logits.shape == (ROWS, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options"),
+    [
+        (Mlp, (x(), y()), {"loss_fn": nn.CrossEntropyLoss()}),
+        (Keyword, {"inputs": x(), "labels": y()}, {}),
+        (ComposerStyle, (x(), y()), {}),
+        (
+            Mlp,
+            (x(), y()),
+            {"forward": lambda m, b: ((logits := m(b[0])).mean(), logits)},
+        ),
+        (
+            Mlp,
+            (x(), y()),
+            {"forward": lambda m, b: {"loss": (logits := m(b[0])).mean(), "logits": logits}},
+        ),
+    ],
+)
+def test_metrics_get_outputs_and_targets_in_every_convention(
+    model: Any, batch: Any, options: Any
+) -> None:
+    module = model()
+    metric = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+    evaluate(module, batch, metric, **options)
+    net = getattr(module, "net", module)
+    expected = float((net(x()).argmax(1) == y()).double().mean())
+    assert float(metric.compute()) == pytest.approx(expected)
+    states: Any = metric
+    assert int(states.tp + states.fn) == ROWS
+
+
+def test_metrics_without_outputs_are_an_error_with_the_remedy() -> None:
+    forward = lambda model, batch: model(batch[0]).mean()  # noqa: E731
+    with pytest.raises(LossError, match=r"return \(loss, outputs\), or pass update_metric"):
+        evaluate(Mlp(), (x(), y()), torchmetrics.MeanMetric(), forward=forward)
+
+
+def test_targets_that_cannot_be_found_are_an_error_with_the_remedy() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: Tensor
+        y: Tensor
+
+    forward = lambda model, batch: (model(batch.x).mean(), batch.y)  # noqa: E731
+    with pytest.raises(LossError, match=r"targets cannot be found in a Batch; .*update_metric"):
+        evaluate(Mlp(), Batch(x(), y()), torchmetrics.MeanMetric(), forward=forward)
+    seen: list[int] = []
+
+    def update(metric: Any, outputs: Any, microbatch: Batch) -> None:
+        seen.extend(microbatch.y.tolist())
+
+    evaluate(
+        Mlp(), Batch(x(), y()), torchmetrics.MeanMetric(), forward=forward, update_metric=update
+    )
+    assert seen == y().tolist()

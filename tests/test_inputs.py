@@ -1,0 +1,181 @@
+"""The batch stays as it was, and inputs get their gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import BatchError, MemoryBudget, Microbatcher
+from tests.cases import difference, gradients
+from tests.models import ROWS, Mlp, x, y
+
+
+class Writer(Mlp):
+    """Scales its input in place, and may run out of memory after that."""
+
+    most = ROWS
+
+    def forward(self, inputs: Tensor) -> Any:
+        inputs.mul_(2)
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(inputs)
+
+
+class LateWriter(Mlp):
+    """Writes into its input in its second batch only."""
+
+    writes = False
+    most = ROWS
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.writes:
+            inputs.mul_(2)
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(inputs)
+
+
+def on(model: nn.Module, **options: Any) -> Microbatcher:
+    return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **options)
+
+
+def expected_of(model: nn.Module, inputs: Tensor) -> Any:
+    """The gradients of the whole batch in plain torch, on a copy of it."""
+    model.zero_grad()
+    F.cross_entropy(model(inputs.clone()), y()).backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("size", [None, 3, "auto"])
+@pytest.mark.parametrize("budgeted", [False, True])
+def test_a_model_that_writes_into_its_input_leaves_the_batch_alone(
+    size: Any, budgeted: bool
+) -> None:
+    model, inputs = Writer(), x()
+    expected = expected_of(model, inputs)
+    model.most = 3 if size == "auto" else ROWS
+    microbatcher = on(model, microbatch_size=size, memory_limit="1GiB" if budgeted else None)
+    for _ in range(3):
+        model.zero_grad()
+        result = microbatcher.backward((inputs, y()))
+        assert torch.equal(inputs, x())
+        assert difference(gradients(model), expected) < 1e-9
+    assert result.num_microbatches == {None: 1, 3: 4, "auto": 4}[size]
+
+
+def test_evaluating_leaves_the_batch_alone() -> None:
+    model, inputs = Writer(), x()
+    microbatcher = on(model, eval_microbatch_size=3)
+    for _ in range(2):
+        microbatcher.evaluate((inputs, y()))
+        assert torch.equal(inputs, x())
+
+
+def test_a_forward_may_take_entries_out_of_its_microbatch() -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch.pop("x")), batch.pop("y"))
+
+    for size in (None, 3):
+        batch = {"x": x(), "y": y()}
+        model = Mlp()
+        expected = expected_of(model, x())
+        Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
+        assert list(batch) == ["x", "y"]
+        assert difference(gradients(model), expected) < 1e-9
+
+
+def test_writing_that_begins_late_is_noticed_and_the_next_batch_is_kept() -> None:
+    model, microbatcher, inputs = (model := LateWriter()), on(model, microbatch_size=3), x()
+    microbatcher.backward((inputs, y()))
+    model.writes = True
+    microbatcher.backward((inputs, y()))
+    inputs = x()
+    microbatcher.backward((inputs, y()))
+    assert torch.equal(inputs, x())
+
+
+# Inputs that require a gradient
+
+
+@pytest.mark.parametrize("budgeted", [False, True])
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_an_input_that_requires_a_gradient_gets_the_whole_batchs(
+    size: int | None, budgeted: bool
+) -> None:
+    model, inputs = Mlp(), x().requires_grad_()
+    F.cross_entropy(model(inputs), y()).backward()
+    expected, inputs.grad = inputs.grad, None
+    limit = "1GiB" if budgeted else None
+    microbatcher = on(model, microbatch_size=size, memory_limit=limit)
+    for calls in (1, 2):
+        microbatcher.backward((inputs, y()))
+        assert inputs.grad is not None
+        assert expected is not None
+        assert torch.allclose(inputs.grad, calls * expected, rtol=0, atol=1e-9)
+
+
+def test_the_gradient_of_an_input_is_rolled_back() -> None:
+    class FailsLater(Mlp):
+        def forward(self, inputs: Tensor) -> Any:
+            if inputs[0, 0] == x()[-3, 0]:
+                raise ValueError("bad row")
+            return super().forward(inputs)
+
+    inputs = x().requires_grad_()
+    with pytest.raises(ValueError, match="bad row"):
+        on(FailsLater(), microbatch_size=1, probe=False).backward((inputs, y()))
+    assert inputs.grad is None
+
+
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_an_input_with_a_history_is_refused_where_it_is_split(size: Any) -> None:
+    encoder, model = nn.Linear(6, 6).double(), Writer()
+    model.most = ROWS if size == 3 else 3
+    inputs = encoder(x())
+    with pytest.raises(BatchError, match=r"'0'.*graph.*detach"):
+        on(model, microbatch_size=size, probe=False).backward((inputs, y()))
+    assert encoder.weight.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_input_with_a_history_works_whole_as_in_torch() -> None:
+    encoder, model = nn.Linear(6, 6).double(), Mlp()
+    F.cross_entropy(model(encoder(x())), y()).backward()
+    expected = gradients(encoder, model)
+    encoder.zero_grad()
+    model.zero_grad()
+    on(model, microbatch_size=None, modules=[encoder]).backward((encoder(x()), y()))
+    assert difference(gradients(encoder, model), expected) < 1e-9
+
+
+# On the way to the device
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_batch_of_inference_tensors_is_kept_too(size: int | None) -> None:
+    with torch.inference_mode():
+        inputs = x()
+    model = Writer()
+    on(model, microbatch_size=size).backward((inputs, y()))
+    assert torch.equal(inputs, x())
+
+
+def test_under_a_budget_only_one_microbatch_lies_on_the_device() -> None:
+    model = nn.Linear(4096, 1).double()
+    batch = (torch.randn(64, 4096, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64))
+    peaks = {}
+    for size in (64, 8):
+        with MemoryBudget(None) as budget:
+            microbatcher = Microbatcher(
+                model, loss_fn=nn.MSELoss(), microbatch_size=size, probe=False
+            )
+            model.zero_grad()
+            microbatcher.backward(batch)
+        peaks[size] = budget.peak_bytes
+    assert peaks[64] > 64 * 4096 * 8
+    assert peaks[8] < 64 * 4096 * 8 / 2

@@ -1,0 +1,392 @@
+"""What a Microbatcher does with sizes, failures and evaluations."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import (
+    BatchError,
+    Fixed,
+    Halving,
+    MemoryBudget,
+    Microbatcher,
+    Outcome,
+    SampleTooLargeError,
+)
+from tests.cases import difference, gradients
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
+
+
+def on(model: nn.Module, **options: Any) -> Microbatcher:
+    return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **{"probe": False, **options})
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return x()[:rows], y()[:rows]
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "slices"),
+    [
+        (1, [1] * 11),
+        (4, [4, 4, 3]),
+        (None, [11]),
+        ("auto", [11]),
+        (99, [11]),
+        (Fixed(5), [4, 4, 3]),
+        (Fixed(None), [11]),
+        (Halving(initial=6), [6, 5]),
+    ],
+)
+def test_a_size_may_be_given_in_several_ways(size: Any, slices: list[int]) -> None:
+    model = Memory(Mlp())
+    microbatcher = on(model, microbatch_size=size)
+    assert microbatcher.microbatch_size is None
+    result = microbatcher.backward(batch())
+    assert model.seen == slices
+    assert microbatcher.microbatch_size == result.microbatch_size == slices[0]
+    assert result.num_microbatches == len(slices)
+    assert microbatcher.eval_microbatch_size is None
+
+
+class Shrinking:
+    """A policy of one's own: three rows fewer after each failure."""
+
+    def __init__(self) -> None:
+        self.size, self.outcomes = 11, list[Outcome]()
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return min(self.size, num_rows)
+
+    def record(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if not outcome.fits:
+            self.size -= 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.size = state["size"]
+
+
+def test_a_policy_of_ones_own_is_asked_and_told() -> None:
+    policy = Shrinking()
+    result = on(Memory(Mlp(), most=4), microbatch_size=policy).backward(batch())
+    assert [(o.microbatch_size, o.fits) for o in policy.outcomes] == [
+        (11, False),
+        (6, False),
+        (4, True),
+    ]
+    assert (result.attempts, result.ooms) == (3, 2)
+
+
+def test_later_batches_start_with_the_size_that_was_found() -> None:
+    model = Memory(Mlp(), most=3)
+    microbatcher = on(model)
+    assert microbatcher.backward(batch()).ooms == 2
+    model.seen.clear()
+    assert microbatcher.backward(batch()).ooms == 0
+    assert model.seen == [3, 3, 3, 2]
+    assert microbatcher.backward(batch(2)).microbatch_size == 2
+
+
+def test_the_state_takes_the_sizes_along() -> None:
+    model = Memory(Mlp(), most=3)
+    microbatcher = on(model)
+    microbatcher.backward(batch())
+    microbatcher.evaluate(batch())
+    state = microbatcher.state_dict()
+    model.seen.clear()
+    other = on(model)
+    other.load_state_dict(state)
+    assert other.backward(batch()).attempts == 1
+    assert other.evaluate(batch()).attempts == 1
+    assert other.state_dict() == state
+    with pytest.raises(ValueError, match=r"lacks \['min_rows'\]; pass what .*state_dict"):
+        other.load_state_dict({"policy": {}, "eval_policy": {}})
+    with pytest.raises(ValueError, match="Fixed policy cannot take over the state of 'Halving'"):
+        on(model, microbatch_size=3).load_state_dict(state)
+
+
+def test_strict_divisible_refuses_a_rest_and_lets_auto_look_for_divisors() -> None:
+    with pytest.raises(BatchError, match=r"11 rows is not a multiple of microbatch_size=4"):
+        on(Mlp(), microbatch_size=4, strict_divisible=True).backward(batch())
+    model = Memory(Mlp(), most=4)
+    on(model, strict_divisible=True).backward(batch(6))
+    assert model.seen == [6, 3, 3]
+
+
+# Running out of memory
+
+
+class Drawing(nn.Module):
+    """Draws from every stream of random numbers, and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 256)
+        self.norm = nn.BatchNorm1d(256)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(256, CLASSES)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.drop(torch.relu(self.norm(self.wide(inputs))))
+        return self.head(hidden) * (1 + random.random()) + float(np.random.rand())
+
+
+def streams() -> tuple[Any, ...]:
+    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+
+
+def three_steps(size: Any, limit: int | None) -> tuple[Any, ...]:
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    model = Drawing()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    microbatcher = on(
+        model,
+        microbatch_size=size,
+        optimizer=optimizer,
+        batchnorm="ignore",
+        memory_limit=limit,
+    )
+    losses, ooms = [], 0
+    for step in range(3):
+        result = microbatcher.backward((numbers(32, 6, seed=step), torch.arange(32) % CLASSES))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(result.loss.item())
+        ooms += result.ooms
+    return ooms, result.microbatch_size, losses, model.state_dict(), streams()
+
+
+def test_recovering_under_a_budget_is_bit_identical_to_that_size_from_the_start() -> None:
+    recovered = three_steps("auto", 280 * 1024)
+    ooms, size, losses, state, drawn = recovered
+    assert ooms >= 2
+    _, _, fixed_losses, fixed_state, fixed_drawn = three_steps(size, None)
+    assert losses == fixed_losses
+    assert drawn == fixed_drawn
+    assert all(torch.equal(state[name], fixed_state[name]) for name in state)
+    assert int(state["norm.num_batches_tracked"]) == 3 * -(-32 // size)
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
+def test_whichever_microbatch_fails_the_gradient_is_that_of_the_whole_batch(
+    failing_call: int,
+) -> None:
+    model = Memory(Mlp(), fails=(failing_call,))
+    result = on(model, microbatch_size=Halving(initial=3)).backward(batch())
+    found = gradients(model)
+    model.zero_grad()
+    model.fails = ()
+    F.cross_entropy(model(x()), y()).backward()
+    assert difference(found, gradients(model)) < 1e-9
+    assert (result.attempts, result.ooms, result.num_microbatches) == (2, 1, 6)
+
+
+def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_tried() -> None:
+    model = Memory(Mlp(), most=0)
+    microbatcher = on(model)
+    with pytest.raises(SampleTooLargeError) as raised:
+        microbatcher.backward(batch())
+    text = str(raised.value)
+    assert "a microbatch of 1 of 11 rows does not fit, and there is no smaller one" in text
+    assert "(tried: 11, 6, 3, 2, 1)" in text
+    assert "activation checkpointing" in text
+    assert text.endswith("The last failure: CUDA out of memory.")
+    assert isinstance(raised.value, torch.OutOfMemoryError)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.most = ROWS
+    assert microbatcher.backward(batch()).microbatch_size == ROWS  # nothing was learned from it
+
+
+def test_under_a_budget_the_error_says_the_peak_and_what_remains() -> None:
+    with pytest.raises(SampleTooLargeError, match=r"Peak memory on cpu was .*alone hold 1\d\.\d+ "):
+        on(nn.Linear(6, CLASSES * 50).double(), memory_limit="18KiB").backward(batch())
+
+
+@pytest.mark.parametrize(("size", "named"), [(4, "4 rows"), (None, "the whole batch")])
+def test_a_fixed_size_that_does_not_fit_raises_the_original_with_a_note(
+    size: int | None, named: str
+) -> None:
+    model = Memory(Mlp(), most=2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\.") as raised:
+        on(model, microbatch_size=size).backward(batch())
+    assert not isinstance(raised.value, SampleTooLargeError)
+    assert named in raised.value.__notes__[0]
+    assert 'microbatch_size="auto" would try smaller ones' in raised.value.__notes__[0]
+
+
+class Interrupted(nn.Module):
+    """Changes all that a forward may change, and then fails in its third call."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.net = Drawing()
+        self.error, self.calls = error, 0
+        self.register_buffer("codes", torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Any:
+        self.calls += 1
+        self.get_buffer("codes").add_(1)
+        outputs = self.net(inputs)
+        if self.calls == 3:
+            raise self.error
+        return outputs
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), SystemExit(3)])
+def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
+    error: BaseException,
+) -> None:
+    model = Interrupted(error)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    metric = MulticlassAccuracy(CLASSES)
+    tensors = [p.grad for p in model.parameters()]
+    before = gradients(model), {k: v.clone() for k, v in model.state_dict().items()}, streams()
+    with pytest.raises(type(error)) as raised:
+        on(model, microbatch_size=3, batchnorm="ignore").backward(batch(), metrics=metric)
+    assert raised.value is error
+    assert difference(gradients(model), before[0]) == 0
+    assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
+    assert streams() == before[2]
+    assert metric.update_count == 0
+    assert all(p.grad is t for p, t in zip(model.parameters(), tensors, strict=True))
+
+
+def test_training_where_gradients_are_off_is_refused() -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are switched off"):
+        on(Mlp()).backward(batch())
+
+
+# Further modules, hooks, precision
+
+
+@pytest.mark.parametrize("size", [1, 4, 20])
+def test_a_gans_two_steps_have_the_gradients_of_whole_batches(size: int) -> None:
+    torch.manual_seed(0)
+    generator, critic = Mlp(6, 6), Mlp(6, 1)
+    noise, real = numbers(ROWS, 6, seed=7), x()
+
+    def critic_loss(model: nn.Module, batch: Any) -> Any:
+        fake = generator(batch["noise"]).detach()
+        return F.softplus(model(fake)).mean() + F.softplus(-model(batch["real"])).mean()
+
+    def generator_loss(model: nn.Module, batch: Any) -> Any:
+        return F.softplus(-critic(model(batch["noise"]))).mean()
+
+    whole = {"noise": noise, "real": real}
+    critic_loss(critic, whole).backward()
+    generator_loss(generator, whole).backward()
+    expected = gradients(generator, critic)
+    generator.zero_grad()
+    critic.zero_grad()
+    for model, forward, other in (
+        (critic, critic_loss, generator),
+        (generator, generator_loss, critic),
+    ):
+        Microbatcher(model, forward=forward, modules=[other], microbatch_size=size).backward(whole)
+    assert difference(gradients(generator, critic), expected) < 1e-9
+
+
+def test_gradients_of_a_further_module_are_rolled_back() -> None:
+    generator, critic = Mlp(6, 6), Memory(Mlp(6, 1), most=3, fails=(5,))
+    forward = lambda model, batch: critic(model(batch[0])).mean()  # noqa: E731
+    microbatcher = Microbatcher(generator, forward=forward, modules=[critic], probe=False)
+    result = microbatcher.backward(batch())
+    found = gradients(generator, critic)
+    generator.zero_grad()
+    critic.zero_grad()
+    critic.most, critic.fails = ROWS, ()
+    critic(generator(x())).mean().backward()
+    assert result.ooms == 3
+    assert difference(found, gradients(generator, critic)) < 1e-9
+
+
+def test_a_backward_of_ones_own_scales_every_microbatch() -> None:
+    model, calls = Mlp(), []
+
+    def backward(loss: Tensor) -> None:
+        calls.append(float(loss.detach()))
+        (loss * 1024).backward()
+
+    result = on(model, microbatch_size=4, backward=backward).backward(batch())
+    found = gradients(model)
+    model.zero_grad()
+    loss = F.cross_entropy(model(x()), y())
+    (loss * 1024).backward()
+    assert difference(found, gradients(model)) < 1e-9
+    assert len(calls) == 3
+    assert sum(calls) == pytest.approx(float(loss.detach())) == pytest.approx(float(result.loss))
+
+
+@pytest.mark.parametrize("size", [1, 4, 20])
+def test_bf16_computes_in_bf16_and_adds_gradients_up_in_the_parameters_dtype(size: int) -> None:
+    dtypes = set()
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        outputs = model(batch[0])
+        dtypes.add(outputs.dtype)
+        return F.cross_entropy(outputs, batch[1])
+
+    model = Mlp().float()
+    inputs = x().float()
+    microbatcher = Microbatcher(model, forward=forward, precision="bf16", microbatch_size=size)
+    microbatcher.backward((inputs, y()))
+    found = gradients(model)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), y())
+    loss.backward()
+    assert torch.bfloat16 in dtypes
+    assert all(value is not None and value.dtype == torch.float32 for value in found.values())
+    assert difference(found, gradients(model)) < 1e-2
+
+
+def test_bf16_without_a_split_is_plain_autocast() -> None:
+    model = Mlp().float()
+    inputs = x().float()
+    on(model, precision="bf16", microbatch_size=None).backward((inputs, y()))
+    found = gradients(model)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), y())
+    loss.backward()
+    assert difference(found, gradients(model)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "bf-16"}, r"precision='bf-16' is not known \(did you mean 'bf16'\?\)"),
+        ({"batchnorm": "warning"}, r"batchnorm='warning' is not known \(did you mean 'warn'\?\)"),
+        ({"microbatch_size": 0}, r"microbatch_size=0 is no size: give an int of at least 1"),
+    ],
+)
+def test_a_wrong_choice_is_an_error_with_the_remedy(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        on(Mlp(), **options)
+
+
+def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
+    with MemoryBudget(None) as budget:
+        model = nn.Linear(6, 4096).double()
+        forward = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+        microbatcher = Microbatcher(model, forward=forward, microbatch_size=4, probe=False)
+        result = microbatcher.backward(batch())
+        held = sum(p.nbytes for p in model.parameters())
+        assert budget.allocated_bytes < 2 * held + 4096
+    assert result.loss.grad_fn is None
+    assert result.loss.dim() == 0

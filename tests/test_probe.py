@@ -1,0 +1,369 @@
+"""The two-row probe: what it names, what it leaves alone, when it looks again."""
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import LossAverageWarning, LossError, Microbatcher, register_batch_type
+from automicro.probe import telling_pairs
+from automicro.slicing import BatchLayout, split_batch, tensor_leaves
+from tests.cases import contrastive, count_boxes, detection_batch, detection_forward, masked_mean
+from tests.models import (
+    CLASS_WEIGHT,
+    CLASSES,
+    IGNORED,
+    ROWS,
+    Detector,
+    Encoder,
+    Mlp,
+    numbers,
+    token_targets,
+    tokens,
+    with_ignored,
+    x,
+    y,
+)
+
+
+def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
+    """The probe's warnings while these batches are trained on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            microbatcher.backward(batch)
+    assert all(each.category is LossAverageWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def on(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> Microbatcher:
+    return Microbatcher(model, loss_fn=loss_fn, **{"microbatch_size": 4, **options})
+
+
+def token_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def shifted_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    return token_mean(logits[:, :-1], targets[:, 1:])
+
+
+# What it names
+
+NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
+    "a sum": (
+        Mlp,
+        (x(), y()),
+        lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum"),
+        {},
+        "a sum: pass loss_average='none'",
+    ),
+    "a mean declared as a sum": (
+        Mlp,
+        (x(), numbers(ROWS, CLASSES)),
+        lambda logits, targets: F.mse_loss(logits, targets),
+        {"loss_average": "none"},
+        "a mean over samples: pass loss_average='samples'",
+    ),
+    "a mean over tokens": (
+        Encoder,
+        (tokens(), token_targets()),
+        token_mean,
+        {},
+        "targets that are not ignored: pass loss_average='tokens'",
+    ),
+    "a mean over shifted tokens": (
+        Encoder,
+        (tokens(), token_targets()),
+        shifted_mean,
+        {},
+        "shifted by one, so pass loss_average=… as a callable",
+    ),
+    "a masked mean that never divides by zero": (
+        Encoder,
+        (tokens(), torch.full_like(tokens(), 3).index_fill(0, torch.tensor([2]), IGNORED)),
+        lambda logits, targets: masked_mean(logits, targets).nan_to_num(0.0),
+        {},
+        "targets that are not ignored: pass loss_average='tokens'",
+    ),
+    "rows of which some have no target": (
+        Mlp,
+        (x(), y().index_fill(0, torch.arange(1, ROWS), IGNORED).index_fill(0, torch.tensor(3), 1)),
+        lambda logits, targets: F.cross_entropy(logits, targets),
+        {},
+        "targets that are not ignored: pass loss_average='tokens'",
+    ),
+    "class weights": (
+        Mlp,
+        (x(), y()),
+        lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT),
+        {},
+        "weighted mean with other weights than rows",
+    ),
+    "class weights, after rows of one class": (
+        Mlp,
+        (x(), torch.ones_like(y()).index_fill(0, torch.tensor([6]), 4)),
+        lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT),
+        {},
+        "weighted mean with other weights than rows",
+    ),
+    "a contrastive loss": (Mlp, (x(), y()), contrastive, {}, "compares rows"),
+    "an index of the batch for a target": (
+        nn.Linear(6, ROWS).double,
+        (x(), torch.arange(ROWS)),
+        lambda scores, targets: F.cross_entropy(scores @ scores.T, targets),
+        {},
+        r"cannot be computed on rows \d+ and \d+ alone \(IndexError",
+    ),
+    "the wrong part of several": (
+        Encoder,
+        (tokens(), token_targets()),
+        lambda logits, targets: {"a": logits.square().mean(), "b": token_mean(logits, targets)},
+        {"loss_average": {"a": "samples", "b": "samples"}},
+        "'b': the loss was taken for a mean over samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_does_not_add_up_is_named_with_its_remedy(name: str) -> None:
+    make, batch, loss_fn, options, message = NAMED[name]
+    microbatcher = on(make(), loss_fn, **options)
+    fails = pytest.raises(IndexError) if "IndexError" in message else contextlib.nullcontext()
+    with pytest.warns(LossAverageWarning, match=message), fails:
+        microbatcher.backward(batch)
+
+
+def test_a_detector_whose_loss_counts_boxes_is_named_although_it_has_no_loss_in_eval_mode() -> None:
+    model = Detector()
+    microbatcher = Microbatcher(model, forward=detection_forward, microbatch_size=4)
+    with pytest.warns(LossAverageWarning, match="weighted mean with other weights than rows"):
+        microbatcher.backward(detection_batch())
+    assert model.training
+    averages = {"boxes": count_boxes, "size": "samples"}
+    counted = Microbatcher(
+        model, forward=detection_forward, loss_average=averages, microbatch_size=4
+    )
+    assert warnings_of(counted, detection_batch()) == []
+
+
+def test_weights_of_tokens_among_floats_are_seen() -> None:
+    mask = torch.ones(ROWS, 7, dtype=torch.float64)
+    mask[5, 2:] = 0
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        each = F.cross_entropy(model(batch["ids"]).movedim(-1, 1), batch["goal"], reduction="none")
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+    batch = {"ids": tokens(), "goal": tokens().flip(0), "mask": mask}
+    with pytest.warns(LossAverageWarning, match="weighted mean"):
+        Microbatcher(Encoder(), forward=forward, microbatch_size=4).backward(batch)
+
+
+def test_declaring_what_the_warning_says_silences_it() -> None:
+    microbatcher = on(Encoder(), token_mean, loss_average="tokens")
+    assert warnings_of(microbatcher, (tokens(), token_targets())) == []
+
+
+# What it leaves alone
+
+
+def test_a_loss_that_is_random_in_evaluation_mode_is_left_alone() -> None:
+    noisy = lambda logits, targets: F.cross_entropy(  # noqa: E731
+        logits + torch.randn_like(logits), targets
+    )
+    assert warnings_of(on(Mlp(), noisy), (x(), y())) == []
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounding_is_no_reason_to_warn(dtype: torch.dtype, scale: float) -> None:
+    model = Mlp(64, 64).to(dtype)
+    inputs, targets = numbers(32, 64).to(dtype), numbers(32, 64).to(dtype)
+    loss_fn = lambda outputs, targets: F.mse_loss(outputs, targets) * scale  # noqa: E731
+    assert warnings_of(on(model, loss_fn), (inputs, targets)) == []
+
+
+def test_a_small_difference_of_large_numbers_is_no_reason_to_warn() -> None:
+    model = Mlp(64, 1).float()
+    difference = lambda scores, targets: (scores + 1).mean() - (scores + 1 - 1e-4).mean()  # noqa: E731
+    assert warnings_of(on(model, difference), (numbers(32, 64).float(), torch.zeros(32))) == []
+
+
+def test_an_error_of_the_model_itself_comes_through_without_a_warning() -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return {"logits": model(batch[0])}
+
+    with pytest.raises(LossError, match="logits"):
+        Microbatcher(Mlp(), forward=forward, microbatch_size=4).backward((x(), y()))
+
+
+def test_rows_that_cannot_be_put_together_are_not_blamed_on_the_loss() -> None:
+    class Graphs:
+        def __init__(self, nodes: Tensor) -> None:
+            self.nodes = nodes
+
+    register_batch_type(
+        Graphs,
+        num_rows=lambda graphs: len(graphs.nodes),
+        take=lambda graphs, start, stop: Graphs(graphs.nodes[start:stop]),
+    )
+    microbatcher = Microbatcher(
+        Mlp(), forward=lambda model, batch: model(batch.nodes).mean(), microbatch_size=4
+    )
+    assert warnings_of(microbatcher, Graphs(x())) == []
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_batch_that_is_not_split_is_not_probed(size: int | None) -> None:
+    assert warnings_of(on(Mlp(), contrastive, microbatch_size=size), (x(), y())) == []
+
+
+def test_it_can_be_switched_off() -> None:
+    assert warnings_of(on(Mlp(), contrastive, probe=False), (x(), y())) == []
+
+
+# When it looks again
+
+
+class Counting(Encoder):
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(tokens)
+
+
+def test_rows_that_cannot_tell_are_looked_at_again_in_later_batches() -> None:
+    model = Counting()
+    microbatcher = on(model, token_mean)
+    equal = (tokens(), tokens().flip(0))
+    assert warnings_of(microbatcher, equal, equal, equal) == []
+    assert len(warnings_of(microbatcher, (tokens(), token_targets()))) == 1
+    model.calls = 0
+    assert warnings_of(microbatcher, (tokens(), token_targets())) == []
+    assert model.calls == 3
+
+
+def test_later_batches_that_cannot_tell_cost_no_forward() -> None:
+    model = Counting()
+    microbatcher = on(model, token_mean)
+    equal = (tokens(), tokens().flip(0))
+    warnings_of(microbatcher, equal)
+    model.calls = 0
+    warnings_of(microbatcher, equal, equal)
+    assert model.calls == 6
+
+
+def test_it_warns_once() -> None:
+    microbatcher = on(Mlp(), contrastive)
+    assert len(warnings_of(microbatcher, (x(), y()), (x(), y()))) == 1
+
+
+def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
+    model = Mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(LossAverageWarning):
+            on(model, contrastive).backward((x(), y()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# What it leaves behind: nothing
+
+
+class Untidy(nn.Module):
+    """Draws from every stream and counts its calls, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Any:
+        if not self.training:
+            self.get_buffer("calls").add_(1)
+            torch.rand(3), np.random.rand(), random.random()
+        return self.net(inputs)
+
+
+def test_it_puts_random_streams_buffers_and_modes_back() -> None:
+    model = Untidy()
+    before = (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
+    assert warnings_of(on(model, nn.CrossEntropyLoss()), (x(), y())) == []
+    after = (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
+    assert after[:2] == before[:2]
+    assert torch.equal(after[2], before[2])
+    assert float(model.get_buffer("calls")) == 0
+    assert model.training
+
+
+# Which rows it takes
+
+
+def pairs_of(batch: Any, find_targets: Any = lambda batch: batch[1]) -> Any:
+    layout = BatchLayout()
+    num_rows = layout.num_rows(batch)
+    rows = split_batch(batch, 1)
+    return telling_pairs(
+        lambda indices: [rows[index] for index in indices],
+        num_rows,
+        len(tensor_leaves(batch)),
+        find_targets,
+    )
+
+
+def test_rows_with_different_numbers_of_ignored_targets_come_first() -> None:
+    targets = with_ignored(tokens())
+    found = pairs_of((tokens(), targets))
+    assert found.can_tell
+    one, other = found.pairs[0]
+    ignored = (targets == IGNORED).sum(1)
+    assert ignored[one] < ignored[other] < targets.shape[1]
+
+
+def test_classes_are_told_apart_however_many_inputs_there_are() -> None:
+    batch = {f"ids{i}": tokens().roll(i, 0) for i in range(6)}
+    batch["labels"] = torch.zeros(ROWS, dtype=torch.long).index_fill(0, torch.tensor([7]), 4)
+    found = pairs_of(batch, lambda batch: batch["labels"])
+    assert any({0, 7} <= {*pair} for pair in found.pairs)
+
+
+def test_rows_of_lists_differ_in_size() -> None:
+    found = pairs_of(detection_batch())
+    assert found.can_tell
+    boxes = [len(target["boxes"]) for target in detection_batch()[1]]
+    assert any(boxes[one] != boxes[other] for one, other in found.pairs)
+    images = [torch.zeros(3, 4, 4) for _ in range(ROWS)]
+    equal = pairs_of((images, [{"boxes": torch.zeros(2, 4)} for _ in range(ROWS)]))
+    assert not equal.can_tell
+
+
+def test_where_nothing_could_be_ignored_any_rows_can_tell() -> None:
+    assert pairs_of((x(), numbers(ROWS))).can_tell
+    assert pairs_of((x(), y())).can_tell
+
+
+def test_a_batch_of_many_rows_is_probed_on_some_of_them() -> None:
+    targets = torch.zeros(1000, dtype=torch.long)
+    targets[400:600] = 4
+    weighted = lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT)  # noqa: E731
+    found = warnings_of(on(Mlp(), weighted, microbatch_size=500), (numbers(1000, 6), targets))
+    assert len(found) == 1
+    assert "weighted mean" in found[0]
+
+
+def test_of_many_rows_some_are_read() -> None:
+    targets = torch.zeros(1000, 3, dtype=torch.long)
+    targets[500:, 0] = IGNORED
+    found = pairs_of((torch.zeros(1000, 2), targets))
+    assert found.can_tell
+    one, other = found.pairs[0]
+    assert one < 500 <= other < 1000

@@ -1,0 +1,203 @@
+"""What a run shows: live in a terminal, lines elsewhere, nothing if asked."""
+
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import FitSummary, Trainer
+from automicro.trainer.progress import (
+    PLAIN_SECONDS,
+    LiveProgress,
+    PlainProgress,
+    SilentProgress,
+    make_progress,
+)
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=400, color_system=None), file
+
+
+def make_run(*, progress: bool = True, limit: str | None = "256KiB", **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
+    batches = [(torch.randn(rows, 12), torch.randint(3, (rows,))) for rows in (256, 44)]
+    whole = [(torch.randn(900, 12), torch.randint(3, (900,)))]
+    settings: dict[str, Any] = {
+        "eval_dataloader": whole,
+        "metrics": {"accuracy": MulticlassAccuracy(3, average="micro")},
+        "max_duration": "2ep",
+    }
+    return Trainer(
+        model,
+        batches,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW,
+        memory_limit=limit,
+        device="cpu",
+        progress=progress,
+        **{**settings, **options},
+    )
+
+
+def test_nothing_at_all_is_shown_without_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    summary = make_run(progress=False).fit()
+    assert summary.train_ooms
+    assert summary.eval_ooms
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    summary = make_run().fit()
+    shown = capfd.readouterr()
+    assert shown.err == ""  # no second word from logging
+    lines = shown.out.splitlines()
+    assert lines[0] == (
+        "training on a simulated 256.00 KiB device on the CPU · memory limit 256KiB · precision "
+        "fp32 · microbatch size auto in train, auto in eval · 5,187 parameters · max_duration 2ep "
+        "· 2 batches per epoch"
+    )
+    assert [line for line in lines if "→" in line] == [
+        "train: out of memory, microbatch size 256 → 128 rows (2 × 128 of 256; 1 attempt rolled "
+        "back)",
+        "eval: out of memory, microbatch size 900 → 225 rows (4 × 225 of 900; 2 attempts rolled "
+        "back)",
+    ]
+    evaluations = [line for line in lines if line.startswith("eval after")]
+    assert len(evaluations) == 2
+    assert evaluations[0].startswith("eval after epoch 1/2, batch 2: loss 1.")
+    assert "accuracy 0." in evaluations[0]
+    assert evaluations[0].endswith("900 samples · microbatches 4 × 225 of 900")
+    assert any(line.startswith("epoch 1/2, batch 1/2 · loss 1.") for line in lines)
+    assert shown.out.endswith(str(summary) + "\n")
+
+
+def test_the_summary_ends_with_the_ooms_and_the_final_sizes() -> None:
+    lines = str(make_run(progress=False).fit()).splitlines()
+    assert lines[-2:] == [
+        "OOMs survived: 3 (1 in train, 2 in eval)",
+        "final microbatch size: 128 rows (2 × 128 of 256) in train, 225 in eval",
+    ]
+
+
+def test_the_summary_aligns_what_it_reports() -> None:
+    summary = FitSummary(
+        seconds=12.34,
+        samples_per_second=1234.5,
+        peak_memory_bytes=2**20,
+        epochs=2,
+        steps=6,
+        samples=3000,
+        train_ooms=0,
+        eval_ooms=0,
+        microbatch_size=1,
+        num_microbatches=1,
+        batch_size=1,
+        eval_microbatch_size=None,
+        train_loss=0.25,
+        train_metrics={"accuracy": 0.5},
+    )
+    assert str(summary).splitlines() == [
+        "time                12.3 s",
+        "samples per second  1,234",
+        "peak memory         1.00 MiB",
+        "epochs              2",
+        "optimizer steps     6",
+        "samples             3,000",
+        "train loss          0.25",
+        "train accuracy      0.5",
+        "OOMs survived: 0 (0 in train, 0 in eval)",
+        "final microbatch size: 1 row (1 × 1 of 1) in train",
+    ]
+
+
+def test_memory_that_nobody_counts_is_not_reported() -> None:
+    summary = make_run(progress=False, limit=None).fit()
+    assert summary.peak_memory_bytes is None
+    assert "not measured" in str(summary)
+
+
+def test_handlers_of_the_user_still_get_every_retry(caplog: pytest.LogCaptureFixture) -> None:
+    summary = make_run(progress=False).fit()
+    retries = [record for record in caplog.records if record.name == "automicro.attempts"]
+    assert len(retries) == summary.train_ooms + summary.eval_ooms
+    assert not logging.getLogger("automicro.attempts").handlers
+
+
+def test_a_live_line_is_written_over_and_lines_stay() -> None:
+    console, file = make_console(terminal=True)
+    trainer = make_run()
+    trainer._console = console
+    trainer.fit()
+    shown = file.getvalue()
+    assert "\x1b[2K" in shown  # erases a line
+    assert "training on a simulated" in shown
+    assert "OOMs survived: 3" in shown
+    assert "· peak memory " in shown
+
+
+def test_where_it_goes_decides_how_it_shows() -> None:
+    assert type(make_progress(False)) is SilentProgress
+    assert type(make_progress(True, make_console(terminal=True)[0])) is LiveProgress
+    assert type(make_progress(True, make_console(terminal=False)[0])) is PlainProgress
+
+
+@pytest.mark.parametrize("kind", [PlainProgress, LiveProgress])
+def test_a_status_is_not_even_described_too_often(kind: Any) -> None:
+    console, _ = make_console(terminal=kind is LiveProgress)
+    clock, described = Clock(), []
+
+    def describe() -> str:
+        described.append(clock.now)
+        return "now"
+
+    with kind(console, clock=clock) as progress:
+        for _ in range(1000):
+            progress.status(describe)
+            clock.now += PLAIN_SECONDS / 500
+    limit = 2 if kind is PlainProgress else 101
+    assert 2 <= len(described) <= limit
+
+
+def test_long_lines_and_brackets_come_out_as_they_are() -> None:
+    file = io.StringIO()
+    text = "[bold]no style[/bold] " + "x" * 300
+    with PlainProgress(Console(file=file, width=80)) as progress:
+        progress.line(text)
+    assert file.getvalue() == text + "\n"
+
+
+def test_a_run_in_batches_and_without_known_length_says_what_it_knows(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.randn(8, 12), torch.randint(3, (8,))
+
+    trainer = make_run(limit=None, max_duration="3ba", eval_dataloader=None, microbatch_size=4)
+    trainer._train_dataloader = Endless()
+    trainer.fit()
+    lines = capfd.readouterr().out.splitlines()
+    assert "microbatch size 4 in train" in lines[0]
+    assert "no memory limit" in lines[0]
+    assert "per epoch" not in lines[0]
+    assert lines[1].startswith("batch 1/3, epoch 1 · loss ")
+    assert lines[1].endswith("· microbatches 2 × 4 of 8")

@@ -1,0 +1,340 @@
+"""What a loss averages over: read off, declared, counted; and the weights that follow."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import LossError, Microbatcher
+from automicro.weighting import (
+    BatchWeights,
+    Counted,
+    Samples,
+    Sum,
+    Tokens,
+    microbatch_weights,
+    read_average,
+)
+from tests.cases import count_targets, difference, gradients, masked_mean
+from tests.models import (
+    CLASS_WEIGHT,
+    IGNORED,
+    ROWS,
+    Encoder,
+    Mlp,
+    classes,
+    token_targets,
+    tokens,
+    with_ignored,
+    x,
+    y,
+)
+
+
+def second(batch: Any) -> Any:
+    return batch[1]
+
+
+def read(loss_fn: Any, declared: Any = "auto", model: Any = None) -> Any:
+    averages = read_average(
+        declared,
+        loss_fn=loss_fn,
+        model=model or nn.Identity(),
+        targets=second,
+        reads_model=loss_fn is None,
+    )
+    return averages[""]
+
+
+class OwnForward(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) * 2
+
+
+class OwnInit(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__(ignore_index=7)
+
+
+# Reading off
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "is_known"),
+    [
+        (nn.CrossEntropyLoss(), Tokens, True),
+        (nn.NLLLoss(), Tokens, True),
+        (OwnInit(), Tokens, True),
+        (F.cross_entropy, Tokens, True),
+        (functools.partial(F.nll_loss, ignore_index=3), Tokens, True),
+        (nn.CrossEntropyLoss(reduction="sum"), Sum, True),
+        (functools.partial(F.mse_loss, reduction="sum"), Sum, True),
+        (functools.partial(functools.partial(F.mse_loss, reduction="sum")), Sum, True),
+        (
+            functools.partial(functools.partial(F.mse_loss, reduction="sum"), reduction="mean"),
+            Samples,
+            True,
+        ),
+        (nn.MSELoss(), Samples, True),
+        (nn.BCEWithLogitsLoss(), Samples, True),
+        (nn.KLDivLoss(reduction="batchmean"), Samples, True),
+        (nn.CTCLoss(), Samples, True),
+        (F.huber_loss, Samples, True),
+        (OwnForward(), Samples, False),
+        (lambda outputs, targets: outputs.mean(), Samples, False),
+        (nn.MSELoss(reduction="none"), Samples, False),
+    ],
+)
+def test_a_loss_says_itself_what_it_averages_over(loss_fn: Any, kind: type, is_known: bool) -> None:
+    average = read(loss_fn)
+    assert isinstance(average, kind)
+    assert read(loss_fn).is_known is is_known
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "is_encoder_decoder", "shift"),
+    [
+        ("ForCausalLM", False, 1),
+        ("ForConditionalGeneration", False, 1),
+        ("ForConditionalGeneration", True, 0),
+        ("ForMaskedLM", False, 0),
+        ("ForTokenClassification", False, 0),
+    ],
+)
+def test_a_hugging_face_model_says_whether_it_shifts_its_labels(
+    loss_type: str, is_encoder_decoder: bool, shift: int
+) -> None:
+    class Model(nn.Module):
+        config = type("Config", (), {"is_encoder_decoder": is_encoder_decoder})
+
+        def loss_function(self) -> None: ...
+
+    model = Model()
+    model.loss_type = loss_type  # type: ignore[assignment]
+    average = read(None, model=model)
+    labels = torch.tensor([[1, 2, IGNORED], [IGNORED, 2, 3]])
+    counts = average.denominators((None, labels), [(None, labels[:1]), (None, labels[1:])], [1, 1])
+    assert counts == ([1, 2] if shift else [2, 2])
+
+
+def test_a_model_of_unknown_loss_type_is_taken_for_a_mean_over_samples_and_probed() -> None:
+    average = read(None)
+    assert isinstance(average, Samples)
+    assert not average.is_known
+
+
+def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
+    average = read(nn.CrossEntropyLoss(ignore_index=7), "tokens")
+    targets = torch.tensor([7, 1, IGNORED + 101])
+    assert average.denominators((None, targets), [(None, targets)], [3]) == [2]
+
+
+@pytest.mark.parametrize("declared", ["token", "mean", ""])
+def test_an_unknown_word_is_an_error_with_the_words_that_are_known(declared: str) -> None:
+    with pytest.raises(ValueError, match=r"is not known; pass loss_average='samples', 'tokens'"):
+        read(None, declared)
+
+
+@pytest.mark.parametrize("declared", [{}, {"": "samples"}, {1: "samples"}])
+def test_a_mapping_must_name_losses(declared: Any) -> None:
+    with pytest.raises(ValueError, match="must name losses"):
+        read(None, declared)
+
+
+def test_a_number_is_no_average() -> None:
+    with pytest.raises(TypeError, match="loss_average=3 is of type int; pass"):
+        read(None, 3)
+
+
+# Weights
+
+
+def test_weights_are_shares_of_the_whole_batchs_denominator() -> None:
+    targets = torch.tensor([0, 1, IGNORED, 4, 4, IGNORED])
+    parts = [(None, targets[:4]), (None, targets[4:])]
+    assert microbatch_weights(Tokens(second), (None, targets), parts, [4, 2]) == [0.75, 0.25]
+    assert microbatch_weights(Sum(), (None, targets), parts, [4, 2]) == [None, None]
+    assert microbatch_weights(Samples(), (None, targets), parts, [4, 2]) == [4 / 6, 2 / 6]
+
+
+def test_class_weights_are_summed_as_the_loss_sums_them() -> None:
+    targets = torch.tensor([0, 1, IGNORED, 4])
+    parts = [(None, targets[:2]), (None, targets[2:])]
+    average = Tokens(second, class_weight=CLASS_WEIGHT)
+    one, other = microbatch_weights(average, (None, targets), parts, [2, 2])
+    assert one == pytest.approx(3.2 / 5.2)
+    assert other == pytest.approx(2.0 / 5.2)
+
+
+def test_counts_may_be_numbers_or_tensors_of_one_element() -> None:
+    for count in (
+        len,
+        lambda part: torch.tensor([float(len(part))]),
+        lambda part: float(len(part)),
+    ):
+        weights = microbatch_weights(Counted(count), "abcd", ["abc", "d"], [3, 1])
+        assert weights == [0.75, 0.25]
+
+
+def test_counts_may_be_of_both_kinds() -> None:
+    counted = Counted(lambda part: torch.tensor(3) if len(part) == 3 else 1)
+    assert microbatch_weights(counted, "abcd", ["abc", "d"], [3, 1]) == [0.75, 0.25]
+
+
+class OnDevice(Samples):
+    """Counts as they come from a device: float64 tensors, which nobody reads back."""
+
+    def denominators(self, batch: Any, microbatches: Any, sizes: Any) -> Any:
+        return [torch.tensor(float(size), dtype=torch.float64) for size in sizes]
+
+
+def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -> None:
+    weights = BatchWeights({"": OnDevice()}, None, [None] * 3, [3, 1, 0])
+    assert not any(weights.is_nothing(index) for index in range(3))
+    losses = [torch.tensor(value, requires_grad=True) for value in (4.0, 8.0, float("nan"))]
+    totals = [weights.apply(index, loss, {})[0] for index, loss in enumerate(losses)]
+    assert [float(total.detach()) for total in totals] == [3.0, 2.0, 0.0]
+    for total in totals:
+        total.backward()
+    assert [float(loss.grad) for loss in losses if loss.grad is not None] == [0.75, 0.25, 0.0]
+    assert totals[0].dtype == torch.float32
+
+
+def test_a_batch_that_counts_nothing_on_the_device_weighs_zero() -> None:
+    weights = microbatch_weights(OnDevice(), None, [None] * 2, [0, 0])
+    assert [float(weight) for weight in weights if weight is not None] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), None, "3", torch.ones(2)])
+def test_a_count_that_is_no_number_is_an_error_with_its_value(wrong: Any) -> None:
+    with pytest.raises(LossError, match="loss_average callable gave"):
+        microbatch_weights(Counted(lambda part: wrong), None, [None, None], [1, 1])
+
+
+@pytest.mark.parametrize("targets", [None, [1, 2], torch.tensor(3)])
+def test_targets_that_cannot_be_counted_are_an_error_that_says_what_they_are(targets: Any) -> None:
+    with pytest.raises(LossError, match=rf"targets are {type(targets).__name__}, not a tensor"):
+        microbatch_weights(Tokens(second), (None, targets), [None, None], [1, 1])
+
+
+def test_losses_by_name_must_be_those_that_are_declared() -> None:
+    weights = BatchWeights({"a": Samples(), "b": Sum()}, None, [None, None], [3, 1])
+    one = torch.tensor(1.0)
+    total, parts = weights.apply(0, one, {"a": one, "b": one})
+    assert (float(total), {n: float(p) for n, p in parts.items()}) == (1.75, {"a": 0.75, "b": 1.0})
+    with pytest.raises(LossError, match=r"names the losses \['a', 'b'\], but .* gives \['a'\]"):
+        weights.apply(0, one, {"a": one})
+    with pytest.raises(LossError, match=r"gives \['a', 'b', 'loss'\]; .* no 'loss' beside them"):
+        weights.apply(0, one, {"a": one, "b": one}, has_total=True)
+
+
+# No target at all
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+@pytest.mark.parametrize("loss_average", ["tokens", count_targets])
+def test_a_batch_whose_every_target_is_ignored_contributes_zero(
+    loss_average: Any, size: int | None
+) -> None:
+    model = Encoder()
+    batch = (tokens(), torch.full_like(tokens(), IGNORED))
+    microbatcher = Microbatcher(
+        model, loss_fn=masked_mean, loss_average=loss_average, microbatch_size=size
+    )
+    result = microbatcher.backward(batch)
+    assert float(result.loss) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were(
+    size: int | None,
+) -> None:
+    model = Mlp()
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
+    microbatcher.backward((x(), y()))
+    before = gradients(model)
+    assert float(microbatcher.backward((x(), torch.full_like(y(), IGNORED))).loss) == 0
+    assert difference(gradients(model), before) == 0
+
+
+def test_a_microbatch_without_targets_gives_its_inputs_no_nan_gradient() -> None:
+    model, inputs = Mlp(), x().requires_grad_()
+    targets = with_ignored(y())
+    assert (targets == IGNORED).any()
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Any:
+        return masked_mean(logits[:, None], targets[:, None])
+
+    loss_fn(model(inputs), targets).backward()
+    expected, inputs.grad = inputs.grad, None
+    Microbatcher(model, loss_fn=loss_fn, loss_average="tokens", microbatch_size=1).backward(
+        (inputs, targets)
+    )
+    assert expected is not None
+    assert inputs.grad is not None
+    assert torch.allclose(inputs.grad, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_losses_by_name_where_one_has_no_target_in_some_microbatches(size: int) -> None:
+    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        logits = model(batch[0])
+        return {"language": masked_mean(logits, batch[1]), "balance": logits.square().mean()}
+
+    torch.manual_seed(0)
+    model, batch = Encoder(), (tokens(), token_targets())
+    sum(forward(model, batch).values(), torch.zeros(())).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    microbatcher = Microbatcher(
+        model,
+        forward=forward,
+        loss_average={"language": "tokens", "balance": "samples"},
+        microbatch_size=size,
+    )
+    result = microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+    with torch.no_grad():
+        for name, loss in forward(model, batch).items():
+            assert float(result.losses[name]) == pytest.approx(float(loss), abs=1e-9)
+    assert float(result.loss) == pytest.approx(sum(map(float, result.losses.values())))
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_parts_beside_a_total_are_reported_for_the_whole_batch(size: int) -> None:
+    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        logits = model(batch[0])
+        parts = {"fit": F.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
+        return {"loss": parts["fit"] + 0.1 * parts["size"], **parts}
+
+    model, batch = Mlp(), (x(), y())
+    expected = forward(model, batch)
+    result = Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
+    assert result.losses.keys() == {"fit", "size"}
+    assert float(result.loss) == pytest.approx(float(expected["loss"].detach()), abs=1e-9)
+    for name, loss in result.losses.items():
+        assert not loss.requires_grad
+        assert float(loss) == pytest.approx(float(expected[name].detach()), abs=1e-9)
+
+
+def test_a_total_beside_losses_with_averages_of_their_own_is_refused() -> None:
+    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        logits = model(batch[0])
+        parts = {"fit": F.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
+        return {"loss": parts["fit"] + 0.1 * parts["size"], **parts}
+
+    average = {"fit": "tokens", "size": "samples"}
+    microbatcher = Microbatcher(Mlp(), forward=forward, loss_average=average, microbatch_size=3)
+    with pytest.raises(LossError, match="give no 'loss' beside them"):
+        microbatcher.backward((x(), y()))
+
+
+def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:
+    targets = with_ignored(classes(ROWS, ROWS)).T
+    parts = [(None, part) for part in targets.split([6, 5], dim=1)]
+    counts = Tokens(second).denominators((None, targets), parts, [6, 5])
+    assert counts == [int((part != IGNORED).sum()) for _, part in parts]

@@ -1,0 +1,237 @@
+"""What a user sees who uses the library wrongly: docs/messages.md holds every message.
+
+After changing a message, read it with a user's eyes (what is wrong, the values, what to do), then
+write the page anew with ``python -m tests.test_wrong_uses``.
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from automicro import (
+    Halving,
+    MemoryBudget,
+    Microbatcher,
+    Trainer,
+    num_rows,
+    register_batch_type,
+    split_batch,
+)
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "messages.md"
+
+X = torch.zeros(6, 4)
+Y = torch.zeros(6, dtype=torch.long)
+MANY = (torch.zeros(64, 4), torch.zeros(64, dtype=torch.long))
+LOSS = nn.CrossEntropyLoss()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+SHARED = model()
+
+
+def backward(batch: object = (X, Y), module: nn.Module | None = None, **options: Any) -> object:
+    options = {"loss_fn": LOSS, **options}
+    return Microbatcher(module or model(), **options).backward(batch)
+
+
+def frozen() -> nn.Module:
+    return model().requires_grad_(False)
+
+
+def too_small(**options: Any) -> object:
+    module = model()
+    with MemoryBudget("4KiB"):
+        return backward(MANY, module, **options)
+
+
+class Opaque:
+    pass
+
+
+PRIMITIVE: dict[str, Callable[[], object]] = {
+    "size zero": lambda: backward(microbatch_size=0),
+    "size negative": lambda: backward(microbatch_size=-1),
+    "size fractional": lambda: backward(microbatch_size=1.5),
+    "size True": lambda: backward(microbatch_size=True),
+    "size a word": lambda: backward(microbatch_size="many"),
+    "size explore": lambda: backward(microbatch_size="explore"),
+    "size a policy class": lambda: backward(microbatch_size=Halving),
+    "eval size a word": lambda: backward(eval_microbatch_size="atuo"),
+    "split size": lambda: split_batch((X, Y), 0),
+    "model not a module": lambda: Microbatcher(lambda x: x),
+    "model in data parallel": lambda: Microbatcher(nn.DataParallel(model())),
+    "frozen model": lambda: backward(module=frozen()),
+    "optimizer of another model": lambda: backward(optimizer=torch.optim.SGD(model().parameters())),
+    "optimizer not one": lambda: backward(optimizer="adam"),
+    "optimizer with a closure": lambda: backward(
+        module=SHARED, optimizer=torch.optim.LBFGS(SHARED.parameters())
+    ),
+    "loss not callable": lambda: backward(loss_fn="cross_entropy"),
+    "loss_fn and forward": lambda: backward(forward=lambda m, b: m(b)),
+    "no loss": lambda: backward(loss_fn=None),
+    "mapping without a loss": lambda: backward(
+        loss_fn=None, forward=lambda m, b: {"logits": m(b[0])}
+    ),
+    "loss not scalar": lambda: backward(loss_fn=nn.CrossEntropyLoss(reduction="none")),
+    "loss an item": lambda: backward(loss_fn=None, forward=lambda m, b: m(b[0]).sum().item()),
+    "loss detached": lambda: backward(loss_fn=None, forward=lambda m, b: m(b[0]).sum().detach()),
+    "loss integer": lambda: backward(loss_fn=None, forward=lambda m, b: m(b[0]).argmax()),
+    "batch not a pair": lambda: backward((X, Y, Y)),
+    "batch without rows": lambda: backward((X[:0], Y[:0])),
+    "batch of nothing": lambda: backward({"a": 1}),
+    "rows disagree": lambda: backward((X, Y[:5])),
+    "one row beside many": lambda: backward(
+        {"x": X, "w": torch.ones(1)}, loss_fn=None, forward=lambda m, b: m(b["x"]).sum()
+    ),
+    "unknown type": lambda: backward((X, Opaque())),
+    "layout with a wrong path": lambda: backward(
+        ({"x": X, "labels": Y}, Y), batch_layout={"0.lables": "shared"}
+    ),
+    "layout with a wrong word": lambda: backward(batch_layout={"0": "share"}),
+    "two readings of a list": lambda: num_rows(
+        {"images": [torch.zeros(3, 4, 4)] * 3, "y": torch.zeros(3)}
+    ),
+    "average unknown": lambda: backward(loss_average="token"),
+    "average a number": lambda: backward(loss_average=3),
+    "average negative": lambda: backward(loss_average=lambda batch: -1, microbatch_size=2),
+    "tokens without targets": lambda: backward(
+        {"x": X, "z": Y}, loss_fn=None, forward=lambda m, b: m(b["x"]).mean(), loss_average="tokens"
+    ),
+    "average names": lambda: backward(
+        loss_fn=None, forward=lambda m, b: {"a": m(b[0]).mean()}, loss_average={"b": "samples"}
+    ),
+    "batchnorm mode": lambda: backward(batchnorm="warning"),
+    "batchnorm error": lambda: backward(
+        module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), batchnorm="error"
+    ),
+    "precision": lambda: backward(precision="fp8"),
+    "device elsewhere": lambda: backward(device="cuda:3"),
+    "meta device": lambda: backward(module=model().to("meta"), device=None),
+    "memory limit": lambda: backward(memory_limit="24 parsecs"),
+    "strict divisible": lambda: backward(microbatch_size=4, strict_divisible=True),
+    "no grad": lambda: torch.no_grad()(backward)(),
+    "not a metric": lambda: Microbatcher(model(), loss_fn=LOSS).backward((X, Y), metrics=3),
+    "metrics without outputs": lambda: Microbatcher(
+        model(), forward=lambda m, b: m(b[0]).sum()
+    ).backward((X, Y), metrics=MeanMetric()),
+    "state of something else": lambda: Microbatcher(model(), loss_fn=LOSS).load_state_dict(
+        {"a": 1}
+    ),
+    "state of another policy": lambda: Microbatcher(
+        model(), loss_fn=LOSS, microbatch_size=4
+    ).load_state_dict(Microbatcher(model(), loss_fn=LOSS).state_dict()),
+    "nothing fits": lambda: too_small(),
+    "register no class": lambda: register_batch_type(3, num_rows=len, take=lambda v, a, b: v[a:b]),
+    "compiled under a budget": lambda: backward(
+        module=cast("nn.Module", torch.compile(model())), memory_limit="1MiB"
+    ),
+    "fixed does not fit": lambda: too_small(microbatch_size=16),
+}
+
+
+def fit(batches: Any = ((X, Y),), **options: Any) -> object:
+    options = {"loss_fn": LOSS, "optimizer": torch.optim.SGD, "device": "cpu", **options}
+    return Trainer(options.pop("module", None) or model(), batches, progress=False, **options).fit()
+
+
+def fit_twice() -> object:
+    trainer = Trainer(
+        model(), [(X, Y)], loss_fn=LOSS, optimizer=torch.optim.SGD, device="cpu", progress=False
+    )
+    trainer.fit()
+    return trainer.fit()
+
+
+def evaluate_nothing() -> object:
+    return Trainer(model(), loss_fn=LOSS, device="cpu", progress=False).eval()
+
+
+TRAINER: dict[str, Callable[[], object]] = {
+    "empty loader": lambda: fit([]),
+    "loader that runs dry": lambda: fit(iter([(X, Y)]), max_duration="2ep"),
+    "loader of no batches": lambda: fit(3),
+    "loader that changes structure": lambda: fit([(X, Y), X]),
+    "loader that changes rows": lambda: fit([(X, Y), (X, Y[:4])]),
+    "loader with an empty batch": lambda: fit([(X, Y), (X[:0], Y[:0])]),
+    "loss not finite": lambda: fit([(X, Y), (X * float("nan"), Y)]),
+    "no optimizer": lambda: fit(optimizer=None),
+    "optimizer of another model in the trainer": lambda: fit(
+        optimizer=torch.optim.SGD(SHARED.parameters())
+    ),
+    "scheduler per plateau": lambda: fit(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
+    "duration a number": lambda: fit(max_duration=5),
+    "duration a word": lambda: fit(max_duration="ten"),
+    "duration of nothing": lambda: fit(max_duration="0ep"),
+    "duration in tokens": lambda: fit(max_duration="1e6tok"),
+    "clip norm negative": lambda: fit(grad_clip_norm=-1),
+    "device unknown": lambda: fit(device="gpu"),
+    "limit below the model": lambda: fit(memory_limit="1KiB"),
+    "model alone fits, no row does": lambda: fit(memory_limit="3KiB", optimizer=torch.optim.AdamW),
+    "metric named loss": lambda: fit(metrics={"loss": MeanMetric()}),
+    "fit twice": fit_twice,
+    "eval without data": evaluate_nothing,
+}
+
+CASES = {"The primitive": PRIMITIVE, "The trainer": TRAINER}
+
+
+def message(use: Callable[[], object]) -> str:
+    """What a user reads at the end of the traceback."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            use()
+    except Exception as error:
+        lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+        return re.sub(r"0x[0-9a-f]+", "0x…", "\n".join(lines))
+    return "no error"
+
+
+def page() -> str:
+    parts = [
+        "# What you see when something is wrong\n",
+        "Every message says what is wrong, with the values, and ends with what to do. This page is",
+        "written by `python -m tests.test_wrong_uses`, and a test holds it to the code.\n",
+    ]
+    for title, uses in CASES.items():
+        parts.append(f"## {title}\n")
+        parts += [f"**{name}**\n\n```text\n{message(use)}\n```\n" for name, use in uses.items()]
+    return "\n".join(parts)
+
+
+def documented() -> dict[str, str]:
+    text = PAGE.read_text(encoding="utf-8")
+    return dict(re.findall(r"\*\*(.+?)\*\*\n\n```text\n(.*?)\n```", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [each for uses in CASES.values() for each in uses.items()]
+)
+def test_a_wrong_use_gets_the_documented_message(name: str, use: Callable[[], object]) -> None:
+    seen = message(use)
+    assert seen != "no error"
+    assert seen == documented()[name]
+
+
+def test_the_page_of_messages_holds_these_and_no_others() -> None:
+    names = [name for uses in CASES.values() for name in uses]
+    assert len(names) == len(set(names))
+    assert list(documented()) == names
+    assert len(names) >= 30
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

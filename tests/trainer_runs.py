@@ -1,0 +1,118 @@
+"""A small model, its data, a trainer for both, and the loop that everybody writes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from automicro import (
+    Trainer,
+)
+
+FEATURES, CLASSES, ROWS = 12, 3, 50
+
+adam = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def make_model(*, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 64),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+def make_data(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> Dataset:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(rows, FEATURES, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+
+
+def make_loader(rows: int = ROWS, batch_size: int = 16, **options: Any) -> DataLoader:
+    return DataLoader(make_data(rows, **options), batch_size=batch_size)
+
+
+def make_trainer(model: nn.Module, loader: Any = None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": adam,
+        "device": "cpu",
+        "progress": False,
+    }
+    return Trainer(
+        model, loader if loader is not None else make_loader(), **{**settings, **options}
+    )
+
+
+def train_by_hand(
+    model: nn.Module,
+    loader: DataLoader,
+    *,
+    epochs: int,
+    clip: float | None = None,
+    schedule: Callable[[Any], Any] | None = None,
+) -> list[float]:
+    """The loop that everybody writes."""
+    optimizer = adam(model.parameters())
+    scheduler = schedule(optimizer) if schedule else None
+    loss_fn = nn.CrossEntropyLoss()
+    losses = []
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            losses.append(loss.item())
+    return losses
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    """Every batch's loss, filled in while the trainer runs."""
+    losses: list[float] = []
+
+    def note(*_: Any) -> None:
+        assert trainer.state.loss is not None
+        losses.append(trainer.state.loss)
+
+    assert trainer._step is not None
+    trainer._step._optimizer.register_step_post_hook(note)
+    return losses
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for (name, value), expected in zip(
+        one.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, expected), name
+
+
+class Scripted(nn.Module):
+    """A linear model that a test can make fail, or give NaN, at some forward."""
+
+    def __init__(self, at_call: int, action: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.calls = 0
+        self._at_call = at_call
+        self._action = action
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.linear(inputs)
+        return self._action(outputs) if self.calls == self._at_call else outputs
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
