@@ -28,6 +28,7 @@ from automicro.policy import Fixed, Halving, Outcome, Policy
 from automicro.results import EvalResult, StepResult
 from automicro.slicing import num_rows, register_batch_type, split_batch
 from automicro.trainer import FitSummary, Trainer
+from automicro.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -56,9 +57,11 @@ __all__ = [
     "StepResult",
     "Trainer",
     "UnsplittableModelError",
+    "VerifyReport",
     "find_batchnorm",
     "is_out_of_memory",
     "num_rows",
     "register_batch_type",
     "split_batch",
+    "verify",
 ]

@@ -75,6 +75,14 @@ _SIGNS = (
         Failure.RETRYABLE,
         "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
     ),
+    # With no memory left for a handle, cuBLAS often says that it was not initialised. So it does
+    # after an assertion on the device, but then giving memory back raises that one.
+    _Sign(
+        r"(CUDA|HIP) error: (CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED when calling "
+        r"`(cu|hip|roc)blas(Create|_create_handle)",
+        Failure.RETRYABLE,
+        "cuBLAS, hipBLAS",
+    ),
     _Sign(
         r"(CUDA|HIP) error: (insufficient resources|resource allocation failed) when calling",
         Failure.RETRYABLE,

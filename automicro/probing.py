@@ -91,6 +91,7 @@ class Prober:
             transaction.roll_back()
         if failure is not None:
             release(failure, device)
+            failure = None  # it holds this frame: a cycle
             logger.warning("no memory to probe the loss on two rows; its average was not checked")
             return
         if cause is not None:

@@ -146,11 +146,12 @@ def _predict(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 def _dry_run(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
     """Let a copy of the optimizer step stand-ins of the parameters, and count."""
     wanted = {id(parameter) for parameter in parameters}
-    copied = copy.copy(optimizer)
-    # A copy that shares nothing it writes to; schedulers patch `step` on the instance.
-    for name, value in list(vars(copied).items()):
-        if isinstance(value, list | dict | set):
-            setattr(copied, name, copy.copy(value))
+    # A copy that shares nothing it writes to. Of a subclass's attributes torch's optimizers give
+    # copy.copy none. Schedulers patch `step` on the instance.
+    copied = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        copies = isinstance(value, list | dict | set)
+        vars(copied)[name] = copy.copy(value) if copies else value
     vars(copied).pop("step", None)
     copied.state = defaultdict(dict)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

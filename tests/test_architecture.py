@@ -16,11 +16,21 @@ PACKAGE = ROOT / "automicro"
 LAYERS = (
     ("errors",),
     ("checks", "content", "duration", "memory", "oom", "results", "slicing", "weighting"),
-    ("batchnorm", "forward", "inputs", "model_modes", "optimizer_step", "policy", "probe")
-    + ("reservation", "transaction", "transfer"),
+    (
+        "batchnorm",
+        "forward",
+        "inputs",
+        "model_modes",
+        "optimizer_step",
+        "policy",
+        "probe",
+        "reservation",
+        "transaction",
+        "transfer",
+    ),
     ("attempts", "passes", "probing", "splitting"),
     ("microbatcher",),
-    ("demo", "trainer"),
+    ("demo", "trainer", "verification"),
     ("cli",),
 )
 # These gather names and may import everything; nothing may import them.
@@ -59,11 +69,13 @@ PUBLIC_NAMES = [
     "StepResult",
     "Trainer",
     "UnsplittableModelError",
+    "VerifyReport",
     "find_batchnorm",
     "is_out_of_memory",
     "num_rows",
     "register_batch_type",
     "split_batch",
+    "verify",
 ]
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))

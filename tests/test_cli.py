@@ -249,3 +249,21 @@ def test_the_installed_command_trains_the_digits_and_its_last_lines_say_what_it_
     survived, sizes = done.stdout.splitlines()[-2:]
     assert survived == "OOMs survived: 4 (3 in train, 1 in eval)"
     assert sizes.startswith("final microbatch size: ")
+
+
+DIGITS = str(Path(__file__).resolve().parent.parent / "configs" / "digits.yaml")
+
+
+def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["train_data.args.batch_size=9", "model.args.channels=8"]
+    assert main(["verify", DIGITS, *small]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("exact: splitting does not change the gradient")
+    assert main(["verify", DIGITS, *small, "loss_average=none"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("exact with loss_average=")
+
+
+def test_verify_of_one_row_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", DIGITS, "train_data.args.batch_size=1"]) == 3
+    assert "cannot be verified" in capsys.readouterr().out

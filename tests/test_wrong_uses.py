@@ -71,7 +71,7 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "size a policy class": lambda: backward(microbatch_size=Halving),
     "eval size a word": lambda: backward(eval_microbatch_size="atuo"),
     "split size": lambda: split_batch((X, Y), 0),
-    "model not a module": lambda: Microbatcher(lambda x: x),
+    "model not a module": lambda: Microbatcher(cast("nn.Module", len)),
     "model in data parallel": lambda: Microbatcher(nn.DataParallel(model())),
     "frozen model": lambda: backward(module=frozen()),
     "optimizer of another model": lambda: backward(optimizer=torch.optim.SGD(model().parameters())),
@@ -134,7 +134,9 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
         model(), loss_fn=LOSS, microbatch_size=4
     ).load_state_dict(Microbatcher(model(), loss_fn=LOSS).state_dict()),
     "nothing fits": lambda: too_small(),
-    "register no class": lambda: register_batch_type(3, num_rows=len, take=lambda v, a, b: v[a:b]),
+    "register no class": lambda: register_batch_type(
+        cast("type", 3), num_rows=len, take=lambda v, a, b: v[a:b]
+    ),
     "compiled under a budget": lambda: backward(
         module=cast("nn.Module", torch.compile(model())), memory_limit="1MiB"
     ),

@@ -1,6 +1,7 @@
 """The command ``automicro``: its arguments, its exit codes, and how it shows errors.
 
-Exit codes: 0 all went well, 1 a run failed, 2 the command or its config is wrong, 130 Ctrl-C.
+Exit codes: 0 all went well, 1 a run failed or splitting is not exact, 2 the command or its config
+is wrong, 3 exactness cannot be verified, 130 Ctrl-C.
 """
 
 import argparse
@@ -11,13 +12,12 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
-from automicro.cli.config import TrainConfig
 from automicro.cli.loading import load_config
 from automicro.cli.suggestions import did_you_mean
 from automicro.cli.training import build_trainer
+from automicro.cli.verifying import verify_config
 from automicro.errors import AutomicroError, ConfigError
 from automicro.oom import is_out_of_memory
-from automicro.trainer import Trainer
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,6 +27,7 @@ examples:
   automicro train configs/digits.yaml max_duration=5ep memory_limit=4MiB
   automicro train configs/digits.yaml optimizer.args.lr=1e-2 microbatch_size=64
   automicro train configs/digits.yaml scheduler=null 'model.args={channels: 16}'
+  automicro verify configs/digits.yaml
 """
 
 TRAIN_HELP = """\
@@ -35,11 +36,18 @@ optimizer and metrics by dotted import paths with arguments, and sets the option
 of the Trainer. docs/configuration.md lists every key.
 """
 
+VERIFY_HELP = """\
+Find out whether splitting a batch changes the gradient of a config's model, and
+why. Takes the first batch of its training data, and compares the gradient of the
+whole batch with those of splits, in float64 where possible.
+"""
+
 EXIT_CODES = """
 exit codes:
   0  all went well
-  1  the run failed
+  1  the run failed; verify: splitting is not exact as configured
   2  the command line or the config is wrong
+  3  verify: exactness cannot be verified
   130  interrupted with Ctrl-C
 """
 
@@ -61,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         _parser().print_help(sys.stderr)
         return MISUSED
+    run = {"train": _train, "verify": _verify}[arguments.command]
     try:
-        _train(arguments.config, arguments.overrides)
+        return run(arguments.config, arguments.overrides)
     except KeyboardInterrupt as error:
         _show(error, "interrupted", debug=arguments.debug)
         return INTERRUPTED
@@ -79,21 +88,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A mistake in the user's code: without the traceback nobody can find it.
         _show(error, f"the run failed: {_summary(error)}", debug=True)
         return FAILED
-    return OK
 
 
-def _train(path: str, overrides: Sequence[str]) -> None:
+def _train(path: str, overrides: Sequence[str]) -> int:
     with _importing_from_here():
         config = load_config(path, overrides)
-        trainer = _build(path, config)
+        with _building(path):
+            trainer = build_trainer(config)
         summary = trainer.fit()
     if not config.progress:
         print(summary)
+    return OK
 
 
-def _build(path: str, config: TrainConfig) -> Trainer:
+def _verify(path: str, overrides: Sequence[str]) -> int:
+    with _importing_from_here():
+        config = load_config(path, overrides)
+        with _building(path):
+            report = verify_config(config)
+    print(report)
+    return report.exit_code
+
+
+@contextlib.contextmanager
+def _building(path: str) -> Iterator[None]:
+    """Tell mistakes in what a config names from those of a run."""
     try:
-        return build_trainer(config)
+        yield
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
@@ -141,22 +162,26 @@ def _parser() -> argparse.ArgumentParser:
         version=f"automicro {importlib.metadata.version('automicro')}",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train what a config describes",
-        description=TRAIN_HELP,
-        epilog=EXAMPLES + EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    train.add_argument("config", metavar="CONFIG", help="a YAML file")
-    train.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="replaces a key of the config; the value is YAML",
-    )
-    train.add_argument("--debug", action="store_true", help="show the traceback of any error")
+    for name, brief, description in (
+        ("train", "train what a config describes", TRAIN_HELP),
+        ("verify", "find out whether splitting changes a model's gradient", VERIFY_HELP),
+    ):
+        command = commands.add_parser(
+            name,
+            help=brief,
+            description=description,
+            epilog=EXAMPLES + EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument("config", metavar="CONFIG", help="a YAML file")
+        command.add_argument(
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help="replaces a key of the config; the value is YAML",
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of any error")
     return parser
 
 

@@ -43,11 +43,56 @@ FIRST_ARGUMENTS = {
 }
 
 
+class Recipe:
+    """Everything that a config names, checked, and not made yet.
+
+    Raises:
+        ConfigError: a path that names nothing, or arguments that do not fit.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        for name, read in READERS.items():
+            _check_value(name, getattr(config, name), read)
+        self.config = config
+        self._makers = {
+            each.name: _prepare(getattr(config, each.name), each.name)
+            for each in fields(config)
+            if isinstance(getattr(config, each.name), CallConfig)
+        }
+        self._metrics = {
+            name: _prepare(each, f"metrics.{name}") for name, each in config.metrics.items()
+        }
+        self._loss_average = (
+            prepare(config.loss_average, "loss_average") if is_node(config.loss_average) else None
+        )
+
+    def make_model(self) -> Any:
+        """The model, after the seed: its initial weights depend on the config alone."""
+        if self.config.seed is not None:
+            seed_everything(self.config.seed)
+        return self.make("model")
+
+    def make(self, key: str) -> Any:
+        """What a key names, or None where the config leaves it out."""
+        return self._makers[key]() if key in self._makers else None
+
+    def maker(self, key: str) -> Callable[..., Any] | None:
+        """What makes it, where a first argument is still to come."""
+        return self._makers.get(key)
+
+    def make_metrics(self) -> dict[str, Any] | None:
+        """The metrics by name."""
+        return {name: each() for name, each in self._metrics.items()} or None
+
+    def make_loss_average(self) -> Any:
+        """What the loss averages over."""
+        return self.config.loss_average if self._loss_average is None else self._loss_average()
+
+
 def build_trainer(config: TrainConfig) -> Trainer:
     """Make everything that a config describes, and the trainer of it.
 
-    All paths and arguments are checked before anything is made. Then the seed is applied, and the
-    model comes first: its initial weights depend on the config alone.
+    All paths and arguments are checked before anything is made.
 
     Raises:
         ConfigError: a path that names nothing, or arguments that do not fit.
@@ -58,33 +103,18 @@ def build_trainer(config: TrainConfig) -> Trainer:
     >>> trainer.state.batch
     0
     """
-    for name, read in READERS.items():
-        _check_value(name, getattr(config, name), read)
-    make = {
-        each.name: _prepare(getattr(config, each.name), each.name)
-        for each in fields(config)
-        if isinstance(getattr(config, each.name), CallConfig)
-    }
-    make_metrics = {
-        name: _prepare(each, f"metrics.{name}") for name, each in config.metrics.items()
-    }
-    make_average = (
-        prepare(config.loss_average, "loss_average") if is_node(config.loss_average) else None
-    )
-    if config.seed is not None:
-        seed_everything(config.seed)
-    model = make["model"]()
+    recipe = Recipe(config)
     return Trainer(
-        model,
-        make["train_data"](),
-        eval_dataloader=_call(make, "eval_data"),
-        loss_fn=_call(make, "loss"),
-        forward=_call(make, "forward"),
-        optimizer=make["optimizer"],
-        scheduler=make.get("scheduler"),
-        metrics={name: each() for name, each in make_metrics.items()} or None,
-        update_metric=_call(make, "update_metric"),
-        loss_average=config.loss_average if make_average is None else make_average(),
+        recipe.make_model(),
+        recipe.make("train_data"),
+        eval_dataloader=recipe.make("eval_data"),
+        loss_fn=recipe.make("loss"),
+        forward=recipe.make("forward"),
+        optimizer=recipe.maker("optimizer"),
+        scheduler=recipe.maker("scheduler"),
+        metrics=recipe.make_metrics(),
+        update_metric=recipe.make("update_metric"),
+        loss_average=recipe.make_loss_average(),
         **{name: getattr(config, name) for name in PLAIN},
     )
 
@@ -101,7 +131,3 @@ def _check_value(key: str, value: Any, read: Callable[[Any], object]) -> None:
 
 def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:
     return prepare({"call": node.call, "args": node.args}, key, first=FIRST_ARGUMENTS.get(key, ()))
-
-
-def _call(make: Mapping[str, Callable[..., Any]], key: str) -> Any:
-    return make[key]() if key in make else None

@@ -1,8 +1,10 @@
 """Raising an error before or after any operation that torch dispatches."""
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,12 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from automicro.memory.counting import CountingMode
 
 
-class Boom(Exception):
+class Boom(Exception):  # noqa: N818
     """An error that has nothing to do with memory."""
 
 
+class InjectedOutOfMemory(torch.OutOfMemoryError):
+    """As a device raises it; a class of its own, because weak references need one."""
+
+
 def out_of_memory() -> BaseException:
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected).")
+    return InjectedOutOfMemory("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -49,8 +55,10 @@ class FaultMode(CountingMode):
         super().__init__(None)
         self.plan = {fault.index: fault for fault in plan}
         self.num_operations = 0
-        self.raised: list[BaseException] = []
+        self.foreign: list[BaseException] = []  # held, to compare identity; not so the others
+        self.out_of_memory: list[weakref.ref[BaseException]] = []
         self.raised_at: list[int] = []
+        self.raised_in: list[list[str]] = []  # functions on the stack, the outermost first
         self.names: list[str] = []
         self._made: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
 
@@ -76,15 +84,18 @@ class FaultMode(CountingMode):
         self._note(index, output, args)
         return output
 
-    def survivors(self) -> int:
-        """How many storages from before the last fault are still alive."""
-        last = self.raised_at[-1]
-        return sum(index < last and storage() is not None for index, storage in self._made)
+    def survivors(self, before: int) -> int:
+        """How many storages made before an operation are still alive."""
+        return sum(index < before and storage() is not None for index, storage in self._made)
 
     def _raise(self, fault: Fault) -> None:
         error = ERRORS[fault.kind]()
-        self.raised.append(error)
+        if fault.kind == "oom":
+            self.out_of_memory.append(weakref.ref(error))
+        else:
+            self.foreign.append(error)
         self.raised_at.append(fault.index)
+        self.raised_in.append(_stack())
         try:
             raise error
         finally:
@@ -95,6 +106,15 @@ class FaultMode(CountingMode):
         for each in _flat((output,)):
             if _storage_id(each) not in given:
                 self._made.append((index, weakref.ref(each.untyped_storage())))
+
+
+def _stack() -> list[str]:
+    names = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names[::-1]
 
 
 def _flat(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -66,6 +66,6 @@ def replaced(before: Mapping[str, object], after: Mapping[str, object]) -> list[
 
 def _freeze_metric(metric: Any) -> Any:
     if isinstance(metric, nn.Module):
-        names = [*metric._defaults, "_update_count", "_computed"]  # type: ignore[arg-type]
+        names = [*vars(metric)["_defaults"], "_update_count", "_computed"]
         return {name: freeze(getattr(metric, name)) for name in names}
     return freeze(dict(vars(metric)))

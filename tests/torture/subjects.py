@@ -50,6 +50,9 @@ class ConvNet(nn.Module):
 class ReplacedBuffer(nn.Module):
     """A buffer replaced, one counted in place, every kind of generator, and an edited input."""
 
+    mean: Tensor
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 5)

@@ -1,0 +1,35 @@
+"""What each test on an accelerator starts from and leaves behind."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.gpu.device import DEVICE
+
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture(autouse=True)
+def clean_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No cached memory, no limit and no synchronisation check survives a test."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    torch.cuda.manual_seed(0)
+    fraction = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_per_process_memory_fraction(fraction, DEVICE)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give the same bits each time; others refuse."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = benchmark

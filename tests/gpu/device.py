@@ -1,0 +1,74 @@
+"""The device, the room on it, and everything on it that a step may change."""
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+DEVICE = torch.device("cuda", 0)
+MIB = 2**20
+
+# Each file of this folder: ``pytestmark = GPU``.
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@contextlib.contextmanager
+def room(num_bytes: int) -> Iterator[None]:
+    """Leave torch about so many bytes more than it holds now; real errors beyond them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    allowed_bytes = torch.cuda.memory_reserved(DEVICE) + num_bytes
+    total_bytes = torch.cuda.get_device_properties(DEVICE).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    torch.cuda.set_per_process_memory_fraction(min(allowed_bytes / total_bytes, 1.0), DEVICE)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, DEVICE)
+
+
+def allocated_bytes() -> int:
+    """What live tensors hold, once cycles are collected."""
+    gc.collect()
+    torch.cuda.synchronize(DEVICE)
+    return torch.cuda.memory_allocated(DEVICE)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Parameters, gradients, buffers, optimizer state and generators, copied to the host."""
+    found: dict[str, Tensor] = {
+        "host generator": torch.get_rng_state(),
+        "device generator": torch.cuda.get_rng_state(DEVICE),
+    }
+    for name, parameter in model.named_parameters():
+        found[f"parameter {name}"] = parameter
+        if parameter.grad is not None:
+            found[f"gradient {name}"] = parameter.grad
+    found.update({f"buffer {name}": buffer for name, buffer in model.named_buffers()})
+    states = {} if optimizer is None else optimizer.state_dict()["state"]
+    for index, values in states.items():
+        for name, value in values.items():
+            found[f"optimizer {index}.{name}"] = torch.as_tensor(value)
+    return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
+
+
+def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names of what is not equal bit by bit, or only on one side."""
+    return [
+        name
+        for name in {**one, **other}
+        if name not in one or name not in other or not torch.equal(one[name], other[name])
+    ]
+
+
+def to_device(batch: Any) -> Any:
+    """A batch of ``(inputs, targets)`` on the device."""
+    return tuple(part.to(DEVICE) for part in batch)

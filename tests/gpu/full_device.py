@@ -1,0 +1,85 @@
+"""What a library says when no byte is left for it. A process of its own: `python -m` this, NAME.
+
+The device is filled by torch itself, before the library has made its handle. Prints one line of
+JSON: the error that came, or none.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from automicro.oom import classify
+from tests.gpu.device import DEVICE, MIB
+
+
+def _cublas() -> Callable[[], Any]:
+    a = torch.ones(64, 64, device=DEVICE)
+    return lambda: a @ a
+
+
+def _cudnn() -> Callable[[], Any]:
+    layer = torch.nn.Conv2d(3, 8, 3).to(DEVICE)
+    x = torch.ones(1, 3, 32, 32, device=DEVICE)
+    return lambda: layer(x)
+
+
+def _cusolver() -> Callable[[], Any]:
+    a = torch.eye(512, device=DEVICE)
+    return lambda: torch.linalg.eigh(a)
+
+
+def _cufft() -> Callable[[], Any]:
+    x = torch.ones(2**22, device=DEVICE)
+    return lambda: torch.fft.rfft(x)
+
+
+def _cusparse() -> Callable[[], Any]:
+    a = torch.eye(256, device=DEVICE).to_sparse_csr()
+    b = torch.ones(256, 256, device=DEVICE)
+    return lambda: a @ b
+
+
+LIBRARIES = {
+    "cuBLAS": _cublas,
+    "cuDNN": _cudnn,
+    "cuSOLVER": _cusolver,
+    "cuFFT": _cufft,
+    "cuSPARSE": _cusparse,
+}
+
+
+def fill() -> list[torch.Tensor]:
+    """Take all that is free, in ever smaller pieces."""
+    pieces = []
+    for piece_mib in (8192, 512, 64, 2):
+        while True:
+            try:
+                pieces.append(torch.empty(piece_mib * MIB, dtype=torch.uint8, device=DEVICE))
+            except torch.OutOfMemoryError:
+                break
+    return pieces
+
+
+def main() -> None:
+    call = LIBRARIES[sys.argv[1]]()
+    torch.cuda.synchronize()
+    pieces = fill()
+    found = {"error": "", "text": "", "means": ""}
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        found = {
+            "error": type(error).__name__,
+            "text": str(error).splitlines()[0],
+            "means": classify(error).name,
+        }
+    del pieces
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Models whose activations outweigh all else, by megabytes and not by kilobytes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro import Microbatcher
+from tests.gpu.device import DEVICE, MIB
+
+ROWS = 16
+CLASSES = 4
+SHAPE = (512, 256)  # half a MiB a row; a row's activations are some 20 MiB
+
+
+class Blocks(nn.Module):
+    """Wide layers with dropout, for activations; a BatchNorm, for a buffer that changes."""
+
+    def __init__(self, *hungry: nn.Module, batchnorm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(SHAPE[0]) if batchnorm else nn.Identity()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256))
+            for _ in range(3)
+        )
+        self.hungry = nn.Sequential(*hungry)
+        self.head = nn.Linear(256, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(self.hungry(x).mean(1))
+        return out
+
+
+class _Hungry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row_bytes: tuple[int, int]) -> Tensor:
+        ctx.row_bytes = row_bytes
+        torch.empty(len(x) * row_bytes[0], dtype=torch.uint8, device=x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        [gradient] = gradients
+        torch.empty(len(gradient) * ctx.row_bytes[1], dtype=torch.uint8, device=gradient.device)
+        return gradient, None
+
+
+class Hungry(nn.Module):
+    """Asks for so many MiB a row in forward and backward, and gives them back at once."""
+
+    def __init__(self, forward_mib: int, backward_mib: int) -> None:
+        super().__init__()
+        self.row_bytes = forward_mib * MIB, backward_mib * MIB
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Hungry.apply(x, self.row_bytes)  # type: ignore[no-untyped-call]
+        return out
+
+
+def model(*hungry: nn.Module, batchnorm: bool = False) -> Blocks:
+    """The same parameters each time."""
+    torch.manual_seed(1)
+    return Blocks(*hungry, batchnorm=batchnorm).to(DEVICE)
+
+
+def batch(rows: int = ROWS, seed: int = 2) -> tuple[Tensor, Tensor]:
+    """Rows on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, *SHAPE, generator=generator)
+    return inputs, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def microbatcher(net: nn.Module, size: Any = "auto", **options: Any) -> Microbatcher:
+    """For batches of ``(inputs, targets)``."""
+    return Microbatcher(
+        net,
+        loss_fn=nn.CrossEntropyLoss(),
+        microbatch_size=size,
+        eval_microbatch_size=size,
+        batchnorm="ignore",
+        **options,
+    )

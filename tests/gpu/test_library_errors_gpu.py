@@ -1,0 +1,29 @@
+"""Libraries without a byte for their handles and workspaces: recognised, whatever they say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.conftest import Record
+from tests.gpu.device import GPU
+from tests.gpu.full_device import LIBRARIES
+
+pytestmark = GPU
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_a_library_says_on_a_full_device_is_out_of_memory(
+    library: str, record_property: Record
+) -> None:
+    command = [sys.executable, "-m", "tests.gpu.full_device", library]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout.splitlines()[-1])
+    for name, value in found.items():
+        record_property(name, value)
+    assert found["means"] in ("RETRYABLE", ""), found

@@ -1,0 +1,59 @@
+"""``memory_limit`` on a device: the share of it that the process may take."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import Trainer
+from automicro.memory import limit_memory
+from tests.gpu.conftest import Record
+from tests.gpu.device import DEVICE, GPU, MIB
+from tests.gpu.subjects import ROWS, batch, microbatcher, model
+
+pytestmark = GPU
+
+LIMIT = 256 * MIB
+
+
+def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
+    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    net = model()
+    step = microbatcher(net, memory_limit=LIMIT)
+    torch.cuda.empty_cache()
+    result = step.backward(batch())
+    assert result.ooms >= 1
+    assert result.microbatch_size < ROWS
+    assert torch.cuda.max_memory_allocated(DEVICE) <= LIMIT
+    assert torch.cuda.get_per_process_memory_fraction(DEVICE) == pytest.approx(before)
+
+
+def test_a_limit_beyond_the_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="exceeds the"):
+        limit_memory("1000TiB", DEVICE)
+
+
+def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) -> None:
+    inputs, targets = batch(4 * ROWS)
+    rows = TensorDataset(inputs, targets)
+    trainer = Trainer(
+        model(),
+        DataLoader(rows, batch_size=ROWS, pin_memory=True),
+        eval_dataloader=DataLoader(rows, batch_size=4 * ROWS),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW,
+        max_duration="2ep",
+        device=DEVICE,
+        memory_limit=LIMIT,
+        precision="bf16",
+        grad_clip_norm=1.0,
+        seed=0,
+        progress=False,
+    )
+    summary = trainer.fit()
+    record_property("summary", str(summary))
+    assert summary.steps == 8
+    assert summary.train_ooms >= 1
+    assert summary.eval_ooms >= 1
+    assert summary.peak_memory_bytes is not None
+    assert summary.peak_memory_bytes <= LIMIT

@@ -1,0 +1,179 @@
+"""Real out-of-memory errors of a device: recovered bit by bit, and nothing of them stays."""
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from automicro import Fixed, Halving, SampleTooLargeError
+from automicro.oom import Failure, classify, release
+from tests.gpu.conftest import Record
+from tests.gpu.device import (
+    DEVICE,
+    GPU,
+    MIB,
+    allocated_bytes,
+    differences,
+    room,
+    snapshot,
+    to_device,
+)
+from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
+
+pytestmark = GPU
+
+# A row of these asks for 64 MiB: the whole batch for 1 GiB, half of it for 512 MiB.
+PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
+ROOM = 900 * MIB
+
+
+def test_the_error_of_a_full_device_is_recognised() -> None:
+    with room(64 * MIB), pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(1024 * MIB, dtype=torch.uint8, device=DEVICE)
+    assert classify(caught.value) is Failure.RETRYABLE
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("where", ["host", "pinned", "device"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.usefixtures("deterministic")
+def test_a_step_that_ran_out_of_memory_is_bit_identical_to_one_that_did_not(
+    phase: str, where: str, precision: str
+) -> None:
+    rows = batch()
+    if where == "pinned":
+        rows = (rows[0].pin_memory(), rows[1].pin_memory())
+    if where == "device":
+        rows = to_device(rows)
+    found = []
+    for size, limit in ((ROWS // 2, 64 * 1024 * MIB), ("auto", ROOM)):
+        net = model(PHASES[phase], batchnorm=True)
+        optimizer = torch.optim.AdamW(net.parameters())
+        step = microbatcher(net, size, optimizer=optimizer, precision=precision)
+        torch.manual_seed(3)
+        with room(limit):
+            result = step.backward(rows)
+        optimizer.step()
+        assert result.microbatch_size == ROWS // 2
+        found.append({**snapshot(net, optimizer), "loss": result.loss.cpu()})
+    assert result.ooms == 1
+    assert differences(*found) == []
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_an_evaluation_that_ran_out_of_memory_counts_each_row_once() -> None:
+    net = model(PHASES["forward"])
+    expected = microbatcher(net, ROWS // 2).evaluate(batch(), return_outputs=True)
+    with room(ROOM):
+        result = microbatcher(net).evaluate(batch(), return_outputs=True)
+    assert (result.ooms, result.microbatch_size) == (1, ROWS // 2)
+    assert torch.equal(result.outputs, expected.outputs)
+    assert torch.equal(result.loss, expected.loss)  # type: ignore[arg-type]
+    assert net.training
+
+
+def test_where_no_row_fits_the_state_is_as_before() -> None:
+    net = model(Hungry(0, 4096), batchnorm=True)
+    step = microbatcher(net, Fixed(1))
+    before, before_bytes = snapshot(net), allocated_bytes()
+    step = microbatcher(net)
+    with room(2048 * MIB), pytest.raises(SampleTooLargeError) as caught:
+        step.backward(batch())
+    message = str(caught.value)
+    del caught
+    assert "a microbatch of 1 of 16 rows does not fit" in message
+    assert differences(before, snapshot(net)) == []
+    assert allocated_bytes() <= before_bytes + 64 * MIB  # workspaces of libraries, made once
+
+
+def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Record) -> None:
+    net = model()
+    step = microbatcher(net)
+    rows = to_device(batch())
+    phase = ["outside"]
+    net.register_forward_pre_hook(lambda *_: phase.__setitem__(0, "forward"))
+    net.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
+
+    def call(policy: Fixed | Halving) -> int:
+        step._policy = policy
+        try:
+            return step.backward(rows).ooms
+        finally:
+            net.zero_grad()
+
+    peaks = {}
+    for size in (1, ROWS):  # also makes what libraries keep for ever
+        call(Fixed(size))
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        before_bytes = allocated_bytes()
+        call(Fixed(size))
+        peaks[size] = torch.cuda.max_memory_allocated(DEVICE) - before_bytes
+    baseline_bytes = allocated_bytes()
+    ooms, calls, phases, most_alive_bytes = 0, 0, Counter[str](), 0
+    start = time.perf_counter()
+    while ooms < 1000:
+        is_raised = ooms < 500
+        least = 0 if is_raised else peaks[1] + 64 * MIB
+        share = calls * 31 % 97 / 97  # another point of the step each time
+        calls += 1
+        phase[0] = "outside"
+        with room(int(least + (0.8 * peaks[ROWS] - least) * share)):
+            try:
+                ooms += call(Fixed(None) if is_raised else Halving())
+            except torch.OutOfMemoryError:
+                ooms += 1
+                phases[phase[0]] += 1
+        torch.cuda.synchronize(DEVICE)
+        alive_bytes = torch.cuda.memory_allocated(DEVICE) - baseline_bytes
+        most_alive_bytes = max(most_alive_bytes, alive_bytes)
+    record_property("ooms", ooms)
+    record_property("calls", calls)
+    record_property("phases", dict(phases))
+    record_property("ms_per_oom", round((time.perf_counter() - start) / ooms * 1e3, 2))
+    record_property("most_bytes_alive", most_alive_bytes)
+    assert phases["forward"] > 0
+    assert phases["backward"] > 0
+    assert most_alive_bytes == 0
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_what_a_failed_backward_left_queued_is_let_go(
+    fails_first: bool, record_property: Record
+) -> None:
+    x = torch.randn(MIB, device=DEVICE, requires_grad=True)
+    x.sin().sum().backward()
+    x.grad = None
+
+    def fail() -> BaseException:
+        hidden = x.exp()  # 4 MiB, saved for the branch that does not fail
+        fails, works = _Fails.apply(hidden), hidden.sin()  # type: ignore[no-untyped-call]
+        loss = (fails + works if fails_first else works + fails).sum()
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError as error:
+            return error.with_traceback(None)
+        raise AssertionError("there was memory for a PiB")
+
+    before_bytes = allocated_bytes()
+    error = fail()
+    at_once = torch.cuda.memory_allocated(DEVICE) - before_bytes
+    time.sleep(0.1)
+    later = allocated_bytes() - before_bytes
+    release(error, DEVICE)
+    released = torch.cuda.memory_allocated(DEVICE) - before_bytes
+    record_property("bytes_alive_at_once", at_once)
+    record_property("bytes_alive_after_a_while", later)
+    record_property("bytes_alive_after_release", released)
+    record_property("engine_trap_exists", later > 0)
+    assert released == 0

@@ -1,0 +1,124 @@
+"""Memory that an optimizer needs: predicted, held back, and never stepped half way in silence."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automicro import OptimizerStepError
+from automicro.optimizer_step import step_optimizer
+from automicro.reservation import predict_step_memory
+from tests.gpu.conftest import Record
+from tests.gpu.device import (
+    DEVICE,
+    GPU,
+    MIB,
+    allocated_bytes,
+    differences,
+    room,
+    snapshot,
+)
+from tests.gpu.subjects import batch, microbatcher, model
+
+pytestmark = GPU
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": functools.partial(torch.optim.AdamW, fused=True),
+    "AdamW, for-loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "Adam, amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "SGD, momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "RMSprop, momentum": functools.partial(torch.optim.RMSprop, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+}
+PARAMETERS = [(4096, 4096), (4096, 1024), (1024, 4096), (4096,)]  # about 100 MiB
+
+
+def weights() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    found = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in PARAMETERS]
+    for weight in found:
+        weight.grad = torch.randn_like(weight)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_predicted_state_is_what_the_first_step_allocates(
+    name: str, record_property: Record
+) -> None:
+    parameters = weights()
+    optimizer = OPTIMIZERS[name](parameters)
+    # Some optimizers build their state when they are made: that is there already.
+    stateless = [each for each in parameters if each not in optimizer.state]
+    predicted = predict_step_memory(optimizer, stateless)
+    before_bytes = allocated_bytes()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    optimizer.step()
+    most_bytes = torch.cuda.max_memory_allocated(DEVICE) - before_bytes
+    state_bytes = allocated_bytes() - before_bytes
+    predicted_bytes = sum(predicted.state_bytes)
+    record_property("state_bytes", state_bytes)
+    record_property("predicted_state_bytes", predicted_bytes)
+    record_property("temporary_bytes", most_bytes - state_bytes)
+    record_property("predicted_temporary_bytes", predicted.temporary_bytes)
+    rounding_bytes = 512 * (len(predicted.state_bytes) + len(parameters))
+    assert abs(state_bytes - predicted_bytes) <= rounding_bytes
+
+
+def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 65536), nn.ReLU(), nn.Linear(65536, 256), nn.Flatten())
+    net = nn.Sequential(net, nn.Linear(512 * 256, 4)).to(DEVICE)  # 130 MiB, its state twice that
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    step = microbatcher(net, optimizer=optimizer)
+    ooms = []
+    with room(1600 * MIB):
+        for seed in range(3):
+            ooms.append(step.backward(batch(8, seed=seed)).ooms)
+            step_optimizer(optimizer, DEVICE)
+            optimizer.zero_grad()
+    assert ooms[0] >= 1
+    assert ooms[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("name", ["AdamW, foreach", "AdamW, fused", "AdamW, for-loop"])
+def test_an_optimizer_that_runs_out_of_memory_says_so(name: str, is_first: bool) -> None:
+    net = nn.ParameterList(weights())
+    optimizer = OPTIMIZERS[name](net.parameters())
+    if not is_first:
+        optimizer.step()
+    before = snapshot(net, optimizer)
+    error = None
+    with room(8 * MIB):
+        try:
+            step_optimizer(optimizer, DEVICE)
+        except OptimizerStepError as raised:
+            error = str(raised)
+    if is_first:
+        assert error is not None
+    if error is not None and "nothing was applied" in error:
+        assert differences(before, snapshot(net, optimizer)) == []
+    if error is None:  # a fused step of state that exists needs no memory
+        assert name == "AdamW, fused"
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_training_with_reserved_memory_is_bit_identical_to_training_without() -> None:
+    found = []
+    for reserves in (True, False):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters())
+        step = microbatcher(net, 4, optimizer=optimizer if reserves else None)
+        torch.manual_seed(3)
+        for seed in range(3):
+            step.backward(batch(seed=seed))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(snapshot(net, optimizer))
+    assert differences(*found) == []

@@ -1,0 +1,210 @@
+"""The loop around an attempt: what is tried, learned, cleaned up and raised."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from automicro import BatchError, Fixed, Halving, RollbackError, SampleTooLargeError
+from automicro.attempts import CutRule, Finished, run_attempts
+from automicro.policy import Policy
+from automicro.transaction import Transaction
+
+CPU = torch.device("cpu")
+
+
+def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
+    def attempt(sizes: list[int]) -> str:
+        tried.append(sizes)
+        if sizes[0] > most_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return "done"
+
+    return attempt
+
+
+def run(
+    attempt: Callable[[list[int]], str],
+    num_rows: int,
+    policy: Policy,
+    rule: CutRule | None = None,
+    transaction: Transaction | None = None,
+) -> Finished[str]:
+    return run_attempts(
+        attempt,
+        num_rows=num_rows,
+        policy=policy,
+        rule=rule or CutRule(),
+        transaction=transaction or Transaction([]),
+        device=CPU,
+    )
+
+
+class Stubborn:
+    """A part whose rollback fails a few times."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.num_rollbacks = 0
+        self.is_open = False
+
+    def begin(self) -> None:
+        self.is_open = True
+
+    def prepare(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        self.is_open = False
+
+    def roll_back(self) -> None:
+        self.num_rollbacks += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.is_open = False
+
+
+def test_sizes_shrink_until_one_fits() -> None:
+    tried: list[list[int]] = []
+    finished = run(fits(3, tried), 10, Halving())
+    assert tried == [[10], [5, 5], [3, 3, 2, 2]]
+    assert (finished.result, finished.attempts, finished.ooms) == ("done", 3, 2)
+
+
+def test_what_one_batch_taught_holds_for_the_next() -> None:
+    policy = Halving()
+    tried: list[list[int]] = []
+    for _ in range(2):
+        finished = run(fits(4, tried), 8, policy)
+    assert tried == [[8], [4, 4], [4, 4]]
+    assert finished.ooms == 0
+
+
+def test_the_smallest_size_is_the_last_and_teaches_nothing() -> None:
+    policy = Halving()
+    tried: list[list[int]] = []
+    with pytest.raises(SampleTooLargeError, match=r"tried: 4, 2, 1") as caught:
+        run(fits(0, tried), 4, policy)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert policy.propose(4) == 4
+
+
+def test_a_fixed_size_lets_the_error_through_with_a_hint() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(fits(1, []), 4, Fixed(2))
+    assert 'microbatch_size="auto"' in caught.value.__notes__[0]
+    assert not isinstance(caught.value, SampleTooLargeError)
+
+
+def test_strict_sizes_divide_the_batch() -> None:
+    tried: list[list[int]] = []
+    run(fits(2, tried), 6, Halving(), CutRule(strict_divisible=True))
+    assert tried == [[6], [3, 3], [2, 2, 2]]
+    with pytest.raises(BatchError, match="not a multiple"):
+        run(fits(9, tried), 6, Fixed(4), CutRule(strict_divisible=True))
+
+
+def test_slices_of_one_row_become_two_where_a_layer_asks_for_it() -> None:
+    tried: list[list[int]] = []
+    rule = CutRule()
+
+    def attempt(sizes: list[int]) -> str:
+        if sizes[-1] == 1:
+            raise ValueError("Expected more than 1 value per channel when training, got input size")
+        return fits(2, tried)(sizes)
+
+    assert run(attempt, 4, Halving(initial=1), rule).attempts == 1
+    assert tried == [[2, 2]]
+    assert rule.min_rows == 2
+
+
+def test_tensors_of_a_failed_attempt_are_dead_before_the_next() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def attempt(sizes: list[int]) -> str:
+        assert all(each() is None for each in made)
+        tensor = torch.zeros(3)
+        made.append(weakref.ref(tensor))
+        return fits(2, [])(sizes)
+
+    gc.disable()
+    try:
+        run(attempt, 8, Halving())
+    finally:
+        gc.enable()
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_a_rollback_that_runs_out_of_memory_is_tried_again(error: BaseException) -> None:
+    part = Stubborn(error)
+    assert run(fits(2, []), 4, Halving(), transaction=Transaction([part])).ooms == 1
+    assert part.num_rollbacks == 2
+    assert not part.is_open
+
+
+@pytest.mark.parametrize("cause", [torch.OutOfMemoryError("CUDA out of memory."), ValueError()])
+def test_an_interrupt_while_rolling_back_comes_after_the_rollback(cause: Exception) -> None:
+    interrupt = KeyboardInterrupt()
+    part = Stubborn(interrupt)
+
+    def attempt(sizes: list[int]) -> str:
+        raise cause
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(attempt, 4, Halving(), transaction=Transaction([part]))
+    assert caught.value is interrupt
+    assert not part.is_open
+
+
+def test_a_state_that_cannot_be_put_back_is_a_named_error() -> None:
+    part = Stubborn(ValueError("first"), ValueError("second"))
+    with pytest.raises(RollbackError, match="second") as caught:
+        run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_part_that_says_why_it_cannot_go_back_is_quoted_as_it_is() -> None:
+    error = RollbackError("clone the input")
+    part = Stubborn(error, error)
+    with pytest.raises(RollbackError, match=r"^clone the input$"):
+        run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
+
+
+def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = Stubborn()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("automicro.attempts.release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
+    assert not part.is_open
+
+
+def test_a_lost_device_is_said_even_where_nothing_can_be_put_back() -> None:
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    part = Stubborn(RuntimeError("gone"), RuntimeError("gone"))
+
+    def attempt(sizes: list[int]) -> str:
+        raise lost
+
+    with pytest.raises(RuntimeError) as caught:
+        run(attempt, 4, Halving(), transaction=Transaction([part]))
+    assert caught.value is lost
+    assert "the device is lost" in lost.__notes__[0]
+
+
+def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(fits(3, []), 10, Halving())
+    assert [record.getMessage() for record in caplog.records] == [
+        "out of memory with 1 × 10 of 10 rows; rolled back, trying 2 × 5",
+        "out of memory with 2 × 5 of 10 rows; rolled back, trying 4 × 3",
+    ]

@@ -1,0 +1,148 @@
+"""Gradients that were there before, through attempts that fail and that commit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro.transaction import Gradients, Transaction
+from tests.torture.faults import Boom, Fault, FaultMode
+
+
+def none(parameter: nn.Parameter) -> Tensor | None:
+    return None
+
+
+def zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter)
+
+
+def numbers(parameter: nn.Parameter) -> Tensor:
+    return torch.full_like(parameter, 0.5)
+
+
+def bucket_view(parameter: nn.Parameter) -> Tensor:
+    return torch.arange(10.0)[2 : 2 + parameter.numel()].view_as(parameter)
+
+
+EARLIER = [none, zeros, numbers, bucket_view]
+
+
+def begun(earlier: Callable[[nn.Parameter], Any]) -> tuple[nn.Parameter, Transaction]:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    weight.grad = earlier(weight)
+    transaction = Transaction([Gradients([weight])])
+    transaction.begin()
+    assert weight.grad is None
+    return weight, transaction
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_a_commit_adds_into_the_same_tensor(earlier: Callable[[nn.Parameter], Any]) -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    weight.grad = given = earlier(weight)
+    expected = weight.detach() * 2 + (0 if given is None else given)
+    transaction = Transaction([Gradients([weight])])
+    transaction.begin()
+    weight.square().sum().backward()
+    transaction.commit()
+    assert weight.grad is not None
+    assert given is None or weight.grad is given
+    assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize("reached", [True, False])
+def test_rolling_back_puts_the_same_tensor_back(
+    earlier: Callable[[nn.Parameter], Any], reached: bool
+) -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    weight.grad = given = earlier(weight)
+    content = None if given is None else given.clone()
+    transaction = Transaction([Gradients([weight])])
+    transaction.begin()
+    if reached:
+        weight.square().sum().backward()
+    transaction.roll_back()
+    assert weight.grad is given
+    assert content is None or torch.equal(given, content)
+
+
+def test_a_parameter_that_the_batch_does_not_reach_keeps_its_gradient() -> None:
+    weight, transaction = begun(numbers)
+    transaction.commit()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_a_bucket_that_its_owner_writes_to_is_put_back() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    bucket = torch.ones(6)
+    weight.grad = bucket[:3]
+    transaction = Transaction([Gradients([weight])])
+    transaction.begin()
+    bucket.zero_()
+    transaction.roll_back()
+    assert weight.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_sparse_gradients_are_added_too() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    given = embedding.weight.grad
+    transaction = Transaction([Gradients([embedding.weight])])
+    transaction.begin()
+    embedding(torch.tensor([1, 3])).sum().backward()
+    transaction.commit()
+    assert embedding.weight.grad is given
+    assert given is not None
+    assert given.to_dense().sum(1).tolist() == [0.0, 4.0, 0.0, 2.0]
+
+
+def commit_with_faults(plan: Sequence[Fault]) -> tuple[nn.Parameter, Tensor, BaseException | None]:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    other = nn.Parameter(torch.ones(3))
+    weight.grad = given = torch.full((3,), 0.5)
+    other.grad = torch.ones(3)
+    transaction = Transaction([Gradients([weight, other])])
+    transaction.begin()
+    (weight.square().sum() + other.sum()).backward()
+    try:
+        with FaultMode(plan):
+            transaction.commit()
+    except BaseException as error:
+        return weight, given, error
+    return weight, given, None
+
+
+TOTAL = [2.5, 4.5, 6.5]
+FIRST_COPY = 2  # after adding two totals
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_copy_that_runs_out_of_memory_once_is_made_again(after: bool) -> None:
+    weight, given, error = commit_with_faults([Fault(FIRST_COPY, after)])
+    assert error is None
+    assert weight.grad is given
+    assert given.tolist() == TOTAL
+
+
+def test_copies_that_do_not_fit_leave_the_sum_in_new_tensors() -> None:
+    plan = [Fault(FIRST_COPY), Fault(FIRST_COPY + 1)]
+    weight, given, error = commit_with_faults(plan)
+    assert error is None
+    assert weight.grad is not None
+    assert weight.grad is not given
+    assert weight.grad.tolist() == TOTAL
+
+
+@pytest.mark.parametrize("kinds", [("interrupt",), ("boom",), ("oom", "boom"), ("boom", "oom")])
+def test_a_foreign_error_while_copying_comes_after_the_commit(kinds: tuple[str, ...]) -> None:
+    plan = [Fault(FIRST_COPY + index, kind=kind) for index, kind in enumerate(kinds)]
+    weight, _, error = commit_with_faults(plan)
+    assert isinstance(error, KeyboardInterrupt | Boom)
+    assert "the batch was committed" in error.__notes__[0]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == TOTAL

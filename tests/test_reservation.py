@@ -1,0 +1,179 @@
+"""Memory that an optimizer will need, held back before it exists."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import MemoryBudget, Microbatcher
+from automicro.reservation import OptimizerReservation, predict_step_memory
+
+GRANULE = 512  # what a budget rounds to
+NAMES = ["AdamW", "Adam", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop"]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"foreach": foreach}) for name in [*NAMES, "ASGD"] for foreach in (False, True)),
+    *((name, {"fused": True}) for name in ("AdamW", "Adam", "Adagrad")),
+    ("SGD", {"momentum": 0.9, "foreach": False}),
+    ("SGD", {"momentum": 0.9, "foreach": True}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+    ("SGD", {}),
+    ("Adam", {"amsgrad": True}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Adafactor", {"foreach": False}),
+]
+
+
+def build(name: str, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 3))
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(
+        model.parameters(), lr=0.01, **options
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model, optimizer
+
+
+def rounded(sizes: list[int]) -> int:
+    return sum(-(-size // GRANULE) * GRANULE for size in sizes)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_prediction_equals_what_the_first_step_allocates(
+    name: str, options: dict[str, Any]
+) -> None:
+    model, optimizer = build(name, options)
+    stateless = [each for each in model.parameters() if each not in optimizer.state]
+    before = [each.detach().clone() for each in model.parameters()]
+    random_state = torch.get_rng_state()
+    predicted = predict_step_memory(optimizer, stateless) if stateless else None
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert len(optimizer.state) == len(before) - len(stateless)
+    budget = MemoryBudget(None).track(model, optimizer)
+    resident_bytes = budget.allocated_bytes
+    with budget:
+        optimizer.step()
+    gc.collect()
+    grown_bytes = budget.allocated_bytes - resident_bytes
+    assert grown_bytes == (rounded(predicted.state_bytes) if predicted else 0)
+
+
+@pytest.mark.parametrize(("name", "options"), [("Adam", {"foreach": True}), ("Adafactor", {})])
+def test_the_dry_run_is_not_counted_as_memory_of_the_device(
+    name: str, options: dict[str, Any]
+) -> None:
+    model, optimizer = build(name, options)
+    budget = MemoryBudget(None).track(model)
+    reservation = OptimizerReservation(optimizer)
+    resident_bytes = budget.allocated_bytes
+    with budget:
+        reservation.begin()
+    held = [placeholder.nbytes for placeholder in reservation._placeholders]
+    assert sum(held) == reservation.reserved_bytes > 0
+    assert budget.peak_bytes - resident_bytes == rounded(held)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.ReLU(), nn.Linear(128, 1))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(512, 128), torch.randn(512, 1)) for _ in range(3)]
+
+
+def train(limit_bytes: int | None, reserved: bool) -> tuple[list[int], list[Tensor]]:
+    given = batches()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(),
+        optimizer=optimizer if reserved else None,
+    )
+    ooms = []
+    with MemoryBudget(limit_bytes).track(model):
+        for batch in given:
+            ooms.append(microbatcher.backward(batch).ooms)
+            optimizer.step()
+            optimizer.zero_grad()
+    return ooms, [each.detach() for each in model.parameters()]
+
+
+def test_training_is_bit_identical_with_and_without_a_reservation() -> None:
+    with_it, without_it = train(None, True)[1], train(None, False)[1]
+    assert all(map(torch.equal, with_it, without_it))
+
+
+def test_a_nearly_full_device_shrinks_at_the_first_batch_and_not_at_the_second() -> None:
+    model, batch = network(), batches()[0]
+    with MemoryBudget(None).track(model) as budget:
+        Microbatcher(model, loss_fn=nn.MSELoss()).backward(batch)
+    limit = budget.peak_bytes + 16 * 1024  # AdamW's state is 130 KiB
+    assert train(limit, False)[0] == [0, 1, 0]
+    assert train(limit, True)[0] == [1, 0, 0]
+
+
+def test_placeholders_are_given_back_right_before_the_step() -> None:
+    model, optimizer = build("Adam", {})
+    reservation = OptimizerReservation(optimizer)
+    reservation.begin()
+    placeholders = [weakref.ref(each) for each in reservation._placeholders]
+    assert len(placeholders) == 3 * len(list(model.parameters()))
+    reservation.commit()
+    assert all(each() is not None for each in placeholders)
+    optimizer.step()
+    assert all(each() is None for each in placeholders)
+    reservation.begin()
+    assert reservation.reserved_bytes == 0
+
+
+def test_a_dropped_microbatcher_leaves_no_placeholder_alive() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
+    microbatcher.backward(batches()[0])
+    placeholders = [weakref.ref(each) for each in microbatcher._reservation._placeholders]
+    assert len(placeholders) > 0
+    del microbatcher
+    gc.collect()
+    assert all(each() is None for each in placeholders)
+    optimizer.step()
+
+
+class Weird(torch.optim.SGD):
+    """Keeps something of its own beside what torch's optimizers have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scale = 2.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                self.state[parameter]["sum"].add_(parameter.grad, alpha=self.scale)
+
+
+def test_an_optimizer_with_attributes_of_its_own_is_predicted() -> None:
+    model = nn.Linear(8, 4)
+    needed = predict_step_memory(Weird(model.parameters()), list(model.parameters()))
+    assert sorted(needed.state_bytes) == [16, 128]
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("no stand-ins, please")
+
+
+def test_an_optimizer_that_refuses_stand_ins_only_costs_the_reservation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(8, 4)
+    needed = predict_step_memory(Broken(model.parameters(), lr=0.1), list(model.parameters()))
+    assert needed.state_bytes == []
+    assert "no memory is reserved" in caplog.text

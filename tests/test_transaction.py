@@ -1,0 +1,252 @@
+"""What a transaction promises, and each of its parts but the gradients."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import CatMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from automicro import RollbackError
+from automicro.transaction import (
+    BufferMemory,
+    Buffers,
+    Metrics,
+    Parameters,
+    RandomState,
+    Transaction,
+    find_generators,
+    flatten_metrics,
+)
+
+
+class FakePart:
+    """Writes down what it is told, and fails where it is told to."""
+
+    def __init__(self, log: list[str], name: str, fails: dict[str, list[BaseException]]) -> None:
+        self._log = log
+        self._name = name
+        self._fails = fails
+
+    def _act(self, what: str) -> None:
+        self._log.append(f"{self._name} {what}")
+        if self._fails.get(f"{self._name} {what}"):
+            raise self._fails[f"{self._name} {what}"].pop(0)
+
+    def begin(self) -> None:
+        self._act("begin")
+
+    def prepare(self) -> None:
+        self._act("prepare")
+
+    def commit(self) -> None:
+        self._act("commit")
+
+    def roll_back(self) -> None:
+        self._act("roll_back")
+
+
+def two_parts(**fails: BaseException) -> tuple[Transaction, list[str]]:
+    log: list[str] = []
+    plan = {name.replace("_", " ", 1): [error] for name, error in fails.items()}
+    return Transaction([FakePart(log, "a", plan), FakePart(log, "b", plan)]), log
+
+
+def test_all_parts_prepare_before_any_commits() -> None:
+    transaction, log = two_parts()
+    transaction.begin()
+    transaction.commit()
+    assert log == ["a begin", "b begin", "a prepare", "b prepare", "a commit", "b commit"]
+
+
+def test_a_part_that_cannot_prepare_leaves_all_to_be_rolled_back() -> None:
+    transaction, log = two_parts(b_prepare=MemoryError())
+    transaction.begin()
+    with pytest.raises(MemoryError):
+        transaction.commit()
+    transaction.roll_back()
+    assert "a commit" not in log
+    assert log[-2:] == ["b roll_back", "a roll_back"]
+
+
+def test_a_part_that_cannot_begin_is_rolled_back_too() -> None:
+    transaction, log = two_parts(a_begin=MemoryError())
+    with pytest.raises(MemoryError):
+        transaction.begin()
+    transaction.roll_back()
+    assert log == ["a begin", "a roll_back"]
+
+
+def test_an_interrupt_while_committing_comes_after_the_commit() -> None:
+    interrupt = KeyboardInterrupt()
+    transaction, log = two_parts(a_commit=interrupt)
+    transaction.begin()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        transaction.commit()
+    assert caught.value is interrupt
+    assert "the batch was committed" in caught.value.__notes__[0]
+    transaction.roll_back()
+    assert log[-1] == "b commit"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), ValueError()])
+def test_every_part_is_rolled_back_although_one_fails(error: BaseException) -> None:
+    transaction, log = two_parts(b_roll_back=error)
+    transaction.begin()
+    with pytest.raises(type(error)) as caught:
+        transaction.roll_back()
+    assert caught.value is error
+    assert log[-2:] == ["b roll_back", "a roll_back"]
+    transaction.roll_back()  # what failed is tried again, the rest is done
+    assert log[-1] == "b roll_back"
+    assert log.count("a roll_back") == 1
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("in_place", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(5 * 2**20))
+        self.register_buffer("nothing", None)
+
+
+def replace(module: nn.Module) -> None:
+    module.in_place = torch.ones(3)
+
+
+def register(module: nn.Module) -> None:
+    module.register_buffer("new", torch.ones(3))
+
+
+def remove(module: nn.Module) -> None:
+    del module.in_place
+
+
+def write(module: nn.Module) -> None:
+    module.get_buffer("in_place").data.fill_(4)
+
+
+def resize(module: nn.Module) -> None:
+    module.get_buffer("in_place").resize_(7).fill_(2)
+
+
+def fill(module: nn.Module) -> None:
+    module.nothing = torch.ones(2)
+
+
+@pytest.mark.parametrize("change", [replace, register, remove, write, resize, fill])
+def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], None]) -> None:
+    module = Buffered()
+    before = dict(module._buffers)
+    buffers = Buffers(BufferMemory([module]))
+    buffers.begin()
+    change(module)
+    assert buffers.changed_names() != []
+    buffers.roll_back()
+    assert list(module._buffers) == list(before)
+    assert all(module._buffers[name] is buffer for name, buffer in before.items())
+    assert torch.equal(module.get_buffer("in_place"), torch.zeros(3))
+
+
+def committed(module: nn.Module) -> BufferMemory:
+    memory = BufferMemory([module])
+    buffers = Buffers(memory)
+    buffers.begin()
+    buffers.prepare()
+    buffers.commit()
+    return memory
+
+
+def test_a_large_buffer_that_does_not_change_is_copied_once() -> None:
+    module = Buffered()
+    memory = committed(module)
+    buffers = Buffers(memory)
+    buffers.begin()
+    assert memory.is_stable(module.get_buffer("large"))
+    assert not memory.is_stable(module.get_buffer("in_place"))
+    assert [kept.numel() for kept, _ in buffers._copies.values()] == [3]
+
+
+def test_a_large_buffer_that_changes_after_all_cannot_be_rolled_back_silently() -> None:
+    module = Buffered()
+    memory = committed(module)
+    buffers = Buffers(memory)
+    buffers.begin()
+    module.get_buffer("large").add_(1)
+    with pytest.raises(RollbackError, match="'large'"):
+        buffers.roll_back()
+    assert not memory.is_stable(module.get_buffer("large"))
+
+
+def test_a_new_large_buffer_is_not_taken_for_one_that_is_gone() -> None:
+    module = Buffered()
+    memory = committed(module)
+    known = memory._stable[id(module.get_buffer("large"))]
+    module.large = torch.ones(5 * 2**20)
+    # As if the allocator of Python had given the new tensor the old one's id.
+    memory._stable[id(module.get_buffer("large"))] = known
+    assert not memory.is_stable(module.get_buffer("large"))
+
+
+def test_parameters_that_changed_are_an_error_and_not_a_silent_retry() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    parameters = Parameters([weight])
+    parameters.begin()
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RollbackError, match="changed parameters"):
+        parameters.roll_back()
+
+
+def test_every_generator_draws_again_what_it_drew() -> None:
+    model = nn.Dropout()
+    own = torch.Generator().manual_seed(3)
+    vars(model)["own"] = own
+
+    def draw() -> list[float]:
+        numbers = [torch.rand(()), torch.rand((), generator=own)]
+        return [random.random(), float(np.random.rand()), *map(float, numbers)]
+
+    state = RandomState(torch.device("cpu"), find_generators([model]))
+    state.begin()
+    first = draw()
+    state.roll_back()
+    assert draw() == first
+
+
+def test_metrics_are_uncounted_and_stay_a_compute_group() -> None:
+    def scores() -> MetricCollection:
+        return MetricCollection(
+            [MulticlassAccuracy(3, validate_args=False), MulticlassF1Score(3, validate_args=False)]
+        )
+
+    outputs, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    disturbed, clean = scores(), scores()
+    for metric in (disturbed, clean):
+        metric.update(outputs, targets)
+    metrics = Metrics(flatten_metrics(disturbed))
+    metrics.begin()
+    disturbed.update(outputs.flip(0), targets)
+    metrics.roll_back()
+    for metric in (disturbed, clean):
+        metric.update(outputs * 2, targets.roll(1))
+    assert disturbed.compute() == clean.compute()
+    assert disturbed.compute_groups == clean.compute_groups
+
+
+def test_the_first_update_of_a_collection_is_uncounted_too() -> None:
+    collection = MetricCollection([CatMetric()])
+    metrics = Metrics(flatten_metrics({"values": [collection]}))
+    metrics.begin()
+    collection.update(torch.tensor([1.0]))
+    metrics.roll_back()
+    collection.update(torch.tensor([2.0, 3.0]))
+    assert collection.compute()["CatMetric"].tolist() == [2.0, 3.0]
+
+
+def test_what_has_no_update_is_no_metric() -> None:
+    with pytest.raises(TypeError, match="no update method"):
+        flatten_metrics([3])
