@@ -5,15 +5,17 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format-check lint types format bench torture clean
+.PHONY: help train test check format-check lint types format bench torture gpu clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 14
 
+# One thread: these tensors are too small to share, and on a busy machine threads that wait for
+# each other take many times as long.
 train: $(INSTALLED)  ## train the digits example on a device too small for its batch
-	$(BIN)/automicro train configs/digits.yaml
+	OMP_NUM_THREADS=1 $(BIN)/automicro train configs/digits.yaml
 
 test: $(INSTALLED)  ## run the tests and the doctests
 	$(BIN)/python -m pytest
@@ -37,7 +39,10 @@ bench: $(INSTALLED)  ## measure the overhead against a loop written by hand
 	$(BIN)/python benchmarks/overhead.py
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
-	$(BIN)/python -m pytest tests/torture -q -s -m 'not gpu'
+	$(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'
+
+gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
+	$(BIN)/python benchmarks/gpu_report.py
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -45,6 +50,7 @@ clean:  ## remove the environment and every cache
 # The stamp is written last, so an interrupted install is taken up again.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("automicro needs Python >= 3.11, found " + sys.version.split()[0] + ": run make PYTHON=/path/to/python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo]'
+	@test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
+	@echo "installing PyTorch, automicro and its tools into .venv, which takes a minute or a few"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
 	@touch $@

@@ -9,10 +9,10 @@ import torch
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import BatchError, RollbackError, SampleTooLargeError
-from automicro.memory import allocated_bytes, format_bytes, peak_bytes
+from automicro.memory import ResidentMemory, allocated_bytes, format_bytes, peak_bytes
 from automicro.oom import Failure, classify, release
 from automicro.policy import Fixed, Outcome, Policy
-from automicro.slicing import balanced_sizes
+from automicro.slicing import balanced_sizes, describe_cut
 from automicro.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ def run_attempts(
     rule: CutRule,
     transaction: Transaction,
     device: torch.device,
+    measure_residents: Callable[[], ResidentMemory] | None = None,
 ) -> Finished[T]:
     """Attempt a batch at the sizes that a policy proposes until one fits.
 
@@ -82,6 +83,7 @@ def run_attempts(
         rule: turns sizes into slices.
         transaction: begun, and committed or rolled back, once per attempt.
         device: where the work runs, for giving its memory back.
+        measure_residents: what lies there at any size, for saying why none fits.
 
     Raises:
         SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
@@ -96,18 +98,23 @@ def run_attempts(
         sizes = _cut(policy, rule, num_rows)
         if failure is not None and sizes[0] >= tried[-1]:
             try:
-                _give_up(failure, policy, num_rows, tried, device)
+                if isinstance(policy, Fixed):
+                    _give_up_fixed(failure, num_rows, tried[-1])
+                residents = None if measure_residents is None else measure_residents()
+                text = _why_nothing_fits(num_rows, tried, rule, residents, device)
+                raise SampleTooLargeError(
+                    f"{text} The last failure: {_first_line(failure)}"
+                ) from failure
             finally:
                 failure = None  # it holds this frame: a cycle
                 policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
         if failure is not None:
             logger.warning(
-                "out of memory with %d × %d of %d rows; rolled back, trying %d × %d",
-                -(-num_rows // tried[-1]),
+                "out of memory, microbatch size %d → %d %s (%s)",
                 tried[-1],
-                num_rows,
-                len(sizes),
                 sizes[0],
+                "row" if sizes[0] == 1 else "rows",
+                describe_cut(num_rows, sizes[0], len(sizes)),
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
         attempts += 1
@@ -224,26 +231,52 @@ def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
     ) from cause
 
 
-def _give_up(
-    failure: BaseException, policy: Policy, num_rows: int, tried: list[int], device: torch.device
-) -> None:
-    if isinstance(policy, Fixed):
-        size = "the whole batch" if tried[-1] == num_rows else f"{tried[-1]} rows"
-        failure.add_note(
-            f"automicro: {policy!r} allows one size only, and {size} of {num_rows} does not fit; "
-            'microbatch_size="auto" would try smaller ones. The state is as before the step.'
+def _give_up_fixed(failure: BaseException, num_rows: int, size: int) -> None:
+    what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
+    failure.add_note(
+        f"automicro: the microbatch size is fixed, and {what or f'{size} rows of {num_rows} do'} "
+        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+    )
+    raise failure
+
+
+def _why_nothing_fits(
+    num_rows: int,
+    tried: list[int],
+    rule: CutRule,
+    residents: ResidentMemory | None,
+    device: torch.device,
+) -> str:
+    """What there is to say where the smallest size ran out of memory."""
+    # A size may have been tried twice, the second time cut into slices of two rows.
+    listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
+    text = f"a microbatch of {tried[-1]} of {num_rows} rows does not fit, and "
+    state = "The state is as before the step. What helps:"
+    less_state = "an optimizer with less state, " if _has_state(residents) else ""
+    if residents is not None and residents.limit is not None and residents.leaves_nothing:
+        return (
+            f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
+            f"without any row, and the limit is {format_bytes(residents.limit)}. {state} "
+            f"{less_state}a smaller model, a higher limit, a larger device."
         )
-        raise failure
+    floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < rule.min_rows)
+    text += f"there is no smaller one{floor} {listed}."
     peak, allocated = peak_bytes(device), allocated_bytes(device)
-    memory = "" if peak is None else f" Peak memory on {device} was {format_bytes(peak)}."
+    if peak is not None:
+        text += f" Peak memory on {device} was {format_bytes(peak)}."
     if allocated is not None:
-        memory += f" Model, optimizer and batch alone hold {format_bytes(allocated)}."
-    raise SampleTooLargeError(
-        f"a microbatch of {tried[-1]} of {num_rows} rows does not fit, and there is no smaller "
-        f"one (tried: {', '.join(map(str, tried))}).{memory} The state is as before the step. "
-        "What helps: shorter or smaller samples, activation checkpointing, precision='bf16', an "
-        f"optimizer with less state, a larger device. The last failure: {_first_line(failure)}"
-    ) from failure
+        text += f" Between attempts {format_bytes(allocated)} were allocated."
+    if residents is not None and residents.total:
+        limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
+        text += f" Every size needs {format_bytes(residents.total)}{limit} for {residents}."
+    return (
+        f"{text} {state} shorter or smaller samples, activation checkpointing, precision='bf16', "
+        f"{less_state}a larger device."
+    )
+
+
+def _has_state(residents: ResidentMemory | None) -> bool:
+    return residents is not None and residents.optimizer_state > 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,6 +27,24 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     raise ValueError(f"{name}={value!r} is not known{hint}; use one of {', '.join(accepted)}")
 
 
+def check_precision(precision: object, choices: Iterable[str]) -> str:
+    """The precision, if it is one of the choices.
+
+    Raises:
+        ValueError: it is not; fp16 is told apart, for what it lacks.
+
+    Example:
+        >>> check_precision("bf16", ["fp32", "bf16"])
+        'bf16'
+    """
+    if isinstance(precision, str) and precision.lower() in ("fp16", "float16", "half"):
+        raise ValueError(
+            f"precision={precision!r} needs a loss scaler, which is not supported yet; use 'bf16', "
+            "which needs none"
+        )
+    return check_choice("precision", precision, choices)
+
+
 def check_model(model: object) -> None:
     """Refuse what cannot be trained by microbatches.
 

@@ -6,7 +6,8 @@ In the order in which they are looked for:
 2. ``loss_fn`` and batches of ``(inputs, targets)``;
 3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)`` and
    ``eval_forward(batch)``;
-4. a model called with the batch as keyword arguments, whose output holds ``loss`` (Hugging Face).
+4. a model called with the batch as keyword arguments, whose output holds ``loss`` (Hugging Face),
+   or is a mapping of nothing but scalar losses, which are summed (detectors).
 """
 
 import dataclasses
@@ -192,6 +193,9 @@ class _KeywordModel:
             )
         outputs = model(**microbatch)
         if isinstance(outputs, Mapping):
+            losses = {} if outputs.get("loss") is not None else _scalar_losses(outputs)
+            if losses and len(losses) == len(outputs):  # detectors give nothing but losses
+                return _summed(losses, outputs)
             return Output(outputs.get("loss"), {}, outputs)
         return Output(getattr(outputs, "loss", None), {}, outputs)
 
@@ -212,27 +216,42 @@ def _read_result(result: Any) -> Output:
     if isinstance(result, Tensor):
         return Output(result, {}, None)
     if isinstance(result, Mapping):
-        losses = {
-            str(name): value
-            for name, value in result.items()
-            if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
-        }
+        losses = _scalar_losses(result)
         total = result.get("loss")
         if total is not None:
             losses.pop("loss", None)
             return Output(total, losses, result, has_total=True)
         if losses and len(losses) == len(result):
-            return Output(functools.reduce(operator.add, losses.values()), losses, result)
+            return _summed(losses, result)
         raise LossError(
             f"forward returned a mapping with the keys {sorted(map(str, result))}: it needs "
             "'loss', or nothing but scalar losses, which are then summed"
         )
     if isinstance(result, tuple) and len(result) == 2:
+        outputs = result[1]
+        if isinstance(outputs, Tensor) and outputs.dim() == 0 and outputs.requires_grad:
+            raise LossError(
+                "forward returned (loss, outputs) whose outputs are one number with a gradient, "
+                "and only the first would be trained on. Two losses? Return a mapping from names "
+                "to losses, which are summed; for a number to look at, .detach() it"
+            )
         return dataclasses.replace(_read_result(result[0]), outputs=result[1])
     raise LossError(
         f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
         "(loss, outputs), or a mapping with the key 'loss'"
     )
+
+
+def _scalar_losses(result: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {
+        str(name): value
+        for name, value in result.items()
+        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+    }
+
+
+def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
+    return Output(functools.reduce(operator.add, losses.values()), losses, outputs)
 
 
 def _read_losses(result: Any) -> Output:

@@ -4,8 +4,7 @@
 transaction, commit or roll back, and try smaller slices after running out of memory.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from automicro.checks import (
     check_history,
     check_model,
     check_optimizer,
+    check_precision,
     resolve_device,
 )
 from automicro.forward import choose_convention, outputs_with_rows
 from automicro.inputs import InputGuard, InputWatch
-from automicro.memory import MemoryBudget, active_budget, limit_memory, refuse_compiled
+from automicro.memory import OccupiedDevice
 from automicro.model_modes import evaluation_mode, is_lazy
 from automicro.passes import Passes
 from automicro.policy import Policy, make_policy
@@ -76,7 +76,8 @@ class Microbatcher:
         eval_microbatch_size: the same for `evaluate`.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"``, ``"none"`` (a
             sum), a callable from a microbatch to what its loss was divided by, a mapping of these
-            by the name of the loss, or ``"auto"`` to read it off the loss or the model.
+            by the name of the loss, ``{"language": "tokens", "balance": "samples"}``, or
+            ``"auto"`` to read it off the loss or the model.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
             ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``.
         optimizer: memory for its state is reserved while sizes are found.
@@ -89,9 +90,9 @@ class Microbatcher:
         batch_layout: which dimension holds the rows, and which parts are shared; see
             `split_batch`.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
-            ``metric.update(outputs, targets)``.
-        probe: whether to compare, before the first split, the loss of two rows with those of
-            each.
+            ``metric.update(outputs, targets)``, which does not shift a causal model's logits.
+        probe: whether to compare, at the first batch that could be split, the loss of a few rows
+            with those of their parts.
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -123,7 +124,6 @@ class Microbatcher:
         self._modules = [model, *modules]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
-        self._optimizer = optimizer
         check_optimizer(optimizer, self._modules)
         self._device = resolve_device(device, model)
         self._policy = make_policy(microbatch_size)
@@ -146,18 +146,14 @@ class Microbatcher:
             averages,
             self._layout,
             device=self._device,
-            autocast_dtype=PRECISIONS[check_choice("precision", precision, PRECISIONS)],
+            autocast_dtype=PRECISIONS[check_precision(precision, PRECISIONS)],
             run_backward=Tensor.backward if backward is None else backward,
             update_metric=update_metric or convention.update_metric,
         )
         self._prober = Prober(averages, convention.targets) if probe else None
         self._rule = CutRule(strict_divisible=strict_divisible)
         self._eval_rule = CutRule()
-        self._memory_limit = memory_limit
-        self._budget: MemoryBudget | None = None
-        if memory_limit is not None:
-            limit = limit_memory(memory_limit, self._device)
-            self._budget = limit if isinstance(limit, MemoryBudget) else None
+        self._memory = OccupiedDevice(self._device, self._modules, optimizer, memory_limit)
         self._buffers = BufferMemory(self._modules)
         self._eval_buffers = BufferMemory(self._modules)
         self._generators = find_generators(self._modules)
@@ -219,9 +215,10 @@ class Microbatcher:
                 "backward was called where gradients are switched off; leave the no_grad or "
                 "inference_mode block, or call evaluate"
             )
-        with self._memory():
+        with self._memory.limited():
             num_rows = self._layout.num_rows(batch)
             policy = self._split_guard.allowed_policy(self._policy)
+            prober = self._prober if self._split_guard.could_split(policy, num_rows) else None
             if is_lazy(self._modules):
                 self._passes.materialize(batch)
             parameters = [p for module in self._modules for p in module.parameters()]
@@ -240,12 +237,15 @@ class Microbatcher:
             )
             try:
                 finished = run_attempts(
-                    lambda sizes: self._train(batch, sizes, watch, buffers, metrics),
+                    lambda sizes: self._train(batch, sizes, watch, buffers, metrics, prober),
                     num_rows=num_rows,
                     policy=policy,
                     rule=self._rule,
                     transaction=transaction,
                     device=self._device,
+                    measure_residents=lambda: self._memory.measure(
+                        training=True, upcoming_bytes=self._reservation.upcoming_bytes
+                    ),
                 )
             except torch.OutOfMemoryError as error:
                 self._split_guard.explain_oom(error)
@@ -278,7 +278,7 @@ class Microbatcher:
 
         After any exception the state is as it was before the call.
         """
-        with self._memory(), evaluation_mode(self._modules), torch.no_grad():
+        with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             num_rows = self._layout.num_rows(batch)
             if is_lazy(self._modules):
                 self._passes.materialize(batch)
@@ -298,6 +298,7 @@ class Microbatcher:
                 rule=self._eval_rule,
                 transaction=transaction,
                 device=self._device,
+                measure_residents=lambda: self._memory.measure(training=False),
             )
         self._eval_size = finished.sizes[0]
         loss, losses, outputs = finished.result
@@ -319,13 +320,14 @@ class Microbatcher:
         watch: InputWatch,
         buffers: Buffers,
         metrics: Any,
+        prober: Prober | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One attempt at a batch. Everything that it changes is undone if it fails."""
         is_split = len(sizes) > 1
         if is_split:
             check_history(self._layout.leaves(batch))
-        if is_split and self._prober is not None:
-            self._probe(self._prober, batch, sum(sizes))
+        if prober is not None:
+            self._probe(prober, batch, sum(sizes))
         passes = self._passes
         microbatches = passes.cut(batch, sizes)
         weights = passes.weights(batch, microbatches, sizes)
@@ -337,6 +339,7 @@ class Microbatcher:
                 watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
         if is_split:
             self._split_guard.warn(sizes, buffers)
+        passes.warn_of_nothing(weights)
         return add_up(losses)
 
     def _probe(self, prober: Prober, batch: Any, num_rows: int) -> None:
@@ -375,19 +378,3 @@ class Microbatcher:
             del output  # before the next forward
         loss, parts = add_up(losses) if losses else (None, {})
         return loss, parts, concat_rows(outputs) if return_outputs else None
-
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[None]:
-        """The memory limit, entered, with everything that lies on the device counted."""
-        with contextlib.ExitStack() as stack:
-            if self._budget is not None:
-                stack.enter_context(self._budget)
-            elif self._memory_limit is not None:
-                stack.enter_context(limit_memory(self._memory_limit, self._device))
-            budget = active_budget()
-            if budget is not None:
-                for module in self._modules:
-                    refuse_compiled(module)
-                optimizer = [] if self._optimizer is None else [self._optimizer]
-                budget.track(*self._modules, *optimizer)
-            yield

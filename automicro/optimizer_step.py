@@ -9,7 +9,7 @@ dispatch mode, such as a memory budget, is active.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
     # Later steps write from their first operation on, so there is nothing to watch for.
     watched = not optimizer.state and type(optimizer).__module__.startswith("torch.optim.")
     for is_retry in (False, True):
-        failure, has_written = _try_step(optimizer, watched)
+        failure, has_written = try_watched(optimizer.step, watched=watched)
         if failure is None:
             return
         try:
@@ -65,15 +65,24 @@ def _describe(optimizer: torch.optim.Optimizer, failure: BaseException, has_writ
     )
 
 
-def _try_step(optimizer: torch.optim.Optimizer, watched: bool) -> tuple[BaseException | None, bool]:
-    """The out-of-memory error, if any, and whether something may have been written before it."""
+def try_watched(
+    action: Callable[[], object], *, watched: bool = True
+) -> tuple[BaseException | None, bool]:
+    """The out-of-memory error of an action, if any, and whether it may have written before it.
+
+    What the action itself has made does not count. Other exceptions pass through.
+
+    Args:
+        action: what to do.
+        watched: whether to look; if not, it may always have written.
+    """
     watch = _WriteWatch() if watched else None
     try:
         if watch is None:
-            optimizer.step()
+            action()
         else:
             with watch:
-                optimizer.step()
+                action()
     except Exception as error:
         if classify(error) is not Failure.RETRYABLE:
             raise

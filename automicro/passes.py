@@ -7,12 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from automicro.checks import check_loss
+from automicro.errors import LossAverageWarning
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode, quiet_training_mode
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.transfer import on_device, on_host
+from automicro.warn import warn
 from automicro.weighting import Average, BatchWeights
+
+METRIC_NOTE = "automicro: while updating the metric "
+"""How the note on an error begins that came out of a metric."""
 
 Losses = tuple[Tensor, dict[str, Tensor]]
 
@@ -51,6 +56,7 @@ class Passes:
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
         self._update_metric = update_metric
+        self._has_warned_of_nothing = False
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """The batch as microbatches of these rows: views, where it lies."""
@@ -63,6 +69,21 @@ class Passes:
         """What each microbatch's loss weighs."""
         with on_host():
             return BatchWeights(self._averages, batch, microbatches, sizes)
+
+    def warn_of_nothing(self, weights: BatchWeights) -> None:
+        """Warn, the first time, of a training batch in which no target counts.
+
+        Warns:
+            LossAverageWarning
+        """
+        if weights.all_are_nothing and not self._has_warned_of_nothing:
+            warn(
+                "no target of this batch counts: all are ignored or weigh nothing, so its loss "
+                "and its gradient are zero. Check the labels (and the collate function, and "
+                "ignore_index), and skip such batches if they are meant; said once",
+                LossAverageWarning,
+            )
+            self._has_warned_of_nothing = True
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
@@ -153,8 +174,13 @@ class Passes:
             return forward(self._modules[0], microbatch)
 
     def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
-        for metric in metrics.values() if type(metrics) is dict else [metrics]:
-            self._update_metric(metric, outputs, microbatch)
+        named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
+        for name, metric in named.items():
+            try:
+                self._update_metric(metric, outputs, microbatch)
+            except Exception as error:
+                error.add_note(f"{METRIC_NOTE}{name!r}")
+                raise
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """When to probe a loss, and warning of what the probe finds."""
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +8,11 @@ import torch
 
 from automicro.errors import LossAverageWarning
 from automicro.oom import Failure, classify, release
-from automicro.probe import LossesOf, compare, telling_pairs
+from automicro.probe import Comparisons, LossesOf, telling_pairs
 from automicro.slicing import BatchLayout
 from automicro.transaction import Transaction
 from automicro.transfer import on_host
+from automicro.warn import warn
 from automicro.weighting import Average
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ MAX_LOOKS = 20
 
 
 class Prober:
-    """Probes before the first split, and again while batches had no rows that could tell."""
+    """Probes the first batch that could be split, and later ones until rows could tell."""
 
     def __init__(self, averages: Mapping[str, Average], targets: Callable[[Any], Any]) -> None:
         self._averages = averages
@@ -38,7 +38,7 @@ class Prober:
         transaction: Transaction,
         device: torch.device,
     ) -> None:
-        """Probe a batch that is about to be split, if that is still of use.
+        """Probe a batch that could be split, if that is still of use.
 
         Args:
             batch: the whole batch.
@@ -54,7 +54,7 @@ class Prober:
         if self._looks_left == 0 or num_rows < 2:
             return
         self._looks_left -= 1
-        failure = cause = None
+        failure = None
 
         def rows_of(indices: Sequence[int]) -> Sequence[Any]:
             # What lies between them is cut off too, so that a batch of very many rows costs little.
@@ -80,9 +80,12 @@ class Prober:
         elif self._has_looked:
             return
         self._has_looked = True
+        comparisons = Comparisons(losses_of, batch, take_rows, self._averages)
         try:
             transaction.begin()
-            cause = compare(losses_of, take_rows, found.pairs, self._averages, self._targets)
+            for one, other in [*(((a,), (b,)) for a, b in found.pairs), *found.groups]:
+                if not comparisons.add(one, other):
+                    break
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 raise
@@ -91,9 +94,10 @@ class Prober:
             transaction.roll_back()
         if failure is not None:
             release(failure, device)
-            failure = None  # it holds this frame: a cycle
-            logger.warning("no memory to probe the loss on two rows; its average was not checked")
-            return
+            if not comparisons.has_looked:
+                logger.warning("no memory to probe the loss; its average was not checked")
+        with on_host():
+            cause = comparisons.cause(self._targets)
         if cause is not None:
             self._looks_left = 0
-            warnings.warn(cause, LossAverageWarning, stacklevel=2)
+            warn(cause, LossAverageWarning)

@@ -68,16 +68,15 @@ class OptimizerReservation:
         """What the placeholders hold now."""
         return sum(placeholder.nbytes for placeholder in self._placeholders)
 
+    @property
+    def upcoming_bytes(self) -> list[int]:
+        """Of each tensor of state that is still to be built, as predicted by the last `begin`."""
+        is_current = self._needed_for == [id(parameter) for parameter in self._stateless()]
+        return self._needed.state_bytes if is_current else []
+
     def begin(self) -> None:
-        if self._optimizer is None or self._placeholders:
-            return
-        stateless = [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad and parameter not in self._optimizer.state
-        ]
-        if not stateless:
+        stateless = [] if self._placeholders else self._stateless()
+        if self._optimizer is None or not stateless:
             return
         if self._needed_for != [id(parameter) for parameter in stateless]:
             self._needed_for = [id(parameter) for parameter in stateless]
@@ -97,6 +96,16 @@ class OptimizerReservation:
 
     def roll_back(self) -> None:
         self._placeholders = []
+
+    def _stateless(self) -> list[nn.Parameter]:
+        if self._optimizer is None:
+            return []
+        return [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter not in self._optimizer.state
+        ]
 
 
 def predict_step_memory(

@@ -1,6 +1,5 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
@@ -9,6 +8,7 @@ from automicro.batchnorm import batchnorm_buffers, batchnorm_message, find_batch
 from automicro.errors import BatchNormWarning, BufferWarning, UnsplittableModelError
 from automicro.policy import Fixed, Policy
 from automicro.transaction import Buffers
+from automicro.warn import warn
 
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore")
 
@@ -47,6 +47,10 @@ class SplitGuard:
             "microbatch_size=None or batchnorm='disable'"
         )
 
+    def could_split(self, policy: Policy, num_rows: int) -> bool:
+        """Whether the policy, as `allowed_policy` gave it, might ever split this batch."""
+        return not isinstance(policy, Fixed) or policy.propose(num_rows) < num_rows
+
     def explain_oom(self, error: BaseException) -> None:
         """Add to an out-of-memory error that splitting was disabled, where it was."""
         names = self._batchnorm_names() if self._mode == "disable" else []
@@ -70,11 +74,11 @@ class SplitGuard:
         names = self._batchnorm_names()
         if names:
             text = batchnorm_message(names, sizes[0], sum(sizes))
-            warnings.warn(text, BatchNormWarning, stacklevel=2)
+            warn(text, BatchNormWarning)
         known = set(self._named(batchnorm_buffers))
         others = [name for name in buffers.changed_names() if name not in known]
         if others:
-            warnings.warn(_buffer_message(others, len(sizes)), BufferWarning, stacklevel=2)
+            warn(_buffer_message(others, len(sizes)), BufferWarning)
         self._has_warned = True
 
     def _batchnorm_names(self) -> list[str]:

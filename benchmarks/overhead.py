@@ -63,28 +63,28 @@ def small_transformer(device: torch.device) -> Job:
     return Job(name="small transformer", model=model, batch=batch, microbatch_size=4, goal=1.05)
 
 
-def hand_written(job: Job) -> Callable[[], Tensor]:
-    """The loop that people write: exact because all slices have the same number of targets."""
+def hand_written(job: Job) -> Callable[[], object]:
+    """The loop that people write: exact because all slices have the same number of targets.
+
+    It keeps no loss, which ours does.
+    """
     inputs, targets = job.batch
     rows, size = len(inputs), job.microbatch_size
 
-    def step() -> Tensor:
-        total = torch.zeros((), device=inputs.device)
+    def step() -> None:
         for start in range(0, rows, size):
             x, y = inputs[start : start + size], targets[start : start + size]
             loss = F.cross_entropy(job.model(x), y) * (len(x) / rows)
             loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total
 
     return step
 
 
-def automatic(job: Job) -> Callable[[], Tensor]:
+def automatic(job: Job) -> Callable[[], object]:
     microbatcher = Microbatcher(
         job.model, loss_fn=F.cross_entropy, microbatch_size=job.microbatch_size
     )
-    return lambda: microbatcher.backward(job.batch).loss
+    return lambda: microbatcher.backward(job.batch)
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,14 +97,14 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def count_operations(step: Callable[[], Tensor]) -> int:
+def count_operations(step: Callable[[], object]) -> int:
     counter = Counter()  # type: ignore[no-untyped-call]
     with counter:
         step()
     return counter.operations
 
 
-def time_once(step: Callable[[], Tensor], model: nn.Module, repeats: int) -> float:
+def time_once(step: Callable[[], object], model: nn.Module, repeats: int) -> float:
     """Seconds of one step, gradients cleared outside the clock."""
     total = 0.0
     for _ in range(repeats):
@@ -136,11 +136,11 @@ def measure(job: Job, pairs: int, repeats: int) -> dict[str, Any]:
     for step in (hand, ours) * 5:
         time_once(step, job.model, 1)
     job.model.zero_grad(set_to_none=True)
-    expected = hand()
+    hand()
     gradients = [parameter.grad for parameter in job.model.parameters()]
     job.model.zero_grad(set_to_none=True)
+    ours()
     # Kernels of an accelerator do not add up in the same order each time.
-    torch.testing.assert_close(ours(), expected, rtol=1e-4, atol=1e-5)
     for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
     ratios, hand_seconds, our_seconds = [], [], []

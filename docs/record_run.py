@@ -16,7 +16,7 @@ from rich.text import Text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "digits.svg"
-FIRST, LAST = 9, 15
+FIRST, LAST = 9, 16
 
 
 def main() -> None:

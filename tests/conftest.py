@@ -34,12 +34,12 @@ VARIABLES_OF_LIBRARIES = {
 THREADS_OF_LIBRARIES = {"tqdm_monitor"}
 
 
-def pytest_collection_finish() -> None:
-    """Take what the imports made out of the collector's sight.
+@pytest.fixture(autouse=True, scope="module")
+def little_for_the_collector() -> None:
+    """Take what imports and earlier modules made out of the collector's sight.
 
     After running out of memory automicro collects cycles, hundreds of times in these tests.
     """
-    gc.collect()
     gc.freeze()
 
 

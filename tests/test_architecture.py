@@ -15,7 +15,7 @@ PACKAGE = ROOT / "automicro"
 # not know each other. A name stands for a file or for a folder with all in it.
 LAYERS = (
     ("errors",),
-    ("checks", "content", "duration", "memory", "oom", "results", "slicing", "weighting"),
+    ("checks", "content", "duration", "memory", "oom", "results", "slicing", "warn", "weighting"),
     (
         "batchnorm",
         "forward",
@@ -28,9 +28,9 @@ LAYERS = (
         "transaction",
         "transfer",
     ),
-    ("attempts", "passes", "probing", "splitting"),
+    ("attempts", "gradient_clipping", "passes", "probing", "splitting"),
     ("microbatcher",),
-    ("demo", "trainer", "verification"),
+    ("demo", "torture", "trainer", "verification"),
     ("cli",),
 )
 # These gather names and may import everything; nothing may import them.

@@ -10,6 +10,7 @@ import torch
 
 from automicro import BatchError, Fixed, Halving, RollbackError, SampleTooLargeError
 from automicro.attempts import CutRule, Finished, run_attempts
+from automicro.memory import ResidentMemory
 from automicro.policy import Policy
 from automicro.transaction import Transaction
 
@@ -205,6 +206,55 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run(fits(3, []), 10, Halving())
     assert [record.getMessage() for record in caplog.records] == [
-        "out of memory with 1 × 10 of 10 rows; rolled back, trying 2 × 5",
-        "out of memory with 2 × 5 of 10 rows; rolled back, trying 4 × 3",
+        "out of memory, microbatch size 10 → 5 rows (2 × 5 of 10)",
+        "out of memory, microbatch size 5 → 3 rows (4 × up to 3 of 10)",
     ]
+
+
+def refusal(residents: ResidentMemory | None) -> str:
+    with pytest.raises(SampleTooLargeError) as caught:
+        run_attempts(
+            fits(0, []),
+            num_rows=2,
+            policy=Halving(),
+            rule=CutRule(),
+            transaction=Transaction([]),
+            device=CPU,
+            measure_residents=None if residents is None else lambda: residents,
+        )
+    return str(caught.value)
+
+
+def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_remedy() -> None:
+    held = ResidentMemory(parameters=1024, gradients=1024, optimizer_state=3072, limit=4096)
+    assert refusal(held) == (
+        "a microbatch of 1 of 2 rows does not fit, and no size can (tried: 2, 1): parameters 1.00 "
+        "KiB, gradients 1.00 KiB, optimizer state 3.00 KiB come to 5.00 KiB without any row, and "
+        "the limit is 4.00 KiB. The state is as before the step. What helps: an optimizer with "
+        "less state, a smaller model, a higher limit, a larger device. The last failure: CUDA out "
+        "of memory."
+    )
+
+
+def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy() -> None:
+    known = refusal(ResidentMemory(parameters=1024, gradients=1024, limit=4096))
+    unknown = refusal(ResidentMemory(parameters=1024, buffers=512))
+    assert "Every size needs 2.00 KiB of 4.00 KiB for parameters 1.00 KiB, gradients" in known
+    assert "Every size needs 1.50 KiB for parameters 1.00 KiB, buffers 512 bytes." in unknown
+    for text in (known, unknown):
+        assert "What helps: shorter or smaller samples" in text
+        assert "less state" not in text  # there is none
+    assert "Every size" not in refusal(None)
+
+
+def test_the_floor_of_two_rows_is_explained_and_no_size_listed_twice() -> None:
+    def attempt(sizes: list[int]) -> str:
+        if sizes[-1] == 1:
+            raise ValueError("Expected more than 1 value per channel when training, got input size")
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(SampleTooLargeError) as caught:
+        run(attempt, 8, Halving())
+    text = str(caught.value)
+    assert "a microbatch of 2 of 8 rows does not fit" in text
+    assert "no smaller one, because BatchNorm cannot train on one row (tried: 8, 4, 2)" in text

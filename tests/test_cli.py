@@ -23,6 +23,10 @@ def loader(batch_size):
     return DataLoader(TensorDataset(rows, rows[:, :2].argmax(1)), batch_size=batch_size)
 
 
+def with_batchnorm():
+    return torch.nn.Sequential(torch.nn.Linear(1024, 2), torch.nn.BatchNorm1d(2))
+
+
 def nan_loss():
     return lambda outputs, targets: outputs.mean() * float("nan")
 
@@ -36,6 +40,10 @@ def late_bug():
         raise KeyError("a bug while training")
 
     return loss
+
+
+def loss_of_kind(kind, weight):
+    raise ValueError("no such kind")
 
 
 def interrupt():
@@ -97,6 +105,17 @@ def test_overrides_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) 
     assert "max_duration 1ba" in capsys.readouterr().out
 
 
+def test_modules_beside_the_config_are_found_from_anywhere_and_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "cli_job.py").write_text("raise RuntimeError('the wrong one')", encoding="utf-8")
+    monkeypatch.chdir(elsewhere)
+    assert main(["train", str(tmp_path / "job.yaml")]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_folder_where_the_command_is_started_is_searched_only_meanwhile() -> None:
     before = list(sys.path)
     assert main(["train", "job.yaml", "progress=false"]) == 0
@@ -139,9 +158,16 @@ def test_a_wrong_command_ends_with_2(
     assert out == ""
 
 
-def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_usage_and_one_line_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([]) == 2
-    assert "usage: automicro" in capsys.readouterr().err
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: automicro")
+    assert line == (
+        "automicro: error: no command was given: say automicro train CONFIG or automicro verify "
+        "CONFIG"
+    )
 
 
 MISTAKES = {
@@ -155,7 +181,12 @@ MISTAKES = {
     ),
     "optimizer.args.lr=-1": (
         "automicro: job.yaml: ValueError: Invalid learning rate: -1\n"
-        "  while making optimizer (torch.optim.SGD)"
+        "  while making optimizer (torch.optim.SGD) with lr=-1"
+    ),
+    "loss={call: cli_job.loss_of_kind, args: {kind: abc, weight: {call: torch.tensor, args: "
+    "{data: 1}}}}": (
+        "automicro: job.yaml: ValueError: no such kind\n"
+        "  while making loss (cli_job.loss_of_kind) with kind='abc', weight=a Tensor"
     ),
     "batchnorm=wran": (
         "automicro: job.yaml: ValueError: batchnorm='wran' is not known (did you mean 'warn'?); "
@@ -203,6 +234,34 @@ def test_memory_that_does_not_suffice_ends_with_1_without_a_traceback(
     err = capsys.readouterr().err
     assert "not fit" in err
     assert "Traceback" not in err
+
+
+def test_a_mistake_inside_a_metric_is_one_line_with_its_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    accuracy = "{call: torchmetrics.classification.MulticlassAccuracy, args: {num_classes: 3}}"
+    arguments = ["train", "job.yaml", f"metrics.accuracy={accuracy}"]
+    assert main(arguments) == 1
+    first, *notes = capsys.readouterr().err.splitlines()
+    assert first.startswith("automicro: the run failed: ValueError: ")
+    assert notes == [
+        "  while updating the metric 'accuracy'",
+        "  in training, epoch 1, batch 1 of the epoch (0 batches done)",
+        "(--debug shows the traceback)",
+    ]
+    assert main([*arguments, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_remedies_in_a_run_that_fails_are_written_as_yaml(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    norm = "model={call: cli_job.with_batchnorm}"
+    arguments = [norm, "batchnorm=error", "microbatch_size=4"]
+    assert main(["train", "job.yaml", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert "microbatch_size=null" in err
+    assert "None" not in err
 
 
 def test_a_bug_while_training_ends_with_1_and_its_traceback(

@@ -74,13 +74,13 @@ WRONG_OVERRIDES = {
         "bytes, or null"
     ),
     # values that mean nothing
-    "max_duration=2": (
-        "max_duration: '2' is no duration: write a whole number and ep (epochs), ba (batches), sp "
-        "(samples) or tok (tokens), like '2ep' or '500ba'"
-    ),
+    "max_duration=2": ("max_duration='2' has no unit; say '2ep' (epochs) or '2ba' (batches)"),
     "microbatch_size=0": (
-        'microbatch_size=0 is no size: give an int of at least 1, "auto" (found by halving), '
-        "None (the whole batch), or a policy such as Halving(initial=64)"
+        "microbatch_size=0 (a whole number): give a whole number of at least 1, auto (found by "
+        "halving) or null (the whole batch)"
+    ),
+    "grad_clip_norm=-1": (
+        "grad_clip_norm=-1.0 must be above 0; pass a number such as 1.0, or null"
     ),
     "memory_limit=lots": (
         "memory_limit: cannot read 'lots' as an amount of memory: write a positive number and one "
@@ -129,7 +129,11 @@ WRONG_OVERRIDES = {
     ),
     "model.call=torhc.nn.Linear": (
         "model.call='torhc.nn.Linear': there is no module 'torhc' (did you mean 'torch'?): install "
-        "it, or start automicro in the directory that holds it"
+        "it, or put it beside the config"
+    ),
+    "model.call=argprase.Net": (  # no model is in the standard library
+        "model.call='argprase.Net': there is no module 'argprase': install it, or put it beside "
+        "the config"
     ),
     "model.call=torch/nn": (
         "model.call='torch/nn' is not a dotted path: write names joined by dots, such as "
@@ -287,7 +291,7 @@ def test_an_error_inside_a_callable_passes_through_with_the_key_as_a_note() -> N
     with pytest.raises(ValueError, match="Invalid learning rate: -1") as caught:
         build_trainer(job("optimizer.args.lr=-1"))
     assert not isinstance(caught.value, ConfigError)
-    assert caught.value.__notes__ == ["while making optimizer (torch.optim.SGD)"]
+    assert caught.value.__notes__ == ["while making optimizer (torch.optim.SGD) with lr=-1"]
 
 
 def test_an_error_while_a_module_is_imported_passes_through(

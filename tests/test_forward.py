@@ -148,6 +148,56 @@ def test_several_losses_in_a_tuple_are_refused_and_none_is_dropped(size: int | N
         microbatcher.backward((x(), y()))
 
 
+@pytest.mark.parametrize("size", ["auto", None, 3])
+def test_two_losses_in_a_tuple_of_a_forward_are_refused(size: Any) -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits.square().mean()
+
+    with pytest.raises(LossError, match="Two losses\\? Return a mapping from names to losses"):
+        Microbatcher(Mlp(), forward=forward, microbatch_size=size).backward((x(), y()))
+
+
+def test_a_detached_number_beside_the_loss_is_an_output() -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits.detach().mean()
+
+    train(Mlp(), (x(), y()), forward=forward)
+
+
+class LossesByKeyword(nn.Module):
+    """A detector's convention: nothing but losses by name."""
+
+    def __init__(self, *, others: bool = False) -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.others = others
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = self.net(inputs)
+        losses = {"cls": F.cross_entropy(logits, labels), "reg": logits.square().mean()}
+        return {**losses, "logits": logits} if self.others else losses
+
+
+def test_a_model_that_gives_losses_by_name_alone_is_trained_on_their_sum() -> None:
+    model = LossesByKeyword()
+    batch = {"inputs": x(), "labels": y()}
+    expected = {name: float(loss.detach()) for name, loss in model(**batch).items()}
+    result = Microbatcher(model, microbatch_size=3).backward(batch)
+    assert float(result.loss) == pytest.approx(sum(expected.values()))
+    assert {n: float(v) for n, v in result.losses.items()} == pytest.approx(expected)
+    averages = {"cls": "tokens", "reg": "samples"}
+    named = Microbatcher(model, loss_average=averages, microbatch_size=3).backward(batch)
+    assert float(named.loss) == pytest.approx(sum(expected.values()))
+
+
+def test_losses_beside_other_outputs_are_not_guessed_at() -> None:
+    microbatcher = Microbatcher(LossesByKeyword(others=True), microbatch_size=3)
+    with pytest.raises(LossError, match="without a loss"):
+        microbatcher.backward({"inputs": x(), "labels": y()})
+
+
 def test_a_batch_that_is_no_pair_is_an_error_that_says_what_it_is() -> None:
     microbatcher = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss())
     with pytest.raises(BatchError, match=r"pair \(inputs, targets\), .* a tuple of length 3"):

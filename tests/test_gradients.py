@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from automicro.torture.faults import Boom, Fault, FaultMode
 from automicro.transaction import Gradients, Transaction
-from tests.torture.faults import Boom, Fault, FaultMode
 
 
 def none(parameter: nn.Parameter) -> Tensor | None:

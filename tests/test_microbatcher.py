@@ -212,8 +212,27 @@ def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_trie
 
 
 def test_under_a_budget_the_error_says_the_peak_and_what_remains() -> None:
-    with pytest.raises(SampleTooLargeError, match=r"Peak memory on cpu was .*alone hold 1\d\.\d+ "):
-        on(nn.Linear(6, CLASSES * 50).double(), memory_limit="18KiB").backward(batch())
+    expected = r"Peak memory on cpu was .*Every size needs 28\.00 KiB of 30\.00 KiB for parameters"
+    with pytest.raises(SampleTooLargeError, match=expected):
+        on(nn.Linear(6, CLASSES * 50).double(), memory_limit="30KiB").backward(batch())
+
+
+def test_state_that_the_optimizer_has_yet_to_build_is_named_where_it_fills_the_device() -> None:
+    model = nn.Linear(6, CLASSES * 50).double()
+    microbatcher = on(model, optimizer=torch.optim.AdamW(model.parameters()), memory_limit="40KiB")
+    with pytest.raises(SampleTooLargeError, match=r"no size can .*optimizer state 29\.00 KiB"):
+        microbatcher.backward(batch())
+    with pytest.raises(SampleTooLargeError) as raised:
+        on(model, memory_limit="14.5KiB").evaluate(batch())
+    assert "gradients" not in str(raised.value)
+    assert "optimizer state" not in str(raised.value)
+
+
+def test_a_budget_too_small_for_the_model_says_that_no_batch_is_to_blame() -> None:
+    model, whole = nn.Linear(6, CLASSES * 50).double(), batch()
+    with MemoryBudget("1KiB"), pytest.raises(torch.OutOfMemoryError) as raised:
+        on(model).backward(whole)
+    assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize(("size", "named"), [(4, "4 rows"), (None, "the whole batch")])

@@ -11,8 +11,8 @@ from torch import nn
 
 from automicro import OptimizerStepError
 from automicro.optimizer_step import step_optimizer
-from tests.torture.faults import Boom, Fault, FaultMode
-from tests.torture.states import freeze
+from automicro.torture.faults import Boom, Fault, FaultMode
+from automicro.torture.states import freeze
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The two-row probe: what it names, what it leaves alone, when it looks again."""
+"""The probe: what it names, what it leaves alone, when it looks again."""
 
 import contextlib
 import random
@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageWarning, LossError, Microbatcher, register_batch_type
+from automicro import (
+    Halving,
+    LossAverageWarning,
+    LossError,
+    Microbatcher,
+    register_batch_type,
+)
 from automicro.probe import telling_pairs
 from automicro.slicing import BatchLayout, split_batch, tensor_leaves
 from tests.cases import contrastive, count_boxes, detection_batch, detection_forward, masked_mean
@@ -163,8 +169,81 @@ def test_weights_of_tokens_among_floats_are_seen() -> None:
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
     batch = {"ids": tokens(), "goal": tokens().flip(0), "mask": mask}
-    with pytest.warns(LossAverageWarning, match="weighted mean"):
+    remedy = r"loss_average=lambda microbatch: microbatch\['mask'\]\.sum\(\)"
+    with pytest.warns(LossAverageWarning, match=f"weighted by 'mask': pass {remedy}"):
         Microbatcher(Encoder(), forward=forward, microbatch_size=4).backward(batch)
+
+
+def weighted_rows(model: nn.Module, batch: Any) -> Any:
+    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (each * batch[2]).sum() / batch[2].sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("size", ["auto", 16])
+@pytest.mark.parametrize("num_classes", [2, 5])
+@pytest.mark.parametrize("masked", [0.3, 0.7, 0.95])
+def test_a_mean_by_one_weight_per_row_is_named_whatever_the_rows(
+    masked: float, num_classes: int, size: Any
+) -> None:
+    remedy = "a mean weighted by '2': pass loss_average=lambda microbatch: microbatch[2].sum()"
+    for seed in range(40):
+        torch.manual_seed(seed)
+        weights = (torch.rand(64) > masked).float()
+        if len(weights.unique()) == 1:
+            continue  # these rows cannot tell
+        batch = (torch.randn(64, 6), torch.randint(num_classes, (64,)), weights)
+        model = nn.Linear(6, num_classes)
+        microbatcher = Microbatcher(model, forward=weighted_rows, microbatch_size=size)
+        (message,) = warnings_of(microbatcher, batch)
+        is_one_weight = weights.count_nonzero() == 1  # a part of any group has the loss zero
+        assert remedy in message or is_one_weight, seed
+        assert "a sum" not in message, seed
+        counted = Microbatcher(
+            model,
+            forward=weighted_rows,
+            microbatch_size=size,
+            loss_average=lambda microbatch: microbatch[2].sum(),
+        )
+        assert warnings_of(counted, batch) == []
+
+
+def test_weights_that_are_all_one_are_looked_at_again() -> None:
+    microbatcher = Microbatcher(Mlp(), forward=weighted_rows)
+    ones = torch.ones(ROWS, dtype=torch.float64)
+    assert warnings_of(microbatcher, (x(), y(), ones)) == []
+    (message,) = warnings_of(microbatcher, (x(), y(), ones.index_fill(0, torch.tensor([3]), 0)))
+    assert "weighted by '2'" in message
+
+
+def test_weights_of_a_structure_are_reached_in_the_remedy() -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return weighted_rows(model, (batch["x"], batch["more"][0], batch["more"][1]))
+
+    weights = torch.linspace(1, 2, ROWS, dtype=torch.float64)
+    batch = {"x": x(), "more": [y(), weights]}
+    with pytest.warns(LossAverageWarning, match=r"microbatch\['more'\]\[1\]\.sum"):
+        Microbatcher(Mlp(), forward=forward).backward(batch)
+
+
+def test_a_row_without_loss_is_no_sign_of_a_sum() -> None:
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        each = F.cross_entropy(logits, targets, reduction="none")
+        return (each * (targets == 4)).sum() / (targets == 4).sum().clamp(min=1)
+
+    targets = torch.zeros(ROWS, dtype=torch.long).index_fill(0, torch.tensor([7]), 4)
+    (message,) = warnings_of(on(Mlp(), loss_fn), (x(), targets))
+    assert "weighted mean with other weights than rows" in message
+
+
+def test_out_of_memory_for_a_group_leaves_what_the_pairs_show() -> None:
+    class Small(Mlp):
+        def forward(self, inputs: Tensor) -> Any:
+            if not self.training and len(inputs) > 2:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(inputs)
+
+    assert "compares rows" in warnings_of(on(Small(), contrastive), (x(), y()))[0]
+    assert warnings_of(on(Small(), nn.CrossEntropyLoss()), (x(), y())) == []
 
 
 def test_declaring_what_the_warning_says_silences_it() -> None:
@@ -222,8 +301,43 @@ def test_rows_that_cannot_be_put_together_are_not_blamed_on_the_loss() -> None:
 
 
 @pytest.mark.parametrize("size", [None, 20])
-def test_a_batch_that_is_not_split_is_not_probed(size: int | None) -> None:
+def test_a_batch_that_cannot_be_split_is_not_probed(size: int | None) -> None:
     assert warnings_of(on(Mlp(), contrastive, microbatch_size=size), (x(), y())) == []
+
+
+def test_where_batchnorm_disables_splitting_nothing_is_probed() -> None:
+    model = nn.Sequential(Mlp(), nn.BatchNorm1d(CLASSES).double())
+    disabled = on(model, contrastive, microbatch_size="auto", batchnorm="disable")
+    assert warnings_of(disabled, (x(), y())) == []
+
+
+@pytest.mark.parametrize("size", ["auto", Halving(initial=20)])
+def test_a_batch_that_could_be_split_is_probed_although_it_fits(size: Any) -> None:
+    microbatcher = on(Mlp(), contrastive, microbatch_size=size)
+    assert warnings_of(microbatcher, (x()[:1], y()[:1])) == []  # one row shows nothing
+    assert len(warnings_of(microbatcher, (x(), y()), (x(), y()))) == 1
+    assert warnings_of(on(Mlp(), contrastive, microbatch_size=size, probe=False), (x(), y())) == []
+
+
+def test_out_of_memory_in_the_probe_changes_nothing() -> None:
+    class NoRoom(Mlp):
+        def forward(self, inputs: Tensor) -> Any:
+            if not self.training:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(inputs)
+
+    microbatcher = on(NoRoom(), contrastive, microbatch_size="auto")
+    result = None
+    for _ in range(2):
+        result = microbatcher.backward((x(), y()))
+    assert result is not None
+    assert (result.num_microbatches, result.ooms) == (1, 0)
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_a_mistake_in_the_model_is_not_blamed_on_the_rows(size: Any) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        on(Mlp(), nn.MSELoss(), microbatch_size=size).backward((x()[:, :2], y()))
 
 
 def test_it_can_be_switched_off() -> None:
@@ -367,3 +481,20 @@ def test_of_many_rows_some_are_read() -> None:
     assert found.can_tell
     one, other = found.pairs[0]
     assert one < 500 <= other < 1000
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 7, 64])
+def test_a_group_is_cut_unevenly_with_some_weight_in_both_parts(num_rows: int) -> None:
+    weights = torch.zeros(num_rows)
+    weights[-2:] = 1
+    found = pairs_of((torch.zeros(num_rows), torch.zeros(num_rows), weights))
+    low, high = found.groups[0]
+    assert len({*low, *high}) == len(low) + len(high) == min(num_rows, 8)
+    assert len(low) < len(high)
+    assert weights[low].sum() > 0
+    assert weights[high].sum() > 0
+    assert weights[low].mean() != weights[high].mean()
+
+
+def test_two_rows_make_no_group() -> None:
+    assert pairs_of((x()[:2], y()[:2])).groups == ()

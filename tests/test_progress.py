@@ -18,6 +18,8 @@ from automicro.trainer.progress import (
     SilentProgress,
     make_progress,
 )
+from automicro.trainer.speed import RecentSpeed
+from automicro.trainer.state import LoopState
 
 
 class Clock:
@@ -44,12 +46,12 @@ def make_run(*, progress: bool = True, limit: str | None = "256KiB", **options: 
         "eval_dataloader": whole,
         "metrics": {"accuracy": MulticlassAccuracy(3, average="micro")},
         "max_duration": "2ep",
+        "optimizer": torch.optim.AdamW,
     }
     return Trainer(
         model,
         batches,
         loss_fn=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.AdamW,
         memory_limit=limit,
         device="cpu",
         progress=progress,
@@ -85,8 +87,9 @@ def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str])
     assert evaluations[0].startswith("eval after epoch 1/2, batch 2: loss 1.")
     assert "accuracy 0." in evaluations[0]
     assert evaluations[0].endswith("900 samples · microbatches 4 × 225 of 900")
-    assert any(line.startswith("epoch 1/2, batch 1/2 · loss 1.") for line in lines)
-    assert shown.out.endswith(str(summary) + "\n")
+    status = next(line for line in lines if line.startswith("epoch 1/2, batch 1/2 · loss 1."))
+    assert " · lr 0.001 · " in status
+    assert shown.out.endswith("\n\n" + str(summary) + "\n")
 
 
 def test_the_summary_ends_with_the_ooms_and_the_final_sizes() -> None:
@@ -115,17 +118,37 @@ def test_the_summary_aligns_what_it_reports() -> None:
         train_metrics={"accuracy": 0.5},
     )
     assert str(summary).splitlines() == [
-        "time                12.3 s",
-        "samples per second  1,234",
-        "peak memory         1.00 MiB",
-        "epochs              2",
-        "optimizer steps     6",
-        "samples             3,000",
-        "train loss          0.25",
-        "train accuracy      0.5",
+        "time                         12.3 s",
+        "samples per second           1,234",
+        "peak memory                  1.00 MiB",
+        "epochs                       2",
+        "optimizer steps              6",
+        "samples                      3,000",
+        "train loss (last batch)      0.2500",
+        "train accuracy (last epoch)  0.5000",
         "OOMs survived: 0 (0 in train, 0 in eval)",
         "final microbatch size: 1 row (1 × 1 of 1) in train",
     ]
+
+
+def test_speed_is_that_of_the_last_seconds_and_not_an_average_since_the_start() -> None:
+    speed, state = RecentSpeed(), LoopState()
+    seen = []
+    for seconds, samples in [(5.0, 5000), (10.0, 5500), (15.0, 6000), (15.0, 6000)]:
+        state.train.seconds, state.samples = seconds, samples
+        seen.append(speed.per_second(state))
+    assert seen == [1000.0, 100.0, 100.0, 100.0]
+
+
+def test_an_optimizer_of_several_learning_rates_shows_none(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def two_rates(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": [each], "lr": 0.1 / (1 + i)} for i, each in enumerate(parameters)]
+        return torch.optim.SGD(groups)
+
+    make_run(optimizer=two_rates, eval_dataloader=None).fit()
+    assert " · lr " not in capfd.readouterr().out
 
 
 def test_memory_that_nobody_counts_is_not_reported() -> None:

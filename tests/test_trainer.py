@@ -82,7 +82,12 @@ def test_bf16_runs_the_forward_in_bf16_and_keeps_parameters_in_fp32() -> None:
 
     model = make_model()
     summary = make_trainer(
-        model, precision="bf16", forward=forward, loss_fn=None, eval_dataloader=make_loader()
+        model,
+        precision="bf16",
+        forward=forward,
+        loss_fn=None,
+        eval_dataloader=make_loader(),
+        microbatch_size=None,  # the probe of what may be split runs outside of autocast
     ).fit()
     assert seen == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

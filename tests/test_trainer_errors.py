@@ -53,7 +53,7 @@ def test_a_gradient_that_is_not_finite_is_caught_where_gradients_are_clipped() -
     model = Scripted(1, root)
     before = copy.deepcopy(model.linear)
     with pytest.raises(NonFiniteLossError, match="the norm of its gradient is nan"):
-        make_trainer(model, grad_clip_norm=1.0).fit()
+        make_trainer(model, grad_clip_norm=1.0, microbatch_size=None).fit()
     assert_same(model.linear, before)
 
 
@@ -143,8 +143,12 @@ def test_an_iterator_that_is_used_up_in_the_second_epoch_is_an_error() -> None:
             "belongs to another optimizer",
         ),
         ({"eval_dataloader": 3}, TypeError, "eval_dataloader is a int and cannot be iterated"),
-        ({"max_duration": 3}, TypeError, "no unit: say '3ep'"),
-        ({"max_duration": "3"}, ValueError, "'3' is no duration"),
+        ({"max_duration": 3}, TypeError, "max_duration=3 has no unit; say '3ep'"),
+        ({"max_duration": "3"}, ValueError, r"no unit; say '3ep' \(epochs\) or '3ba' \(batches\)$"),
+        ({"eval_interval": "0ep"}, ValueError, "eval_interval='0ep' is not a whole number of"),
+        ({"max_duration": "ten"}, ValueError, "whole number of epochs or batches, at least 1; wri"),
+        ({"max_duration": "1e2ba"}, ValueError, "write it like '2ep' or '500ba'$"),
+        ({"precision": "fp16"}, ValueError, "fp16' needs a loss scaler, .* use 'bf16'"),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
         ({"device": "nowhere"}, ValueError, "device='nowhere' cannot be used here"),

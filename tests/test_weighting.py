@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossError, Microbatcher
+from automicro import LossAverageWarning, LossError, Microbatcher
 from automicro.weighting import (
     BatchWeights,
     Counted,
@@ -244,9 +244,11 @@ def test_a_batch_whose_every_target_is_ignored_contributes_zero(
     microbatcher = Microbatcher(
         model, loss_fn=masked_mean, loss_average=loss_average, microbatch_size=size
     )
-    result = microbatcher.backward(batch)
+    with pytest.warns(LossAverageWarning, match="no target of this batch counts.*labels"):
+        result = microbatcher.backward(batch)
     assert float(result.loss) == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert float(microbatcher.backward(batch).loss) == 0  # and says so once
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
@@ -257,7 +259,8 @@ def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were(
     microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
     microbatcher.backward((x(), y()))
     before = gradients(model)
-    assert float(microbatcher.backward((x(), torch.full_like(y(), IGNORED))).loss) == 0
+    with pytest.warns(LossAverageWarning, match="no target of this batch counts"):
+        assert float(microbatcher.backward((x(), torch.full_like(y(), IGNORED))).loss) == 0
     assert difference(gradients(model), before) == 0
 
 
@@ -338,3 +341,10 @@ def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:
     parts = [(None, part) for part in targets.split([6, 5], dim=1)]
     counts = Tokens(second).denominators((None, targets), parts, [6, 5])
     assert counts == [int((part != IGNORED).sum()) for _, part in parts]
+
+
+@pytest.mark.parametrize("size", ["auto", None, 3])
+def test_targets_in_numpy_are_an_error_with_the_remedy_and_no_warning(size: Any) -> None:
+    microbatcher = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
+    with pytest.raises(LossError, match=r"NumPy array; convert to tensors"):
+        microbatcher.backward((x(), y().numpy()))

@@ -51,9 +51,9 @@ def frozen() -> nn.Module:
     return model().requires_grad_(False)
 
 
-def too_small(**options: Any) -> object:
-    module = model()
-    with MemoryBudget("4KiB"):
+def too_small(limit: str = "4KiB", module: nn.Module | None = None, **options: Any) -> object:
+    module = module or model()
+    with MemoryBudget(limit):
         return backward(MANY, module, **options)
 
 
@@ -96,6 +96,7 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "one row beside many": lambda: backward(
         {"x": X, "w": torch.ones(1)}, loss_fn=None, forward=lambda m, b: m(b["x"]).sum()
     ),
+    "rows in another dimension": lambda: backward((X.T, Y)),
     "unknown type": lambda: backward((X, Opaque())),
     "layout with a wrong path": lambda: backward(
         ({"x": X, "labels": Y}, Y), batch_layout={"0.lables": "shared"}
@@ -118,6 +119,7 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
         module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), batchnorm="error"
     ),
     "precision": lambda: backward(precision="fp8"),
+    "precision fp16": lambda: backward(precision="fp16"),
     "device elsewhere": lambda: backward(device="cuda:3"),
     "meta device": lambda: backward(module=model().to("meta"), device=None),
     "memory limit": lambda: backward(memory_limit="24 parsecs"),
@@ -133,7 +135,9 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "state of another policy": lambda: Microbatcher(
         model(), loss_fn=LOSS, microbatch_size=4
     ).load_state_dict(Microbatcher(model(), loss_fn=LOSS).state_dict()),
-    "nothing fits": lambda: too_small(),
+    "no row fits": lambda: too_small("5KiB"),
+    "no row can fit": lambda: too_small(),
+    "model does not fit": lambda: too_small(module=nn.Linear(4, 1000)),
     "register no class": lambda: register_batch_type(
         cast("type", 3), num_rows=len, take=lambda v, a, b: v[a:b]
     ),
@@ -181,7 +185,7 @@ TRAINER: dict[str, Callable[[], object]] = {
     "clip norm negative": lambda: fit(grad_clip_norm=-1),
     "device unknown": lambda: fit(device="gpu"),
     "limit below the model": lambda: fit(memory_limit="1KiB"),
-    "model alone fits, no row does": lambda: fit(memory_limit="3KiB", optimizer=torch.optim.AdamW),
+    "optimizer state does not fit": lambda: fit(memory_limit="3KiB", optimizer=torch.optim.AdamW),
     "metric named loss": lambda: fit(metrics={"loss": MeanMetric()}),
     "fit twice": fit_twice,
     "eval without data": evaluate_nothing,

@@ -7,17 +7,20 @@ is wrong, 3 exactness cannot be verified, 130 Ctrl-C.
 import argparse
 import contextlib
 import importlib.metadata
-import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from automicro.cli.loading import load_config
+from automicro.cli.nodes import as_yaml
 from automicro.cli.suggestions import did_you_mean
+from automicro.cli.torturing import add_torture, torture_subject
 from automicro.cli.training import build_trainer
 from automicro.cli.verifying import verify_config
 from automicro.errors import AutomicroError, ConfigError
 from automicro.oom import is_out_of_memory
+from automicro.passes import METRIC_NOTE
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -66,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
     except SystemExit as exit:  # argparse has written its message
         return int(exit.code or OK)
-    if arguments.command is None:
-        _parser().print_help(sys.stderr)
-        return MISUSED
-    run = {"train": _train, "verify": _verify}[arguments.command]
+    run = {"train": _train, "verify": _verify}.get(arguments.command)
     try:
+        if run is None:
+            return _torture(arguments)
         return run(arguments.config, arguments.overrides)
     except KeyboardInterrupt as error:
         _show(error, "interrupted", debug=arguments.debug)
@@ -85,13 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_out_of_memory(error):
             _show(error, _describe(error), debug=arguments.debug)
             return FAILED
+        if _comes_from_a_metric(error):
+            _show(error, _in_one_line(error), debug=arguments.debug)
+            return FAILED
         # A mistake in the user's code: without the traceback nobody can find it.
         _show(error, f"the run failed: {_summary(error)}", debug=True)
         return FAILED
 
 
 def _train(path: str, overrides: Sequence[str]) -> int:
-    with _importing_from_here():
+    with _importing_beside(path):
         config = load_config(path, overrides)
         with _building(path):
             trainer = build_trainer(config)
@@ -102,10 +107,19 @@ def _train(path: str, overrides: Sequence[str]) -> int:
 
 
 def _verify(path: str, overrides: Sequence[str]) -> int:
-    with _importing_from_here():
+    with _importing_beside(path):
         config = load_config(path, overrides)
         with _building(path):
             report = verify_config(config)
+    print(report)
+    return report.exit_code
+
+
+def _torture(arguments: argparse.Namespace) -> int:
+    with _importing_beside(arguments.subject):
+        report = torture_subject(
+            arguments.subject, quick=arguments.quick, seed=arguments.seed, calls=arguments.calls
+        )
     print(report)
     return report.exit_code
 
@@ -122,17 +136,14 @@ def _building(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _importing_from_here() -> Iterator[None]:
-    """Let a config name modules that lie where the command was started."""
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
+def _importing_beside(path: str) -> Iterator[None]:
+    """Let a config name modules that lie beside it, then those where the command was started."""
+    before = list(sys.path)
+    sys.path[:0] = dict.fromkeys([str(Path(path).resolve().parent), str(Path.cwd())])
     try:
         yield
     finally:
-        if added:
-            sys.path.remove(here)
+        sys.path[:] = before
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,9 +153,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if each.startswith("-") or arguments.command is None:
             hint = did_you_mean(each, ["--help", "--version", "--debug"])
             parser.error(f"unknown option {each!r}{hint}; options of a config are key=value")
-    if arguments.command is not None:
+    if arguments.command is None:
+        parser.error("no command was given: say automicro train CONFIG or automicro verify CONFIG")
+    elif arguments.command != "torture":
         # argparse takes no more positionals once an option came between them.
         arguments.overrides += rest
+    elif rest:
+        parser.error(f"unknown argument {rest[0]!r}; torture takes one SUBJECT and options")
     return arguments
 
 
@@ -182,12 +197,27 @@ def _parser() -> argparse.ArgumentParser:
             help="replaces a key of the config; the value is YAML",
         )
         command.add_argument("--debug", action="store_true", help="show the traceback of any error")
+    add_torture(commands)
     return parser
 
 
 def _describe(error: Exception) -> str:
     notes = getattr(error, "__notes__", [])
-    return "\n  ".join([str(error), *(note.removeprefix("automicro: ") for note in notes)])
+    said = [str(error), *(note.removeprefix("automicro: ") for note in notes)]
+    text = "\n  ".join(said)
+    # A mistake in a config may quote somebody else's error.
+    return text if isinstance(error, ConfigError) else as_yaml(text)
+
+
+def _comes_from_a_metric(error: Exception) -> bool:
+    return any(note.startswith(METRIC_NOTE) for note in getattr(error, "__notes__", []))
+
+
+def _in_one_line(error: Exception) -> str:
+    """An error whose own message may have many lines, and its notes."""
+    notes = [note.removeprefix("automicro: ") for note in error.__notes__]
+    said = " ".join(str(error).split())
+    return "\n  ".join([f"the run failed: {type(error).__name__}: {said}", *notes])
 
 
 def _summary(error: Exception) -> str:

@@ -54,10 +54,11 @@ def _import_top(path: str, key: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != top:
             raise
-        known = {*sys.builtin_module_names, *(each.name for each in pkgutil.iter_modules())}
+        # Nobody's model or data is in the standard library.
+        known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
         raise ConfigError(
             f"{key}={path!r}: there is no module {top!r}{did_you_mean(top, known)}: install it, "
-            f"or start automicro in the directory that holds it"
+            f"or put it beside the config"
         ) from None
 
 

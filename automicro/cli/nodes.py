@@ -1,6 +1,8 @@
 """The one form in which a config names things: ``{call: dotted.path, args: {…}}``."""
 
 import functools
+import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +101,15 @@ def show(value: object) -> str:
     return f"{value!r} ({kind})" if kind else repr(value)
 
 
+def as_yaml(text: str) -> str:
+    """Write None in a message of ours as a config has it.
+
+    >>> as_yaml("pass microbatch_size=None, or None")
+    'pass microbatch_size=null, or null'
+    """
+    return re.sub(r"(?<=[= ])None\b", "null", text)
+
+
 def is_node(value: object) -> bool:
     """Tell whether a value inside a config describes something to be made."""
     return isinstance(value, Mapping) and "call" in value
@@ -138,8 +149,22 @@ def _make(
     target: Callable[..., Any], values: Mapping[str, Callable[[], Any]], doing: str, *first: Any
 ) -> Any:
     args = {name: value() for name, value in values.items()}
-    with _noting(doing):
+    with _noting(doing + _describe_arguments(args)):
         return target(*first, **args)
+
+
+def _describe_arguments(args: Mapping[str, Any]) -> str:
+    """What was handed over by name: plain values as they are, what was made by its type."""
+    shown = [f"{name}={_brief(value)}" for name, value in args.items()]
+    return f" with {', '.join(shown)}" if shown else ""
+
+
+def _brief(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return show(value)
+    if isinstance(value, str | int | float | list | dict):
+        return reprlib.repr(value)
+    return f"a {type(value).__name__}"
 
 
 @contextmanager

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from automicro.cli.config import CallConfig, TrainConfig
-from automicro.cli.nodes import is_node, prepare
-from automicro.duration import Duration
+from automicro.cli.nodes import as_yaml, is_node, prepare, show
 from automicro.errors import ConfigError
 from automicro.memory import parse_bytes
 from automicro.policy import make_policy
 from automicro.trainer import Trainer
+from automicro.trainer.arguments import read_duration, read_norm
 from automicro.trainer.device import seed_everything
 
 # Handed to the Trainer under their own names and as they are.
@@ -31,12 +32,14 @@ PLAIN = (
 )
 # Their own errors do not know which key they stand under.
 READERS: Mapping[str, Callable[[Any], object]] = {
-    "max_duration": Duration.parse,
-    "eval_interval": Duration.parse,
+    "max_duration": partial(read_duration, "max_duration"),
+    "eval_interval": partial(read_duration, "eval_interval"),
     "memory_limit": parse_bytes,
     "microbatch_size": make_policy,
     "eval_microbatch_size": make_policy,
+    "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
 }
+SIZES = ("microbatch_size", "eval_microbatch_size")
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
@@ -125,8 +128,13 @@ def _check_value(key: str, value: Any, read: Callable[[Any], object]) -> None:
     try:
         read(value)
     except (TypeError, ValueError) as error:
-        named = str(error).startswith(f"{key}=")
-        raise ConfigError(str(error) if named else f"{key}: {error}") from error
+        if key in SIZES:  # policies have no place in a config
+            raise ConfigError(
+                f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
+                f"halving) or null (the whole batch)"
+            ) from error
+        text = as_yaml(str(error))
+        raise ConfigError(text if text.startswith(f"{key}=") else f"{key}: {text}") from error
 
 
 def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:

@@ -3,11 +3,15 @@
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.compiled import refuse_compiled
 from automicro.memory.device import allocated_bytes, limit_memory, peak_bytes, reset_peak
+from automicro.memory.occupied import OccupiedDevice
+from automicro.memory.residents import ResidentMemory, track_residents
 from automicro.memory.size import format_bytes, parse_bytes
 from automicro.memory.torch_private import is_uninitialized
 
 __all__ = [
     "MemoryBudget",
+    "OccupiedDevice",
+    "ResidentMemory",
     "active_budget",
     "allocated_bytes",
     "format_bytes",
@@ -17,4 +21,5 @@ __all__ = [
     "peak_bytes",
     "refuse_compiled",
     "reset_peak",
+    "track_residents",
 ]

@@ -113,7 +113,7 @@ class MemoryBudget:
         elif _entered.budget is not self:
             raise ValueError(
                 f"cannot enter {self!r} inside {_entered.budget!r}: one thread simulates one "
-                f"device, so leave the outer budget first, or use it here too: active_budget()"
+                f"device, so leave the outer budget first, or enter that one in both places"
             )
         _entered.depth += 1
         return self
@@ -149,7 +149,7 @@ class MemoryBudget:
         """
         changes: list[Change] = []
         try:
-            for tensor in _tensors_of(residents):
+            for tensor in tensors_of(residents):
                 self._mode.ledger.place(tensor, changes, on_host=False)
         except BaseException:
             self._mode.ledger.undo(changes)
@@ -197,7 +197,13 @@ class MemoryBudget:
         return f"MemoryBudget({limit!r})"
 
 
-def _tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
+def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of modules, optimizers, tensors and containers of these.
+
+    Raises:
+        TypeError: something else is among them.
+        ValueError: a module is compiled.
+    """
     for resident in residents:
         if isinstance(resident, torch.Tensor):
             yield resident
@@ -209,9 +215,9 @@ def _tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
         elif isinstance(resident, torch.optim.Optimizer):
             yield from _tensors_in(resident.state)
         elif isinstance(resident, Mapping):
-            yield from _tensors_of(resident.values())
+            yield from tensors_of(resident.values())
         elif isinstance(resident, list | tuple):
-            yield from _tensors_of(resident)
+            yield from tensors_of(resident)
         else:
             raise TypeError(
                 f"a budget cannot track {resident!r} of type {type(resident).__name__}: give "

@@ -17,7 +17,7 @@
 from automicro.slicing.joining import concat_rows
 from automicro.slicing.kinds import register_batch_type
 from automicro.slicing.layout import BatchLayout, num_rows, split_batch
-from automicro.slicing.sizes import balanced_sizes, check_microbatch_size
+from automicro.slicing.sizes import balanced_sizes, check_microbatch_size, describe_cut
 from automicro.slicing.tensors import map_tensors, tensor_leaves
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "balanced_sizes",
     "check_microbatch_size",
     "concat_rows",
+    "describe_cut",
     "map_tensors",
     "num_rows",
     "register_batch_type",

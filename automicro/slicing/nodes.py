@@ -97,12 +97,21 @@ def _disagreement(before: Sequence[Node], node: Node) -> BatchError:
             f"batch_layout={{{single.path!r}: 'shared'}} if every microbatch should get "
             f"{where(single.path)} whole, or give it as many rows as the rest."
         )
-    is_array = second.kind is Kind.TENSOR or second.kind is Kind.ARRAY
-    dimension = f", or which dimension does (batch_layout={{{second.path!r}: 1}})"
     return BatchError(
         f"{text} Give both the same number of rows, or declare what holds no rows "
-        f"(batch_layout={{{second.path!r}: 'shared'}}){dimension * is_array}."
+        f"(batch_layout={{{second.path!r}: 'shared'}}){_or_dimension(first, second)}."
     )
+
+
+def _or_dimension(first: Node, second: Node) -> str:
+    """The end of a remedy, where one of two leaves has the other's rows in another dimension."""
+    for leaf, other in ((second, first), (first, second)):
+        if leaf.kind not in (Kind.TENSOR, Kind.ARRAY) or getattr(leaf.value, "is_nested", False):
+            continue
+        for dim, size in enumerate(leaf.value.shape):
+            if size in other.counts and size not in leaf.counts:
+                return f", or which dimension does (batch_layout={{{leaf.path!r}: {dim}}})"
+    return ""
 
 
 def _witness(node: Node, against: Counts) -> Node:

@@ -31,6 +31,16 @@ def check_microbatch_size(value: Any, *, name: str = "microbatch_size") -> int:
     return size
 
 
+def describe_cut(num_rows: int, microbatch_size: int, num_microbatches: int) -> str:
+    """How a batch is cut, in a few words.
+
+    >>> describe_cut(512, 128, 4), describe_cut(10, 4, 3)
+    ('4 × 128 of 512', '3 × up to 4 of 10')
+    """
+    up_to = "" if microbatch_size * num_microbatches == num_rows else "up to "
+    return f"{num_microbatches} × {up_to}{microbatch_size} of {num_rows}"
+
+
 def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) -> list[int]:
     """Cut `num_rows` into the fewest microbatches of at most `microbatch_size` rows, balanced.
 

@@ -8,12 +8,23 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
 
     Raises:
         TypeError: not text.
-        ValueError: no duration, or one in samples or tokens.
+        ValueError: no duration, or one in samples or tokens. The message offers epochs and batches
+            only.
 
     >>> read_duration("max_duration", "2ep")
     Duration.parse('2ep')
     """
-    parsed = Duration.parse(duration)
+    try:
+        parsed = Duration.parse(duration)
+    except (TypeError, ValueError) as error:
+        # Said anew: the error offers samples and tokens, too.
+        text = str(duration).strip()
+        why = (
+            "is not a whole number of epochs or batches, at least 1; write it like '2ep' or '500ba'"
+        )
+        if text.isdecimal() and int(text) > 0:
+            why = f"has no unit; say '{text}ep' (epochs) or '{text}ba' (batches)"
+        raise type(error)(f"{name}={duration!r} {why}") from None
     if parsed.unit not in (Unit.EPOCHS, Unit.BATCHES):
         raise ValueError(
             f"{name}='{parsed}' counts {parsed.unit.name.lower()}, which the Trainer cannot count "

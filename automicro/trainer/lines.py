@@ -82,6 +82,8 @@ def batch_line(
     max_duration: Duration,
     num_batches: int | None,
     device: torch.device,
+    samples_per_second: float,
+    learning_rate: float | None,
 ) -> str:
     """Where training stands after a batch."""
     of_epoch = "" if num_batches is None else f"/{num_batches}"
@@ -89,12 +91,24 @@ def batch_line(
         where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}{of_epoch}"
     else:
         where = f"batch {state.batch}/{max_duration.value}, epoch {state.epoch + 1}"
-    speed = state.samples / state.train.seconds if state.train.seconds else 0.0
-    parts = [where, f"loss {state.loss:.4g}", f"{speed:,.0f} samples/s", f"microbatches {cut}"]
+    assert state.loss is not None
+    parts = [where, f"loss {describe_number(state.loss)}"]
+    if learning_rate is not None:
+        parts.append(f"lr {learning_rate:.3g}")
+    parts += [f"{samples_per_second:,.0f} samples/s", f"microbatches {cut}"]
     peak = peak_bytes(device)
     if peak is not None:
         parts.append(f"peak memory {format_bytes(peak)}")
     return " · ".join(parts)
+
+
+def describe_number(value: float) -> str:
+    """A loss or a metric: four decimals, unless it is too small or too large for them.
+
+    >>> describe_number(1.0), describe_number(0.00001234), describe_number(123456.0)
+    ('1.0000', '1.234e-05', '1.235e+05')
+    """
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
 def recovery_line(phase: str, *, before: int, cut: Cut, ooms: int) -> str:
@@ -104,8 +118,9 @@ def recovery_line(phase: str, *, before: int, cut: Cut, ooms: int) -> str:
     >>> recovery_line("train", before=512, cut=cut, ooms=2)
     'train: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)'
     """
+    size = count_of(cut.microbatch_size, "row")
     return (
-        f"{phase}: out of memory, microbatch size {before} → {cut.microbatch_size} rows "
+        f"{phase}: out of memory, microbatch size {before} → {size} "
         f"({cut}; {count_of(ooms, 'attempt')} rolled back)"
     )
 
@@ -115,7 +130,7 @@ def evaluation_line(values: Mapping[str, float], *, samples: int, cut: Cut, wher
 
     >>> cut = Cut(num_rows=10, microbatch_size=5, num_microbatches=2)
     >>> evaluation_line({"loss": 0.25, "accuracy": 1.0}, samples=10, cut=cut, where="batch 3")
-    'eval after batch 3: loss 0.25, accuracy 1 · 10 samples · microbatches 2 × 5 of 10'
+    'eval after batch 3: loss 0.2500, accuracy 1.0000 · 10 samples · microbatches 2 × 5 of 10'
     """
     after = f" after {where}" if where else ""
     found = describe_values(values)
@@ -124,7 +139,9 @@ def evaluation_line(values: Mapping[str, float], *, samples: int, cut: Cut, wher
 
 def describe_values(values: Mapping[str, float]) -> str:
     """Loss and metrics in a few words."""
-    shown = [f"{name} {value:.4g}" for name, value in list(values.items())[:_MOST_METRICS]]
+    shown = [
+        f"{name} {describe_number(value)}" for name, value in list(values.items())[:_MOST_METRICS]
+    ]
     if len(values) > _MOST_METRICS:
         shown.append(f"and {len(values) - _MOST_METRICS} more")
     return ", ".join(shown) or "nothing to report (no loss, no metrics)"

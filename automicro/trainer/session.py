@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from automicro.memory import active_budget, limit_memory
+from automicro.memory import active_budget, limit_memory, track_residents
 from automicro.trainer.progress import Progress, recoveries_shown_here
-
-TOO_LARGE = (
-    "the model and the optimizer's state alone exceed the limit; raise memory_limit, or train a "
-    "smaller model"
-)
 
 
 @contextlib.contextmanager
@@ -34,8 +29,7 @@ def running(
             stack.enter_context(limit_memory(memory_limit, device))
         budget = active_budget()
         if budget is not None and device.type == "cpu":
-            with noting(lambda: TOO_LARGE):
-                budget.track(*residents)
+            track_residents(budget, residents)
         yield stack.enter_context(progress)
 
 

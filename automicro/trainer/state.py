@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from automicro.results import EvalResult, StepResult
+from automicro.slicing import describe_cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,7 @@ class Cut:
         )
 
     def __str__(self) -> str:
-        is_even = self.microbatch_size * self.num_microbatches == self.num_rows
-        size = f"{'' if is_even else 'up to '}{self.microbatch_size}"
-        return f"{self.num_microbatches} × {size} of {self.num_rows}"
+        return describe_cut(self.num_rows, self.microbatch_size, self.num_microbatches)
 
 
 @dataclass(kw_only=True)

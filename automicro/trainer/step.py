@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import NonFiniteLossError
+from automicro.gradient_clipping import clip_gradients
 from automicro.microbatcher import Microbatcher
 from automicro.optimizer_step import step_optimizer
 from automicro.policy import Policy
@@ -78,6 +79,12 @@ class TrainingStep:
         state.train.seconds += time.perf_counter() - start
         return Cut.of(result)
 
+    @property
+    def learning_rate(self) -> float | None:
+        """What the next step takes, if that is one value for all parameters."""
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group}
+        return rates.pop() if len(rates) == 1 else None
+
     def clear_gradients(self) -> None:
         """Forget gradients, also those of parameters that the optimizer does not have.
 
@@ -90,8 +97,7 @@ class TrainingStep:
     def _clip(self) -> Tensor | None:
         if self._grad_clip_norm is None:
             return None
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(parameters, self._grad_clip_norm)
+        return clip_gradients(self._optimizer, self._grad_clip_norm, self._device)
 
 
 def show_recovery(

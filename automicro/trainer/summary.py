@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from automicro.memory import format_bytes
+from automicro.trainer.lines import describe_number
 from automicro.trainer.state import Cut, LoopState
 
 
@@ -55,9 +56,12 @@ class FitSummary:
             "epochs": f"{self.epochs:,}",
             "optimizer steps": f"{self.steps:,}",
             "samples": f"{self.samples:,}",
-            "train loss": f"{self.train_loss:.4g}",
-            **{f"train {name}": f"{value:.4g}" for name, value in self.train_metrics.items()},
-            **{f"eval {name}": f"{value:.4g}" for name, value in self.eval_metrics.items()},
+            "train loss (last batch)": describe_number(self.train_loss),
+            **{
+                f"train {name} (last epoch)": describe_number(value)
+                for name, value in self.train_metrics.items()
+            },
+            **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},
         }
         width = max(map(len, rows)) + 2
         lines = [f"{name:<{width}}{value}" for name, value in rows.items()]

@@ -28,6 +28,7 @@ from automicro.trainer.loading import announce_epoch, check_loader, fetch, num_b
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress, make_progress
 from automicro.trainer.session import noting, running
+from automicro.trainer.speed import RecentSpeed
 from automicro.trainer.state import Cut, LoopState, PhaseState
 from automicro.trainer.step import TrainingStep
 from automicro.trainer.summary import FitSummary, summarize
@@ -201,6 +202,7 @@ class Trainer:
                 "the model"
             )
         self._state = LoopState()
+        self._speed = RecentSpeed()
         self._evaluated_at: int | None = None  # batches done at the last evaluation
 
     @property
@@ -243,7 +245,7 @@ class Trainer:
             if self._eval_interval is not None:
                 self._evaluate(progress)
             summary = summarize(state, peak_memory_bytes=peak_bytes(self._device))
-            progress.line(str(summary))
+            progress.line(f"\n{summary}")
         return summary
 
     def eval(self, dataloader: Iterable[Any] | None = None) -> dict[str, float]:
@@ -348,6 +350,8 @@ class Trainer:
             max_duration=self._max_duration,
             num_batches=num_batches(self._train_dataloader),
             device=self._device,
+            samples_per_second=self._speed.per_second(self._state),
+            learning_rate=None if self._step is None else self._step.learning_rate,
         )
 
     def _where(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from automicro.errors import LossError
@@ -131,6 +132,12 @@ class Tokens:
         self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
     ) -> Sequence[Weight] | None:
         targets = self._targets(batch)
+        if isinstance(targets, ndarray):
+            raise LossError(
+                "the loss is a mean over targets, and the batch's targets are a NumPy array; "
+                "convert to tensors in the dataset or the data loader's collate_fn "
+                "(torch.from_numpy)"
+            )
         if not isinstance(targets, Tensor) or targets.dim() == 0:
             raise LossError(
                 "the loss is a mean over targets, but the batch's targets are "

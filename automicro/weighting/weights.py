@@ -63,6 +63,11 @@ class BatchWeights:
             all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
         ]
 
+    @property
+    def all_are_nothing(self) -> bool:
+        """Whether the whole batch is known to count no target."""
+        return all(self._is_nothing)
+
     def is_nothing(self, index: int) -> bool:
         """Whether a microbatch is known to contribute nothing, because it counts no target."""
         return self._is_nothing[index]

@@ -10,8 +10,14 @@ from tests.gpu.device import DEVICE
 Record = Callable[[str, object], None]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def started_device() -> None:
+    """Start CUDA before the first test: in some versions that sets an environment variable."""
+    torch.cuda.init()
+
+
 @pytest.fixture(autouse=True)
-def clean_device(request: pytest.FixtureRequest) -> Iterator[None]:
+def clean_device() -> Iterator[None]:
     """No cached memory, no limit and no synchronisation check survives a test."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(DEVICE)

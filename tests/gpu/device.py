@@ -16,6 +16,8 @@ MIB = 2**20
 GPU = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
+    # Other versions of the libraries warn of other things, and some features of being prototypes.
+    pytest.mark.filterwarnings("default", "error::automicro.errors.AutomicroWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
@@ -40,6 +42,12 @@ def allocated_bytes() -> int:
     gc.collect()
     torch.cuda.synchronize(DEVICE)
     return torch.cuda.memory_allocated(DEVICE)
+
+
+def requested_bytes(when: str = "current") -> int:
+    """What live tensors asked for, now or at the "peak", without the allocator's rounding."""
+    gc.collect()
+    return int(torch.cuda.memory_stats(DEVICE)[f"requested_bytes.all.{when}"])
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ class Hungry(nn.Module):
         self.row_bytes = forward_mib * MIB, backward_mib * MIB
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Hungry.apply(x, self.row_bytes)  # type: ignore[no-untyped-call]
+        out: Tensor = _Hungry.apply(x, self.row_bytes)
         return out
 
 

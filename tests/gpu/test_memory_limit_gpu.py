@@ -13,7 +13,7 @@ from tests.gpu.subjects import ROWS, batch, microbatcher, model
 
 pytestmark = GPU
 
-LIMIT = 256 * MIB
+LIMIT = 320 * MIB
 
 
 def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
@@ -34,12 +34,12 @@ def test_a_limit_beyond_the_device_is_refused() -> None:
 
 
 def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) -> None:
-    inputs, targets = batch(4 * ROWS)
+    inputs, targets = batch(16 * ROWS)
     rows = TensorDataset(inputs, targets)
     trainer = Trainer(
         model(),
-        DataLoader(rows, batch_size=ROWS, pin_memory=True),
-        eval_dataloader=DataLoader(rows, batch_size=4 * ROWS),
+        DataLoader(rows, batch_size=4 * ROWS, pin_memory=True),
+        eval_dataloader=DataLoader(rows, batch_size=16 * ROWS),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=torch.optim.AdamW,
         max_duration="2ep",

@@ -74,21 +74,22 @@ def test_an_evaluation_that_ran_out_of_memory_counts_each_row_once() -> None:
 
 
 def test_where_no_row_fits_the_state_is_as_before() -> None:
+    microbatcher(model()).backward(batch())  # makes what libraries keep for ever
     net = model(Hungry(0, 4096), batchnorm=True)
-    step = microbatcher(net, Fixed(1))
     before, before_bytes = snapshot(net), allocated_bytes()
-    step = microbatcher(net)
-    with room(2048 * MIB), pytest.raises(SampleTooLargeError) as caught:
-        step.backward(batch())
-    message = str(caught.value)
-    del caught
+    message = ""
+    with room(2048 * MIB):
+        try:
+            microbatcher(net).backward(batch())
+        except SampleTooLargeError as error:
+            message = str(error)
     assert "a microbatch of 1 of 16 rows does not fit" in message
     assert differences(before, snapshot(net)) == []
-    assert allocated_bytes() <= before_bytes + 64 * MIB  # workspaces of libraries, made once
+    assert allocated_bytes() == before_bytes
 
 
 def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Record) -> None:
-    net = model()
+    net = model(Hungry(0, 8))
     step = microbatcher(net)
     rows = to_device(batch())
     phase = ["outside"]
@@ -112,13 +113,13 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
     baseline_bytes = allocated_bytes()
     ooms, calls, phases, most_alive_bytes = 0, 0, Counter[str](), 0
     start = time.perf_counter()
-    while ooms < 1000:
+    while ooms < 1000 and calls < 2000:
         is_raised = ooms < 500
         least = 0 if is_raised else peaks[1] + 64 * MIB
         share = calls * 31 % 97 / 97  # another point of the step each time
         calls += 1
         phase[0] = "outside"
-        with room(int(least + (0.8 * peaks[ROWS] - least) * share)):
+        with room(int(least + (0.95 * peaks[ROWS] - least) * share)):
             try:
                 ooms += call(Fixed(None) if is_raised else Halving())
             except torch.OutOfMemoryError:
@@ -132,6 +133,7 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
     record_property("phases", dict(phases))
     record_property("ms_per_oom", round((time.perf_counter() - start) / ooms * 1e3, 2))
     record_property("most_bytes_alive", most_alive_bytes)
+    assert ooms >= 1000
     assert phases["forward"] > 0
     assert phases["backward"] > 0
     assert most_alive_bytes == 0
@@ -157,8 +159,14 @@ def test_what_a_failed_backward_left_queued_is_let_go(
 
     def fail() -> BaseException:
         hidden = x.exp()  # 4 MiB, saved for the branch that does not fail
-        fails, works = _Fails.apply(hidden), hidden.sin()  # type: ignore[no-untyped-call]
-        loss = (fails + works if fails_first else works + fails).sum()
+        # Of two branches that are ready, the one made last goes backward first.
+        if fails_first:
+            works = hidden.sin()
+            fails = _Fails.apply(hidden)
+        else:
+            fails = _Fails.apply(hidden)
+            works = hidden.sin()
+        loss = (works + fails).sum()
         try:
             loss.backward()
         except torch.OutOfMemoryError as error:

@@ -1,8 +1,7 @@
 """The models that are put under fault injection, small enough to run thousands of times."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,25 +10,12 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import Microbatcher
+from automicro.torture.subject import Run, Subject
 
-ROWS = 4
-FIRST_SIZE = 2  # so that one failure leads to size 1, and two to none
+__all__ = ["ROWS", "RowCounter", "Run"]
 
-
-@dataclass
-class Run:
-    """A model in training, and all that a step may change."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    microbatcher: Microbatcher
-    metrics: Any
-    batches: list[Any]
-    set_to_none: bool = True
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+ROWS = 4  # slices of 2, so that one failure leads to size 1, and two to none
+BATCHES = 5
 
 
 class ConvNet(nn.Module):
@@ -102,39 +88,49 @@ class RowCounter:
         self.sums.append(float(outputs.sum()))
 
 
-def _conv_net(policy: Any) -> Run:
-    model = ConvNet()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        microbatch_size=policy,
-        eval_microbatch_size=policy,
-        batchnorm="ignore",
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def accuracy(num_classes: int = 3) -> MulticlassAccuracy:
+    return MulticlassAccuracy(num_classes=num_classes, validate_args=False)
+
+
+def classify(model: nn.Module, *shape: int, **more: Any) -> Subject:
+    """A subject that sorts inputs of a shape into three classes."""
+    batches = [(torch.randn(ROWS, *shape), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
+    return Subject(
+        model=model,
+        optimizer=adamw(p for p in model.parameters() if p.requires_grad),
+        batches=batches,
+        options={"loss_fn": nn.CrossEntropyLoss(), "batchnorm": "ignore"},
+        metrics=accuracy(),
+        **more,
     )
-    batches = [(torch.randn(ROWS, 1, 4, 4), torch.tensor([0, 1, 2, i % 3])) for i in range(5)]
-    metrics = MulticlassAccuracy(num_classes=3, validate_args=False)
-    return Run(model, optimizer, microbatcher, metrics, batches)
 
 
-def _replaced_buffer(policy: Any) -> Run:
+def batchnorm_and_dropout() -> Subject:
+    return classify(ConvNet(), 1, 4, 4)
+
+
+def replaced_buffer() -> Subject:
     model = ReplacedBuffer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=nn.MSELoss(),
-        optimizer=optimizer,
-        microbatch_size=policy,
-        eval_microbatch_size=policy,
-        batchnorm="ignore",
-        update_metric=lambda metric, outputs, microbatch: metric.update(outputs),
+    return Subject(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        batches=[(torch.randn(ROWS, 5), torch.randn(ROWS)) for _ in range(BATCHES)],
+        options={
+            "loss_fn": nn.MSELoss(),
+            "batchnorm": "ignore",
+            "update_metric": lambda metric, outputs, microbatch: metric.update(outputs),
+        },
+        metrics=CatMetric(),
+        set_to_none=False,
+        keeps_gradient=True,
     )
-    batches = [(torch.randn(ROWS, 5), torch.randn(ROWS)) for _ in range(5)]
-    return Run(model, optimizer, microbatcher, CatMetric(), batches, set_to_none=False)
 
 
-def _tied_weights(policy: Any) -> Run:
+def tied_weights() -> Subject:
     model = TiedWeights()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=True)
     # Gradients that are views of one storage, as buckets of DDP are.
@@ -143,33 +139,18 @@ def _tied_weights(policy: Any) -> Run:
     pieces = bucket.split([each.numel() for each in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=nn.CrossEntropyLoss(ignore_index=-100),
-        optimizer=optimizer,
-        microbatch_size=policy,
-        eval_microbatch_size=policy,
-    )
     batches = []
-    for _ in range(5):
+    for _ in range(BATCHES):
         tokens = torch.randint(6, (ROWS, 3))
         targets = tokens.roll(-1, 1)
         targets[0, 1:] = -100
         targets[3, 2] = -100
         batches.append((tokens, targets))
-    return Run(model, optimizer, microbatcher, RowCounter(), batches, set_to_none=False)
-
-
-SUBJECTS: dict[str, Callable[[Any], Run]] = {
-    "BatchNorm and dropout": _conv_net,
-    "replaced buffer": _replaced_buffer,
-    "tied weights": _tied_weights,
-}
-
-
-def build(subject: str, policy: Any) -> Run:
-    """A run from its seed, always the same."""
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    return SUBJECTS[subject](policy)
+    return Subject(
+        model=model,
+        optimizer=optimizer,
+        batches=batches,
+        options={"loss_fn": nn.CrossEntropyLoss(ignore_index=-100)},
+        metrics=RowCounter(),
+        set_to_none=False,
+    )

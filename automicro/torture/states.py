@@ -1,5 +1,6 @@
 """Everything that a step may change, as bytes that compare exactly."""
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -8,20 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.torture.subjects import Run
+from automicro.torture.subject import Run
+from automicro.transaction import find_generators, flatten_metrics
 
 
 def freeze(value: Any) -> Any:
-    """A value that is equal only to a bit-identical one, and does not change any more."""
+    """A value that is equal only to a bit-identical one, and does not change any more.
+
+    Of objects of unknown kinds only the kind is compared.
+
+    >>> freeze(torch.tensor([0.0])) == freeze(torch.tensor([-0.0]))
+    False
+    """
     if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), value.detach().numpy().tobytes()
+        whole = value.detach().cpu().contiguous().flatten()
+        return value.dtype, tuple(value.shape), whole.view(torch.uint8).numpy().tobytes()
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Mapping):
         return {key: freeze(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [freeze(each) for each in value]
-    return value
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)  # NaN is equal to itself here
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return freeze(vars(value))
+    return type(value).__qualname__
 
 
 def values(run: Run) -> dict[str, Any]:
@@ -37,10 +50,11 @@ def values(run: Run) -> dict[str, Any]:
     found["python"] = random.getstate()
     found["numpy"] = freeze(np.random.get_state())
     found["torch"] = freeze(torch.get_rng_state())
-    if isinstance(own := getattr(run.model, "own", None), torch.Generator):
-        found["own generator"] = freeze(own.get_state())
+    for index, generator in enumerate(find_generators([run.model])):
+        found[f"generator {index} of the model"] = freeze(generator.get_state())
     found["optimizer"] = freeze(run.optimizer.state_dict())
-    found["metrics"] = _freeze_metric(run.metrics)
+    for index, metric in enumerate(flatten_metrics(run.metrics)):
+        found[f"metric {index}"] = _freeze_metric(metric)
     found["batches"] = freeze(run.batches)
     return found
 
@@ -54,6 +68,16 @@ def objects(run: Run) -> dict[str, object]:
     return found
 
 
+def result_values(result: Any) -> dict[str, Any]:
+    """What a call gave: loss, losses and outputs, bit by bit."""
+    if result is None:
+        return {}
+    found = {"result loss": freeze(result.loss), "result losses": freeze(result.losses)}
+    if getattr(result, "outputs", None) is not None:
+        found["result outputs"] = freeze(result.outputs)
+    return found
+
+
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of what differs."""
     return [name for name in {**one, **other} if one.get(name, ...) != other.get(name, ...)]
@@ -61,11 +85,13 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def replaced(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Names of what existed and is another object now."""
-    return [name for name, each in before.items() if each is not None and after[name] is not each]
+    return [
+        name for name, each in before.items() if each is not None and after.get(name) is not each
+    ]
 
 
 def _freeze_metric(metric: Any) -> Any:
-    if isinstance(metric, nn.Module):
+    if isinstance(metric, nn.Module) and "_defaults" in vars(metric):
         names = [*vars(metric)["_defaults"], "_update_count", "_computed"]
         return {name: freeze(getattr(metric, name)) for name in names}
     return freeze(dict(vars(metric)))

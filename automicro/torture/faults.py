@@ -22,6 +22,7 @@ class InjectedOutOfMemory(torch.OutOfMemoryError):
 
 
 def out_of_memory() -> BaseException:
+    """An error as a device raises it."""
     return InjectedOutOfMemory("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -44,7 +45,7 @@ class Fault:
     kind: str = "oom"
 
 
-class FaultMode(CountingMode):
+class FaultMode(CountingMode):  # type: ignore[no-untyped-call]
     """Counts operations and raises at those that a plan names.
 
     Counts live bytes like a device would, and remembers by weak reference every storage that
@@ -81,7 +82,7 @@ class FaultMode(CountingMode):
         if fault is not None:
             del output
             self._raise(fault)
-        self._note(index, output, args)
+        self._note(index, output, (args, kwargs or {}))
         return output
 
     def survivors(self, before: int) -> int:
@@ -101,8 +102,8 @@ class FaultMode(CountingMode):
         finally:
             del error
 
-    def _note(self, index: int, output: Any, args: tuple[Any, ...]) -> None:
-        given = {_storage_id(each) for each in _flat(args)}
+    def _note(self, index: int, output: Any, inputs: tuple[Any, ...]) -> None:
+        given = {_storage_id(each) for each in _flat(inputs)}
         for each in _flat((output,)):
             if _storage_id(each) not in given:
                 self._made.append((index, weakref.ref(each.untyped_storage())))
@@ -124,6 +125,8 @@ def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, list | tuple):
             found += _flat(value)
+        elif isinstance(value, Mapping):
+            found += _flat(list(value.values()))
     return found
 
 

@@ -1,0 +1,136 @@
+"""What lies on a device whatever the microbatch size: parameters, gradients, state, buffers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
+from automicro.memory.size import format_bytes, parse_bytes
+from automicro.memory.torch_private import is_uninitialized
+
+_GRANULE = 512  # bytes; what CUDA's allocator and a budget round each tensor up to
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentMemory:
+    """Bytes that no microbatch size can save.
+
+    Attributes:
+        parameters: of all modules.
+        gradients: in training of every parameter that requires one, there already or not.
+        optimizer_state: what is there, and what the first step will add.
+        buffers: of all modules.
+        limit: of the device; None where it is not known.
+
+    >>> memory = ResidentMemory(parameters=2048, gradients=2048, buffers=0, limit=4096)
+    >>> str(memory), memory.leaves_nothing
+    ('parameters 2.00 KiB, gradients 2.00 KiB', True)
+    """
+
+    parameters: int
+    gradients: int = 0
+    optimizer_state: int = 0
+    buffers: int = 0
+    limit: int | None = None
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buffers
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether it fills the device, so that not one row can be computed."""
+        return self.limit is not None and self.total >= self.limit
+
+    def __str__(self) -> str:
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer_state,
+            "buffers": self.buffers,
+        }
+        return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held)
+
+
+def measure_residents(
+    modules: Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    *,
+    training: bool,
+    upcoming_bytes: Sequence[int] = (),
+    memory_limit: str | int | None = None,
+) -> ResidentMemory:
+    """Add up what is on a device at any microbatch size.
+
+    Args:
+        modules: everything that takes part.
+        optimizer: whose state counts; None for none.
+        device: where the work runs.
+        training: whether all gradients are to come.
+        upcoming_bytes: of each tensor of state that the optimizer has yet to build.
+        memory_limit: of the device, where no `MemoryBudget` is entered.
+
+    >>> linear = nn.Linear(16, 16)
+    >>> measure_residents([linear], None, torch.device("cpu"), training=True).gradients
+    1536
+    """
+    modules = list(modules)
+    parameters = _distinct(p for module in modules for p in module.parameters())
+    buffers = _distinct(b for module in modules for b in module.buffers())
+    if training:
+        gradients = [parameter for parameter in parameters if parameter.requires_grad]
+    else:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
+    on_device = [each for each in state if each.device.type == device.type]
+    return ResidentMemory(
+        parameters=_count(parameters),
+        gradients=_count(gradients),
+        optimizer_state=_count(on_device) + sum(map(_rounded, upcoming_bytes)),
+        buffers=_count(buffers),
+        limit=_limit_bytes(device, memory_limit),
+    )
+
+
+def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
+    """Count residents in a budget, and say it where they do not even fit by themselves.
+
+    Args:
+        budget: the simulated device.
+        residents: what `MemoryBudget.track` takes; None is passed over.
+
+    Raises:
+        torch.OutOfMemoryError: they exceed the limit; a note says that no batch is to blame.
+    """
+    try:
+        budget.track(*(each for each in residents if each is not None))
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "automicro: the model and the optimizer's state alone exceed the limit; raise "
+            "memory_limit (or that of the MemoryBudget), or train a smaller model"
+        )
+        raise
+
+
+def _limit_bytes(device: torch.device, memory_limit: str | int | None) -> int | None:
+    if device.type == "cpu" and (budget := active_budget()) is not None:
+        return budget.limit_bytes
+    return None if memory_limit is None else parse_bytes(memory_limit)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _count(tensors: Iterable[Tensor]) -> int:
+    # Not nbytes, which sparse tensors do not have.
+    known = (each for each in tensors if not is_uninitialized(each))
+    return sum(_rounded(each.numel() * each.itemsize) for each in known)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _GRANULE) * _GRANULE

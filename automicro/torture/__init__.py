@@ -1,0 +1,11 @@
+"""An error at every operation of a training step, and what is left behind: for any model.
+
+SQLite is trusted because its tests fail the first allocation, then the second, until a whole run
+passes. This does the same to a step: before and after each operation that torch dispatches.
+"""
+
+from automicro.torture.scene import CALLS
+from automicro.torture.subject import Subject
+from automicro.torture.torture import TortureReport, torture
+
+__all__ = ["CALLS", "Subject", "TortureReport", "torture"]

@@ -1,0 +1,148 @@
+"""What is tortured: a model in training, built anew for every trial."""
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from automicro.errors import AutomicroWarning
+from automicro.microbatcher import Microbatcher
+from automicro.policy import Policy
+from automicro.slicing import BatchLayout
+
+FEWEST_BATCHES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model in training, and all that a step may change.
+
+    Small ones are as good as large ones, and take minutes: what is counted is the kinds of
+    operations, not their sizes.
+
+    Example:
+        >>> def make_subject() -> Subject:
+        ...     model = nn.Linear(3, 2)
+        ...     return Subject(
+        ...         model=model,
+        ...         optimizer=torch.optim.AdamW(model.parameters()),
+        ...         batches=[(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)],
+        ...         options={"loss_fn": nn.MSELoss()},
+        ...     )
+        >>> make_subject().first_size
+        2
+
+    Attributes:
+        model: the model, in training mode.
+        optimizer: of its parameters.
+        batches: at least four full batches of the same rows.
+        options: further arguments of `Microbatcher`, such as ``loss_fn`` or ``forward``.
+        metrics: metrics to update in training and evaluation; None for none.
+        set_to_none: how gradients are cleared between steps.
+        keeps_gradient: whether a gradient of an earlier batch is there when a step is disturbed.
+        first_size: rows of a microbatch before anything fails; half of it has to be possible.
+        clip_norm: the largest norm of a gradient, where clipping is disturbed.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Sequence[Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Any = None
+    set_to_none: bool = True
+    keeps_gradient: bool = False
+    first_size: int = 2
+    clip_norm: float = 0.5
+
+
+MakeSubject = Callable[[], Subject]
+
+
+@dataclass
+class Run:
+    """A subject under a `Microbatcher`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    microbatcher: Microbatcher
+    metrics: Any
+    batches: Sequence[Any]
+    set_to_none: bool = True
+    keeps_gradient: bool = False
+    clip_norm: float = 0.5
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        self.model.zero_grad(set_to_none=self.set_to_none)  # what the optimizer does not have
+
+
+def check_subject(subject: object) -> Subject:
+    """A subject that can be tortured.
+
+    Raises:
+        TypeError: it is no `Subject`.
+        ValueError: it has too few batches or rows, or its options are not for it to set.
+    """
+    if not isinstance(subject, Subject):
+        raise TypeError(
+            f"the function returned {subject!r:.80} (of type {type(subject).__name__}); return an "
+            "automicro.torture.Subject(model=…, optimizer=…, batches=…)"
+        )
+    if len(subject.batches) < FEWEST_BATCHES:
+        raise ValueError(
+            f"the subject has {len(subject.batches)} batches, and a trial and the steps after it "
+            f"need {FEWEST_BATCHES}; give more"
+        )
+    own = {"model", "optimizer", "microbatch_size", "eval_microbatch_size"} & subject.options.keys()
+    if own:
+        raise ValueError(
+            f"options has {sorted(own)}, which torture sets itself; leave them out (first_size is "
+            "where sizes start)"
+        )
+    layout = BatchLayout(subject.options.get("batch_layout", 0))
+    rows = {layout.num_rows(batch) for batch in subject.batches}
+    if len(rows) > 1 or min(rows) < subject.first_size or subject.first_size < 2:
+        raise ValueError(
+            f"the batches have {sorted(rows)} rows and first_size={subject.first_size}; give all "
+            "batches the same rows, at least first_size, which is at least 2"
+        )
+    return subject
+
+
+def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
+    """A run from its seed, always the same."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    subject = make()
+    microbatcher = Microbatcher(
+        subject.model,
+        optimizer=subject.optimizer,
+        microbatch_size=policy,
+        eval_microbatch_size=eval_policy,
+        **subject.options,
+    )
+    return Run(
+        subject.model,
+        subject.optimizer,
+        microbatcher,
+        subject.metrics,
+        subject.batches,
+        subject.set_to_none,
+        subject.keeps_gradient,
+        subject.clip_norm,
+    )
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Leave out automicro's warnings: each trial would give them again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutomicroWarning)
+        yield

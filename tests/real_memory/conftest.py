@@ -1,0 +1,50 @@
+"""The allocator, compiled once, and the reports of what was done under it."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.real_memory.compiling import compile_allocator, find_compiler
+from tests.real_memory.table import Report, render
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def run_trials(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Report]:
+    """Runs the trials in a process of their own, where the allocator stays installed."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler ($CXX, g++, c++, clang++), so no allocator with a budget")
+    cache = getattr(pytestconfig, "cache", None)  # absent with `-p no:cacheprovider`
+    folder = cache.mkdir("capped_allocator") if cache else tmp_path_factory.mktemp("build")
+    library = compile_allocator(compiler, folder)
+
+    def run(*options: str) -> Report:
+        path = tmp_path_factory.mktemp("report") / "report.json"
+        command = [sys.executable, "-W", "error", "-m", "tests.real_memory", str(library)]
+        finished = subprocess.run(
+            [*command, str(path), *options], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert finished.returncode == 0, finished.stderr
+        report: Report = json.loads(path.read_text())
+        return report
+
+    return functools.cache(run)
+
+
+@pytest.fixture(scope="session", params=["sample", pytest.param("full", marks=pytest.mark.slow)])
+def report(request: pytest.FixtureRequest, run_trials: Callable[..., Report]) -> Report:
+    """What came of the trials, by part."""
+    if request.param == "sample":
+        return run_trials()
+    found = run_trials("--full")
+    print("\n" + render(found))  # for `make torture`, which shows output
+    return found

@@ -1,0 +1,140 @@
+"""What takes more than one call: many failures in a row, and a simulated peak beside the real."""
+
+import concurrent.futures
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from automicro import Fixed, Halving, MemoryBudget
+from tests.real_memory.allocator import CappedAllocator
+from tests.real_memory.scenes import Scene, prepare
+
+
+@dataclass
+class Series:
+    """Failures in a row.
+
+    ``phases`` says where each struck; ``bytes_alive`` is the worst of what was in use after one,
+    above what was in use before all.
+    """
+
+    ooms: int = 0
+    raised: int = 0
+    recovered: int = 0
+    phases: Counter[str] = field(default_factory=Counter)
+    bytes_alive: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The most that a step needed above what was there before, by two counts."""
+
+    subject: str
+    rows: int
+    real_bytes: int
+    simulated_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """One operation for which there was no memory, and what it had done to its arguments."""
+
+    in_thread: bool
+    error: str
+    text: str
+    changed_its_arguments: bool
+
+
+def refuse_once(allocator: CappedAllocator, *, in_thread: bool) -> Refused:
+    """A batch normalisation, whose kernel also writes its statistics, with no byte left."""
+    mean, variance, x = torch.zeros(3), torch.ones(3), torch.randn(4, 3)
+
+    def work() -> tuple[str, str]:
+        allocator.limit(allocator.used_bytes)
+        try:
+            torch.nn.functional.batch_norm(x, mean, variance, training=True)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        finally:
+            allocator.relent()
+        return "nothing", ""
+
+    if in_thread:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            error, text = pool.submit(work).result()
+    else:
+        error, text = work()
+    changed = bool(mean.any()) or bool((variance != 1).any())
+    return Refused(in_thread=in_thread, error=error, text=text, changed_its_arguments=changed)
+
+
+def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Series:
+    """Too little memory in every call, at ever other points of forward and backward.
+
+    Half of the failures are raised to the caller, the others recovered from in smaller slices.
+    """
+    series = Series()
+    run = prepare(scene, None)
+    batch = run.batches[0]
+    phase = ["outside"]
+    run.model.register_forward_pre_hook(lambda *_: phase.__setitem__(0, "forward"))
+    run.model.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
+    gc.collect()
+    base_bytes = allocator.used_bytes
+    allocator.reset_peak()
+    run.microbatcher.backward(batch)
+    whole_bytes = allocator.peak_bytes - base_bytes
+    run.zero_grad()
+    run.microbatcher._policy = Fixed(1)
+    run.microbatcher.backward(batch)  # with the probe of the loss
+    run.zero_grad()
+    allocator.reset_peak()
+    run.microbatcher.backward(batch)
+    floor_bytes = allocator.peak_bytes - base_bytes
+    run.zero_grad()
+    gc.collect()
+    gc.freeze()
+    base_bytes = allocator.used_bytes
+    while series.ooms < num_ooms:
+        is_raised = series.ooms < num_ooms // 2
+        lowest = 0 if is_raised else floor_bytes
+        step = (whole_bytes - lowest) // 97  # prime, so that no point is favoured
+        room = lowest + step * (series.ooms * 31 % 97)
+        run.microbatcher._policy = Fixed(None) if is_raised else Halving()
+        refusals = allocator.refusals
+        allocator.limit(base_bytes + room)
+        phase[0] = "outside"
+        try:
+            run.microbatcher.backward(batch)
+        except torch.OutOfMemoryError:
+            series.raised += 1
+            series.phases[phase[0]] += 1
+        else:
+            series.recovered += 1
+        allocator.relent()
+        series.ooms += allocator.refusals - refusals
+        run.zero_grad()
+        series.bytes_alive = max(series.bytes_alive, allocator.used_bytes - base_bytes)
+    return series
+
+
+def compare_peaks(allocator: CappedAllocator, subject: str, rows: int) -> Peaks:
+    """One step of the whole batch, counted by a `MemoryBudget` and by the allocator itself."""
+    run = prepare(Scene(subject=subject, rows=rows), None)
+    with MemoryBudget(None) as budget:
+        budget.track(run.model, run.optimizer)
+        run.microbatcher.backward(run.batches[1])  # what a first time costs more
+        run.zero_grad()
+        gc.collect()
+        simulated_base, real_base = budget.allocated_bytes, allocator.used_bytes
+        budget.reset_peak()
+        allocator.reset_peak()
+        run.microbatcher.backward(run.batches[1])
+        return Peaks(
+            subject=subject,
+            rows=rows,
+            real_bytes=allocator.peak_bytes - real_base,
+            simulated_bytes=budget.peak_bytes - simulated_base,
+        )

@@ -1,0 +1,87 @@
+"""What is called, on whom, and what comes before and after."""
+
+import gc
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from automicro import Fixed
+from automicro.optimizer_step import step_optimizer
+from tests.real_memory.states import Run, values
+from tests.real_memory.subjects import ROWS, build
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """One call of one subject, after some clean steps."""
+
+    subject: str
+    call: str = "backward"  # or "evaluate", "optimizer step"
+    warm_steps: int = 1
+    optimizer: str = "AdamW"
+    rows: int = ROWS
+    in_thread: bool = False
+
+    def __str__(self) -> str:
+        words = [self.subject, self.call]
+        words += [self.optimizer] if self.call == "optimizer step" else []
+        words += [] if self.warm_steps else ["first batch"]
+        words += ["in a thread"] if self.in_thread else []
+        return ", ".join(words)
+
+
+def prepare(scene: Scene, size: int | None) -> Run:
+    """A run up to the call that is to be disturbed; a size of None is the whole batch."""
+    gc.collect()
+    run = build(scene.subject, scene.optimizer, scene.rows)
+    run.microbatcher._policy = Fixed(size)
+    for _ in range(scene.warm_steps):
+        run.microbatcher.backward(run.batches[0], metrics=run.metrics)
+        run.optimizer.step()
+        run.zero_grad()
+    if scene.call == "optimizer step":
+        run.microbatcher.backward(run.batches[1], metrics=run.metrics)
+    return run
+
+
+def call(scene: Scene, run: Run) -> Any:
+    """The call that is disturbed, in this thread or in one of its own."""
+    if not scene.in_thread:
+        return _call_here(scene, run)
+    results: list[Any] = []
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(_call_here(scene, run))
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures.pop()
+    return results[0]
+
+
+def _call_here(scene: Scene, run: Run) -> Any:
+    if scene.call == "backward":
+        return run.microbatcher.backward(run.batches[1], metrics=run.metrics)
+    if scene.call == "evaluate":
+        return run.microbatcher.evaluate(run.batches[1], metrics=run.metrics)
+    return step_optimizer(run.optimizer, torch.device("cpu"))
+
+
+def go_on(scene: Scene, run: Run) -> dict[str, Any]:
+    """More steps, where anything that was left wrong would show."""
+    run.microbatcher._policy = Fixed(None)
+    if scene.call == "backward":
+        run.optimizer.step()
+    for batch in run.batches[2:]:
+        run.zero_grad()
+        run.microbatcher.backward(batch, metrics=run.metrics)
+        run.optimizer.step()
+    return values(run)

@@ -1,0 +1,179 @@
+"""The models that are trained with too little memory: their activations outweigh all else."""
+
+import concurrent.futures
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import Microbatcher
+from tests.real_memory.states import Run
+
+ROWS = 8
+CLASSES = 4
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD, momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "SGD, foreach": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.01, momentum=0.9, foreach=True
+    ),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9),
+}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 32, batch_first=True)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        out: Tensor = self.head(self.gru(sequences)[0][:, -1])
+        return out
+
+
+class Checkpointed(nn.Module):
+    """Dropout is drawn again in the recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.2), nn.Linear(256, 64))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+class InThreads(nn.Module):
+    """Two branches, each computed by a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, CLASSES)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            left, right = pool.map(lambda branch: branch(x), self.branches)
+        out: Tensor = (left + right).mean(1)
+        return out
+
+
+class RowCounter:
+    """A metric of plain Python."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.rows += len(targets)
+
+
+class Leaky(nn.Module):
+    """What no library can roll back: state of plain Python, and tensors kept for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _mlp()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(x * 1.0)
+        out: Tensor = self.net(x) * (1.0 + 0.1 * len(self.kept))
+        return out
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 16), nn.Tanh(), nn.Flatten(),
+        nn.Linear(32 * 16, CLASSES),
+    )  # fmt: skip
+
+
+def _cnn(*norm_and_more: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), *norm_and_more, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(),
+        nn.Linear(8 * 12 * 12, CLASSES),
+    )  # fmt: skip
+
+
+def _gpt2() -> nn.Module:
+    # Seconds to import, and only this subject needs it.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
+
+
+_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MLP": (_mlp, (32, 16)),
+    "CNN, GroupNorm": (lambda: _cnn(nn.GroupNorm(2, 8)), (3, 16, 16)),
+    "CNN, BatchNorm, dropout": (lambda: _cnn(nn.BatchNorm2d(8), nn.Dropout(0.2)), (3, 16, 16)),
+    "GRU": (Recurrent, (8, 16)),
+    "activation checkpointing": (Checkpointed, (16, 64)),
+    "forward in threads": (InThreads, (16, 64)),
+    "GPT-2": (_gpt2, (16,)),
+}
+SUBJECTS = tuple(_MODELS)
+PLANTED = "planted leak"
+_MODELS[PLANTED] = (Leaky, (32, 16))
+
+
+def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> Run:
+    """A run from its seed, always the same."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    make, shape = _MODELS[subject]
+    model = make()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    if subject == "GPT-2":
+        batches = [_tokens(rows, *shape) for _ in range(4)]
+        microbatcher = Microbatcher(model, optimizer=chosen, update_metric=_count_rows)
+        return Run(
+            model=model,
+            optimizer=chosen,
+            microbatcher=microbatcher,
+            metrics=RowCounter(),
+            batches=batches,
+        )
+    pairs = [
+        (torch.randn(rows, *shape), torch.arange(rows).add(index) % CLASSES) for index in range(4)
+    ]
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), optimizer=chosen, batchnorm="ignore"
+    )
+    metrics = MulticlassAccuracy(num_classes=CLASSES, validate_args=False)
+    return Run(
+        model=model, optimizer=chosen, microbatcher=microbatcher, metrics=metrics, batches=pairs
+    )
+
+
+def _tokens(rows: int, length: int) -> dict[str, Tensor]:
+    tokens = torch.randint(1, 64, (rows, length))
+    labels = tokens.clone()
+    for row in range(rows):
+        labels[row, length - row % 5 :] = -100  # rows of different weight
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _count_rows(metric: RowCounter, outputs: Any, microbatch: Any) -> None:
+    metric.update(outputs["logits"], microbatch["labels"])

@@ -1,0 +1,192 @@
+"""One call under too little memory: whether it was recovered or refused, and what it left."""
+
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from automicro import Fixed, Halving, OptimizerStepError
+from automicro.oom import is_out_of_memory
+from tests.real_memory.allocator import CappedAllocator
+from tests.real_memory.scenes import Scene, call, go_on, prepare
+from tests.real_memory.states import Run, differences, values
+
+HALF_APPLIED = "may be half applied"
+
+
+@dataclass
+class Row:
+    """One line of the report: what became of many trials of one scene.
+
+    ``ooms`` are allocations that were refused, ``sizes`` the microbatch sizes that trials ended
+    with, ``wrong`` all that is not as promised (nothing, if all is well).
+    """
+
+    scene: str
+    trials: int = 0
+    ooms: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the same call gives at a fixed size with memory enough."""
+
+    after: dict[str, Any]
+    later: dict[str, Any]
+    kept_bytes: int
+    most_bytes: int
+    allocations: int
+
+
+class Laboratory:
+    """Trials of scenes on one allocator."""
+
+    def __init__(self, allocator: CappedAllocator) -> None:
+        self.allocator = allocator
+        self._reference = functools.cache(self._run_reference)
+
+    def shrink(self, scene: Scene, num_limits: int) -> Row:
+        """Ever smaller budgets, from the peak of the whole batch to less than one row needs."""
+        row = Row(str(scene))
+        most = self._reference(scene, scene.rows, None).most_bytes
+        least = int(0.9 * self._bytes_of_one_row(scene))
+        for index in range(num_limits):
+            room = most - (most - least) * index // (num_limits - 1)
+            disturb = functools.partial(self._leave_room, room)
+            self._try(row, scene, None, f"{room} bytes of room", disturb)
+        return row
+
+    def fail_each(self, scene: Scene, size: int, every: int = 1) -> Row:
+        """Each allocation of a call at a size refused once, or each of every so many."""
+        row = Row(str(scene))
+        for index in range(1, self._reference(scene, size, size).allocations + 1, every):
+            what = f"allocation {index}"
+            disturb = functools.partial(self.allocator.fail_at, index)
+            self._try(row, scene, size, what, disturb)
+            if self.allocator.fault_is_pending:
+                row.wrong.append(f"{what} never came")
+                self.allocator.relent()
+        return row
+
+    def _leave_room(self, num_bytes: int) -> None:
+        self.allocator.limit(self.allocator.used_bytes + num_bytes)
+
+    def _bytes_of_one_row(self, scene: Scene) -> int:
+        """The peak at size one, without the probe, which takes several rows at once."""
+        run = prepare(scene, None)
+        run.microbatcher._policy = run.microbatcher._eval_policy = Fixed(1)
+        run.microbatcher._prober = None
+        base_bytes = self.allocator.used_bytes
+        self.allocator.reset_peak()
+        call(scene, run)
+        return self.allocator.peak_bytes - base_bytes
+
+    def _run_reference(self, scene: Scene, size: int, warm_size: int | None) -> Reference:
+        """The clean call at a size, after warm steps at another."""
+        run = prepare(scene, warm_size)
+        run.microbatcher._policy = run.microbatcher._eval_policy = Fixed(size)
+        gc.collect()
+        base_bytes, before = self.allocator.used_bytes, self.allocator.allocations
+        self.allocator.reset_peak()
+        result = call(scene, run)
+        most_bytes = self.allocator.peak_bytes - base_bytes
+        allocations = self.allocator.allocations - before
+        gc.collect()
+        kept_bytes = self.allocator.used_bytes - base_bytes
+        after, later = _after(run, result), go_on(scene, run)
+        gc.freeze()  # what was imported on the way; automicro collects after each failure
+        return Reference(after, later, kept_bytes, most_bytes, allocations)
+
+    def _try(
+        self, row: Row, scene: Scene, size: int | None, what: str, disturb: Callable[[], None]
+    ) -> None:
+        """One trial: the call disturbed, and all that it left compared."""
+        run = prepare(scene, size)
+        run.microbatcher._policy = Halving(initial=size)
+        run.microbatcher._eval_policy = Halving(initial=size)
+        before = values(run)
+        gc.collect()
+        base_bytes, refusals = self.allocator.used_bytes, self.allocator.refusals
+        refusal: Refusal | None = None
+        result = None
+        disturb()
+        try:
+            result = call(scene, run)
+        except Exception as error:
+            refusal = Refusal.of(error)  # the error itself may keep closures of its frames alive
+        if not self.allocator.fault_is_pending:
+            self.allocator.relent()
+        gc.collect()
+        kept_bytes = self.allocator.used_bytes - base_bytes
+        ooms = self.allocator.refusals - refusals
+        row.trials += 1
+        row.ooms += ooms
+        if refusal is not None:
+            outcome = f"refused: {refusal.name}"
+            problems = refusal.judge(before, run, kept_bytes)
+        else:
+            outcome = "recovered" if ooms else "fits"
+            used = result.microbatch_size if result is not None else size or scene.rows
+            row.sizes[used] += 1
+            problems = self._judge_success(scene, run, result, kept_bytes, (used, size))
+        row.outcomes[outcome] += 1
+        if problems:
+            row.wrong.append(f"{what}: {outcome}: {'; '.join(problems)}")
+
+    def _judge_success(
+        self, scene: Scene, run: Run, result: Any, kept_bytes: int, sizes: tuple[int, int | None]
+    ) -> list[str]:
+        after, later = _after(run, result), go_on(scene, run)
+        clean = self._reference(scene, *sizes)  # last: a first use seeds the generators anew
+        problems = _named("differs", clean.after, after)
+        problems += _named("differs later", clean.later, later)
+        if kept_bytes != clean.kept_bytes:
+            problems.append(f"{kept_bytes} bytes kept, not {clean.kept_bytes}")
+        return problems
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that ended a call, without the frames that it came through."""
+
+    name: str
+    text: str
+    is_allowed: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refusal":
+        allowed = is_out_of_memory(error) or isinstance(
+            error, torch.OutOfMemoryError | OptimizerStepError
+        )
+        name = type(error).__name__
+        if isinstance(error, OptimizerStepError):
+            name += ", half applied" if HALF_APPLIED in str(error) else ", nothing applied"
+        return cls(name, repr(error), allowed)
+
+    def judge(self, before: dict[str, Any], run: Run, kept_bytes: int) -> list[str]:
+        if not self.is_allowed:
+            return [f"raised {self.text}"]
+        if HALF_APPLIED in self.text:
+            return []  # all that it promises is the error
+        problems = _named("changed", before, values(run))
+        if kept_bytes > 0:
+            problems.append(f"{kept_bytes} bytes alive")
+        return problems
+
+
+def _after(run: Run, result: Any) -> dict[str, Any]:
+    found = values(run)
+    if result is not None:
+        found["loss"] = result.loss.numpy().tobytes()
+    return found
+
+
+def _named(word: str, one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [f"{word}: {name}" for name in differences(one, other)]

@@ -1,0 +1,102 @@
+"""Clipping the gradient: as torch does it, once, or reported as half done."""
+
+import pytest
+import torch
+from torch import nn
+
+from automicro import Trainer
+from automicro.errors import OptimizerStepError
+from automicro.gradient_clipping import clip_gradients
+from automicro.torture.faults import Boom, Fault, FaultMode
+
+CPU = torch.device("cpu")
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_it_is_bit_identical_to_the_clipping_of_torch(max_norm: float) -> None:
+    ours, theirs = make_optimizer(), make_optimizer()
+    norm = clip_gradients(ours, max_norm, CPU)
+    expected = nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], max_norm)
+    assert norm.equal(expected)
+    assert all(map(torch.equal, gradients(ours), gradients(theirs)))
+
+
+def test_running_out_of_memory_before_the_first_write_is_recovered_from() -> None:
+    clean = make_optimizer()
+    with FaultMode() as counting:
+        clip_gradients(clean, 0.1, CPU)
+    for index in range(counting.num_operations - 1):
+        for after in (False, True):
+            optimizer = make_optimizer()
+            with FaultMode([Fault(index, after)]):
+                clip_gradients(optimizer, 0.1, CPU)
+            assert all(map(torch.equal, gradients(optimizer), gradients(clean)))
+
+
+def test_running_out_of_memory_in_a_write_is_named() -> None:
+    optimizer, clean = make_optimizer(), make_optimizer()
+    with FaultMode() as counting:
+        clip_gradients(clean, 0.1, CPU)
+    last = counting.num_operations - 1
+    with (
+        FaultMode([Fault(last, after=True)]),
+        pytest.raises(OptimizerStepError, match="may be half applied"),
+    ):
+        clip_gradients(optimizer, 0.1, CPU)
+
+
+def test_twice_out_of_memory_leaves_the_gradients_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(parameters: list[nn.Parameter], max_norm: float) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", fail)
+    optimizer = make_optimizer()
+    before = gradients(optimizer)
+    with pytest.raises(OptimizerStepError, match="nothing was scaled"):
+        clip_gradients(optimizer, 0.1, CPU)
+    assert all(map(torch.equal, before, gradients(optimizer)))
+
+
+def test_the_trainer_names_gradients_that_may_be_half_clipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def clip_half(parameters: list[nn.Parameter], max_norm: float) -> None:
+        assert parameters[0].grad is not None
+        parameters[0].grad.mul_(0.5)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip_half)
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    batch = (torch.randn(4, 3), torch.randn(4, 2))
+    trainer = Trainer(
+        model,
+        [batch],
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        grad_clip_norm=1.0,
+        progress=False,
+    )
+    with pytest.raises(OptimizerStepError, match="clear the gradients and leave this batch out"):
+        trainer.fit()
+    assert model.weight.equal(before)
+
+
+def test_other_errors_pass_through() -> None:
+    optimizer = make_optimizer()
+    with FaultMode([Fault(0, kind="boom")]), pytest.raises(Boom):
+        clip_gradients(optimizer, 0.1, CPU)

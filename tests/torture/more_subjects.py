@@ -1,0 +1,261 @@
+"""Further models under fault injection: what people build, and what torch does in odd ways."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from automicro.torture import Subject
+from automicro.torture.subject import MakeSubject
+from tests.torture.subjects import (
+    BATCHES,
+    ROWS,
+    RowCounter,
+    accuracy,
+    adamw,
+    batchnorm_and_dropout,
+    classify,
+    replaced_buffer,
+    tied_weights,
+)
+
+VOCABULARY = 8
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        out: Tensor = self.head(self.gru(sequences)[0][:, -1])
+        return out
+
+
+class Checkpointed(nn.Module):
+    """Dropout is drawn again in the recomputation."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if torch.is_grad_enabled():
+            x = x + checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        else:
+            x = x + self.block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Penalized(nn.Module):
+    """A gradient penalty: the backward differentiates a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def penalized_forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    inputs, targets = microbatch
+    if not torch.is_grad_enabled():
+        outputs = model(inputs)
+        return nn.functional.cross_entropy(outputs, targets), outputs
+    inputs = inputs.detach().requires_grad_()
+    outputs = model(inputs)
+    (slopes,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    return loss + 0.1 * slopes.square().sum(1).mean(), outputs
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.classes = nn.Linear(4, 3)
+        self.values = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.body(x))
+        return self.classes(x), self.values(x).squeeze(1)
+
+
+def named_losses(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    inputs, targets = microbatch
+    classes, numbers = model(inputs)
+    return {
+        "classes": nn.functional.cross_entropy(classes, targets),
+        "values": nn.functional.mse_loss(numbers, targets.float()),
+    }
+
+
+class Unused(nn.Module):
+    """One parameter takes part in nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 3)
+        self.unused = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class InPlace(nn.Module):
+    """Writes into its input and into its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5).sub_(0.1)
+        hidden = self.first(x)
+        hidden[:, 0] = 1.0
+        out: Tensor = self.head(nn.functional.relu(hidden, inplace=True))
+        return out
+
+
+def mlp() -> Subject:
+    return classify(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 4)
+
+
+def groupnorm_cnn() -> Subject:
+    return classify(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        1, 4, 4,
+    )  # fmt: skip
+
+
+def gru() -> Subject:
+    return classify(Recurrent(), 3, 3)
+
+
+def spectral() -> Subject:
+    return classify(nn.Sequential(spectral_norm(nn.Linear(4, 5)), nn.ReLU(), nn.Linear(5, 3)), 4)
+
+
+def checkpointed() -> Subject:
+    return classify(Checkpointed(use_reentrant=False), 4)
+
+
+def checkpointed_reentrant() -> Subject:
+    return classify(Checkpointed(use_reentrant=True), 4)
+
+
+def double_backward() -> Subject:
+    model = Penalized()
+    batches = [(torch.randn(ROWS, 4), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
+    return Subject(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        batches=batches,
+        options={"forward": penalized_forward, "loss_average": "samples"},
+        metrics=accuracy(),
+    )
+
+
+def several_losses() -> Subject:
+    model = TwoHeads()
+    batches = [(torch.randn(ROWS, 4), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
+    return Subject(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        batches=batches,
+        options={
+            "forward": named_losses,
+            "loss_average": {"classes": "samples", "values": "samples"},
+        },
+    )
+
+
+def frozen_part() -> Subject:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    model[0].requires_grad_(False)
+    return classify(model, 4)
+
+
+def no_gradient() -> Subject:
+    return classify(Unused(), 4, keeps_gradient=True)
+
+
+def in_place() -> Subject:
+    return classify(InPlace(), 4)
+
+
+def gpt2() -> Subject:
+    from transformers import GPT2Config, GPT2LMHeadModel  # seconds to import
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=4, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return _language_model(GPT2LMHeadModel(config))
+
+
+def bert() -> Subject:
+    from transformers import BertConfig, BertForMaskedLM  # seconds to import
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=4, type_vocab_size=1,
+    )  # fmt: skip
+    return _language_model(BertForMaskedLM(config))
+
+
+def _language_model(model: Any) -> Subject:
+    model.train()
+    batches = []
+    for _ in range(BATCHES):
+        tokens = torch.randint(1, VOCABULARY, (ROWS, 4))
+        labels = tokens.clone()
+        labels[1, 2:] = -100  # rows of different weight
+        batches.append(
+            {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
+        )
+    return Subject(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        batches=batches,
+        options={"update_metric": _count_rows},
+        metrics=RowCounter(),
+    )
+
+
+def _count_rows(metric: RowCounter, outputs: Any, microbatch: Any) -> None:
+    metric.update(outputs["logits"], microbatch["labels"])
+
+
+SUBJECTS: dict[str, MakeSubject] = {
+    "MLP": mlp,
+    "CNN with GroupNorm": groupnorm_cnn,
+    "BatchNorm and dropout": batchnorm_and_dropout,
+    "GRU": gru,
+    "GPT-2": gpt2,
+    "BERT": bert,
+    "tied weights": tied_weights,
+    "replaced buffer": replaced_buffer,
+    "spectral norm": spectral,
+    "checkpointing": checkpointed,
+    "reentrant checkpointing": checkpointed_reentrant,
+    "double backward": double_backward,
+    "several losses": several_losses,
+    "frozen part": frozen_part,
+    "parameter without gradient": no_gradient,
+    "in-place forward": in_place,
+}
