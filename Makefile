@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format-check lint types format bench torture gpu clean
+.PHONY: job help train test check format-check lint types format bench torture gpu clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -37,6 +37,9 @@ format: $(INSTALLED)  ## format the code and fix what can be fixed
 
 bench: $(INSTALLED)  ## measure the overhead against a loop written by hand
 	$(BIN)/python benchmarks/overhead.py
+
+job: $(INSTALLED)  ## run the digits job to its end, twice, and hold what it promises
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_config.py tests/test_cli.py
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
 	$(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'

@@ -59,9 +59,10 @@ class SampleTooLargeError(AutomicroError, torch.OutOfMemoryError):
 
 
 class OptimizerStepError(AutomicroError, RuntimeError):
-    """Memory ran out inside ``optimizer.step()`` and the step may be half applied.
+    """Memory ran out inside ``optimizer.step()`` or gradient clipping.
 
-    Parameters or optimizer state may already have changed: continue from a checkpoint.
+    The message says whether nothing was applied, or the step may be half applied: parameters or
+    optimizer state may have changed, so continue from a checkpoint.
     """
 
 

@@ -297,6 +297,7 @@ def test_python_m_automicro_is_the_same_command(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_installed_command_trains_the_digits_and_its_last_lines_say_what_it_survived() -> None:
     root = Path(__file__).resolve().parent.parent
     command = [str(Path(sys.executable).parent / "automicro"), "train", "configs/digits.yaml"]

@@ -516,6 +516,7 @@ def test_the_peaks_that_explain_the_limit_are_those_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_digits_end_above_97_percent() -> None:
     summary = build_trainer(load_config(DIGITS, ["progress=false"])).fit()
     assert summary.eval_metrics["accuracy"] > 0.97

@@ -42,6 +42,7 @@ def torture(
     name: str = "",
     calls: Sequence[str] = CALLS,
     most_plans: int | None = None,
+    every_oom: bool = False,
     seed: int = 0,
     show: Callable[[Row], None] = lambda row: None,
 ) -> TortureReport:
@@ -54,6 +55,8 @@ def torture(
         name: of the model; the function's unless given.
         calls: what to disturb, of ``"backward"``, ``"evaluate"``, ``"clip"``, ``"step"``.
         most_plans: trials of each row of the table; all unless given.
+        every_oom: run out of memory before and after every operation of a later step's
+            ``backward`` and ``evaluate``, whatever ``most_plans`` says.
         seed: of the choice among trials.
         show: called with each row of the table as soon as it is there.
 
@@ -81,7 +84,7 @@ def torture(
     name = name or getattr(make_subject, "__name__", "model")
     rows: list[Row] = []
     with quiet():
-        for trials, what, plans in _work(make_subject, name, calls, most_plans, seed):
+        for trials, what, plans in _work(make_subject, name, calls, most_plans, every_oom, seed):
             rows.append(sweep(trials, what, plans))
             show(rows[-1])
     return TortureReport(rows)
@@ -103,12 +106,20 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str]) -> list[Scene]:
 
 
 def _work(
-    make: MakeSubject, name: str, calls: Sequence[str], most: int | None, seed: int
+    make: MakeSubject,
+    name: str,
+    calls: Sequence[str],
+    most: int | None,
+    every_oom: bool,
+    seed: int,
 ) -> Iterator[tuple[Trials, str, list[Plan]]]:
     for scene in scenes(name, make, calls):
         trials = Trials(scene)
         plans = single_faults(trials, ["oom"])
-        yield trials, "one out of memory", sample(trials, plans, most, seed, "one")
+        is_settled = scene.is_transaction and scene.warm_steps > 0 and not scene.in_budget
+        if not (every_oom and is_settled):
+            plans = sample(trials, plans, most, seed, "one")
+        yield trials, "one out of memory", plans
         if not scene.is_transaction or scene.in_budget:
             continue
         plans = single_faults(trials, ["boom", "interrupt"])

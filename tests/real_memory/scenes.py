@@ -9,7 +9,8 @@ import torch
 
 from automicro import Fixed
 from automicro.optimizer_step import step_optimizer
-from tests.real_memory.states import Run, values
+from automicro.torture.states import values
+from automicro.torture.subject import Run
 from tests.real_memory.subjects import ROWS, build
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Microbatcher
-from tests.real_memory.states import Run
+from automicro.torture.subject import Run
 
 ROWS = 8
 CLASSES = 4

@@ -11,9 +11,10 @@ import torch
 
 from automicro import Fixed, Halving, OptimizerStepError
 from automicro.oom import is_out_of_memory
+from automicro.torture.states import differences, values
+from automicro.torture.subject import Run
 from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, call, go_on, prepare
-from tests.real_memory.states import Run, differences, values
 
 HALF_APPLIED = "may be half applied"
 
