@@ -42,7 +42,7 @@ def torture(
     name: str = "",
     calls: Sequence[str] = CALLS,
     most_plans: int | None = None,
-    every_oom: bool = False,
+    every_operation: bool = False,
     seed: int = 0,
     show: Callable[[Row], None] = lambda row: None,
 ) -> TortureReport:
@@ -55,8 +55,9 @@ def torture(
         name: of the model; the function's unless given.
         calls: what to disturb, of ``"backward"``, ``"evaluate"``, ``"clip"``, ``"step"``.
         most_plans: trials of each row of the table; all unless given.
-        every_oom: run out of memory before and after every operation of a later step's
-            ``backward`` and ``evaluate``, whatever ``most_plans`` says.
+        every_operation: at every operation of a later step's ``backward`` and ``evaluate``, run out
+            of memory before it and after it, and raise a foreign error and Ctrl-C before it,
+            whatever ``most_plans`` says.
         seed: of the choice among trials.
         show: called with each row of the table as soon as it is there.
 
@@ -84,7 +85,9 @@ def torture(
     name = name or getattr(make_subject, "__name__", "model")
     rows: list[Row] = []
     with quiet():
-        for trials, what, plans in _work(make_subject, name, calls, most_plans, every_oom, seed):
+        for trials, what, plans in _work(
+            make_subject, name, calls, most_plans, every_operation, seed
+        ):
             rows.append(sweep(trials, what, plans))
             show(rows[-1])
     return TortureReport(rows)
@@ -110,20 +113,25 @@ def _work(
     name: str,
     calls: Sequence[str],
     most: int | None,
-    every_oom: bool,
+    every_operation: bool,
     seed: int,
 ) -> Iterator[tuple[Trials, str, list[Plan]]]:
     for scene in scenes(name, make, calls):
         trials = Trials(scene)
         plans = single_faults(trials, ["oom"])
         is_settled = scene.is_transaction and scene.warm_steps > 0 and not scene.in_budget
-        if not (every_oom and is_settled):
+        is_whole = every_operation and is_settled
+        if not is_whole:
             plans = sample(trials, plans, most, seed, "one")
         yield trials, "one out of memory", plans
         if not scene.is_transaction or scene.in_budget:
             continue
         plans = single_faults(trials, ["boom", "interrupt"])
-        yield trials, "foreign errors", sample(trials, plans, most, seed, "foreign")
+        if is_whole:
+            plans = [plan for plan in plans if not plan[0].after]
+        else:
+            plans = sample(trials, plans, most, seed, "foreign")
+        yield trials, "foreign errors", plans
         plans = double_faults(trials, ["oom", "boom", "interrupt"], num_first=3, seed=seed)
         yield trials, "two faults", sample(trials, plans, most, seed, "two")
 

@@ -26,7 +26,7 @@ def rows() -> Iterator[list[Row]]:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_every_fault_is_recovered_or_refused_with_nothing_lost(rows: list[Row], name: str) -> None:
     most = MOST_PLANS.get(name, MOST_PLANS_OF_OTHERS)
-    report = torture(SUBJECTS[name], name=name, most_plans=most, every_oom=True)
+    report = torture(SUBJECTS[name], name=name, most_plans=most, every_operation=True)
     rows.extend(report.rows)
     assert report.wrong == []
     assert all(row.bytes_alive <= 0 for row in report.rows)
