@@ -5,14 +5,18 @@ ones after running out of memory, and leaves the exact gradient of the whole bat
 """
 
 from automicro.batchnorm import find_batchnorm
+from automicro.checkpoints import CheckpointConfig
 from automicro.errors import (
     AutomicroError,
     AutomicroWarning,
     BatchError,
     BatchNormWarning,
     BufferWarning,
+    CheckpointError,
+    CheckpointWarning,
     ConfigError,
     DataLoaderError,
+    LoggerWarning,
     LossAverageWarning,
     LossError,
     NonFiniteLossError,
@@ -21,13 +25,14 @@ from automicro.errors import (
     SampleTooLargeError,
     UnsplittableModelError,
 )
+from automicro.events import Callback, Run
 from automicro.memory import MemoryBudget
 from automicro.microbatcher import Microbatcher
 from automicro.oom import is_out_of_memory
 from automicro.policy import Fixed, Halving, Outcome, Policy
 from automicro.results import EvalResult, StepResult
 from automicro.slicing import num_rows, register_batch_type, split_batch
-from automicro.trainer import FitSummary, Trainer
+from automicro.trainer import Evaluator, FitSummary, Trainer
 from automicro.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -38,12 +43,18 @@ __all__ = [
     "BatchError",
     "BatchNormWarning",
     "BufferWarning",
+    "Callback",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointWarning",
     "ConfigError",
     "DataLoaderError",
     "EvalResult",
+    "Evaluator",
     "FitSummary",
     "Fixed",
     "Halving",
+    "LoggerWarning",
     "LossAverageWarning",
     "LossError",
     "MemoryBudget",
@@ -53,6 +64,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "RollbackError",
+    "Run",
     "SampleTooLargeError",
     "StepResult",
     "Trainer",

@@ -1,15 +1,16 @@
 """Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import BatchError, RollbackError, SampleTooLargeError
 from automicro.memory import ResidentMemory, allocated_bytes, format_bytes, peak_bytes
+from automicro.observer import Narrator
 from automicro.oom import Failure, classify, release
 from automicro.policy import Fixed, Outcome, Policy
 from automicro.slicing import balanced_sizes, describe_cut
@@ -56,34 +57,60 @@ class CutRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(Generic[T]):
-    """What came of a batch, and how many attempts it took."""
+    """What came of a step, and how many attempts it took.
+
+    Attributes:
+        result: of the attempt that succeeded.
+        cuts: rows of each slice of each batch.
+        attempts: how many were made.
+        failed_sizes: rows of the largest slice of each attempt that ran out of memory.
+    """
 
     result: T
-    sizes: list[int]
+    cuts: list[list[int]]
     attempts: int
-    ooms: int
+    failed_sizes: tuple[int, ...]
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of the largest slice."""
+        return _largest(self.cuts)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What results tell of rows, slices and attempts, by the names of their fields."""
+        return {
+            "num_samples": sum(map(sum, self.cuts)),
+            "microbatch_size": self.microbatch_size,
+            "num_microbatches": sum(map(len, self.cuts)),
+            "attempts": self.attempts,
+            "failed_sizes": self.failed_sizes,
+        }
 
 
 def run_attempts(
-    attempt: Callable[[list[int]], T],
+    attempt: Callable[[list[list[int]]], T],
     *,
-    num_rows: int,
+    rows: Sequence[int],
     policy: Policy,
     rule: CutRule,
     transaction: Transaction,
     device: torch.device,
     measure_residents: Callable[[], ResidentMemory] | None = None,
+    narrator: Narrator | None = None,
 ) -> Finished[T]:
-    """Attempt a batch at the sizes that a policy proposes until one fits.
+    """Attempt a step at the sizes that a policy proposes until one fits.
 
     Args:
-        attempt: does the work for slices of these rows. Runs inside a transaction.
-        num_rows: rows of the batch.
+        attempt: does the work for slices of these rows, a list for each batch. Runs inside a
+            transaction.
+        rows: of each batch that the step takes; usually it is one.
         policy: proposes sizes and learns from each outcome.
         rule: turns sizes into slices.
         transaction: begun, and committed or rolled back, once per attempt.
         device: where the work runs, for giving its memory back.
         measure_residents: what lies there at any size, for saying why none fits.
+        narrator: tells of every attempt.
 
     Raises:
         SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
@@ -95,13 +122,14 @@ def run_attempts(
     attempts = 0
     failure: BaseException | None = None
     while True:
-        sizes = _cut(policy, rule, num_rows)
-        if failure is not None and sizes[0] >= tried[-1]:
+        cuts = [_cut(policy, rule, num_rows) for num_rows in rows]
+        size = _largest(cuts)
+        if failure is not None and size >= tried[-1]:
             try:
                 if isinstance(policy, Fixed):
-                    _give_up_fixed(failure, num_rows, tried[-1])
+                    _give_up_fixed(failure, max(rows), tried[-1])
                 residents = None if measure_residents is None else measure_residents()
-                text = _why_nothing_fits(num_rows, tried, rule, residents, device)
+                text = _why_nothing_fits(max(rows), tried, rule, residents, device)
                 raise SampleTooLargeError(
                     f"{text} The last failure: {_first_line(failure)}"
                 ) from failure
@@ -112,22 +140,37 @@ def run_attempts(
             logger.warning(
                 "out of memory, microbatch size %d → %d %s (%s)",
                 tried[-1],
-                sizes[0],
-                "row" if sizes[0] == 1 else "rows",
-                describe_cut(num_rows, sizes[0], len(sizes)),
+                size,
+                "row" if size == 1 else "rows",
+                describe_cut(sum(rows), size, sum(map(len, cuts))),
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
         attempts += 1
-        result, failure, floor = _attempt_once(transaction, attempt, sizes, policy, rule, device)
+        result, failure, floor = _attempt_once(
+            transaction, attempt, cuts, policy, rule, device, narrator
+        )
         if floor:
             rule.min_rows = 2
             attempts -= 1  # not a question of memory: the same size, cut differently
             continue
-        policy.record(Outcome(num_rows=num_rows, microbatch_size=sizes[0], fits=failure is None))
+        # The batch with the largest slice speaks for the step.
+        largest = max(cuts, key=lambda sizes: (sizes[0], sum(sizes)))
+        policy.record(Outcome(num_rows=sum(largest), microbatch_size=size, fits=failure is None))
         if failure is None:
             assert result is not None
-            return Finished(result=result[0], sizes=sizes, attempts=attempts, ooms=len(tried))
-        tried.append(sizes[0])
+            return Finished(
+                result=result[0], cuts=cuts, attempts=attempts, failed_sizes=tuple(tried)
+            )
+        tried.append(size)
+
+
+def _largest(cuts: Sequence[Sequence[int]]) -> int:
+    return max(sizes[0] for sizes in cuts)
+
+
+def _leaves_one_alone(cuts: Sequence[Sequence[int]]) -> bool:
+    """Whether a slice has one row although its batch has more."""
+    return any(sizes[-1] == 1 < sum(sizes) for sizes in cuts)
 
 
 def _cut(policy: Policy, rule: CutRule, num_rows: int) -> list[int]:
@@ -141,23 +184,28 @@ def _cut(policy: Policy, rule: CutRule, num_rows: int) -> list[int]:
 
 def _attempt_once(
     transaction: Transaction,
-    attempt: Callable[[list[int]], T],
-    sizes: list[int],
+    attempt: Callable[[list[list[int]]], T],
+    cuts: list[list[int]],
     policy: Policy,
     rule: CutRule,
     device: torch.device,
+    narrator: Narrator | None,
 ) -> tuple[tuple[T] | None, BaseException | None, bool]:
     """One attempt: its result, or the out-of-memory error, or that slices need two rows."""
     result: T | None = None
     try:
         transaction.begin()
-        result = attempt(sizes)
+        if narrator is not None:
+            narrator.begin(cuts)
+        result = attempt(cuts)
+        if narrator is not None:
+            narrator.end()
         transaction.commit()
         return (result,), None, False
     except BaseException as error:
         if (
             needs_two_rows(error)
-            and sizes[-1] == 1 < sum(sizes)
+            and _leaves_one_alone(cuts)
             and rule.min_rows == 1
             and not isinstance(policy, Fixed)
         ):
@@ -165,10 +213,10 @@ def _attempt_once(
             return None, None, True
         if classify(error) is not Failure.RETRYABLE:
             _roll_back(transaction, error)
-            if needs_two_rows(error) and sizes[-1] == 1 < sum(sizes):
+            if needs_two_rows(error) and _leaves_one_alone(cuts):
                 error.add_note(
                     f"automicro: BatchNorm cannot train on one row, and slices of at most "
-                    f"{sizes[0]} of {sum(sizes)} rows leave one alone; use another "
+                    f"{_largest(cuts)} of {sum(map(sum, cuts))} rows leave one alone; use another "
                     'microbatch_size, or "auto", which leaves no row alone'
                 )
             raise
@@ -183,6 +231,8 @@ def _attempt_once(
             _roll_back(transaction, error)
             raise
         _roll_back(transaction, failure)
+        if narrator is not None:
+            narrator.fail(_first_line(failure), peak_bytes=peak_bytes(device))
         return None, failure, False
     finally:
         del failure  # it holds this frame: a cycle

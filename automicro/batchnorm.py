@@ -8,8 +8,8 @@ batch's. No weighting of losses can repair that; it can only be found and said.
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from automicro.torch_private import AnyBatchNorm, AnyInstanceNorm
 
 _NAMES_SHOWN = 5
 
@@ -89,9 +89,9 @@ def _layers(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[str, 
 
 
 def _sees_the_batch(module: nn.Module) -> bool:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, AnyBatchNorm):
         # Without running statistics there is nothing else to normalise with, in eval mode too.
         return module.training or (module.running_mean is None and module.running_var is None)
-    if isinstance(module, _InstanceNorm):
+    if isinstance(module, AnyInstanceNorm):
         return module.training and module.track_running_stats
     return False

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError
 
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in, by the name of a precision; None for the model's own types."""
+
+_FP16 = ("fp16", "float16", "half")
+
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """The value, if it is one of the choices.
@@ -27,22 +32,32 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     raise ValueError(f"{name}={value!r} is not known{hint}; use one of {', '.join(accepted)}")
 
 
-def check_precision(precision: object, choices: Iterable[str]) -> str:
-    """The precision, if it is one of the choices.
+def check_precision(precision: object, has_backward: object) -> str:
+    """The precision, if it is one of `PRECISIONS` and the loss is scaled where it has to be.
+
+    Args:
+        precision: what was given.
+        has_backward: whether a ``backward`` was given that may scale the loss.
 
     Raises:
-        ValueError: it is not; fp16 is told apart, for what it lacks.
+        ValueError: it is not known, or fp16 without a loss scaler.
 
     Example:
-        >>> check_precision("bf16", ["fp32", "bf16"])
+        >>> check_precision("bf16", has_backward=False)
         'bf16'
     """
-    if isinstance(precision, str) and precision.lower() in ("fp16", "float16", "half"):
-        raise ValueError(
-            f"precision={precision!r} needs a loss scaler, which is not supported yet; use 'bf16', "
-            "which needs none"
-        )
-    return check_choice("precision", precision, choices)
+    if isinstance(precision, str) and precision.lower() in _FP16:
+        if precision != "fp16":
+            raise ValueError(f"precision={precision!r} is not known; use 'fp16'")
+        if not has_backward:
+            raise ValueError(
+                "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
+                "backward=lambda loss: scaler.scale(loss).backward() with a torch.amp.GradScaler, "
+                "call scaler.unscale_(optimizer) before clipping and scaler.step(optimizer) and "
+                "scaler.update() in place of optimizer.step(); or use precision='bf16', which "
+                "needs no scaler, or the Trainer, which scales by itself"
+            )
+    return check_choice("precision", precision, PRECISIONS)
 
 
 def check_model(model: object) -> None:

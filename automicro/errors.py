@@ -11,12 +11,16 @@
     ├── ConfigError (ValueError)                a configuration that cannot be read
     ├── SampleTooLargeError (torch.OutOfMemoryError)   not even one row fits
     ├── OptimizerStepError (RuntimeError)       memory ran out inside optimizer.step()
-    └── RollbackError (RuntimeError)            the state before a step cannot be put back
+    ├── RollbackError (RuntimeError)            the state before a step cannot be put back
+    └── CheckpointError (RuntimeError)          a checkpoint that cannot be written or loaded
+        └── DamagedCheckpointError              one that is incomplete, or was changed since
 
     AutomicroWarning (UserWarning)
     ├── BatchNormWarning                        statistics over the batch see fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
-    └── LossAverageWarning                      the loss is not the average it was taken for
+    ├── LossAverageWarning                      the loss is not the average it was taken for
+    ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
+    └── LoggerWarning                           a logger failed; the run goes on
 
 Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
@@ -70,6 +74,14 @@ class RollbackError(AutomicroError, RuntimeError):
     """The state before the step could not be put back. Continue from a checkpoint."""
 
 
+class CheckpointError(AutomicroError, RuntimeError):
+    """A checkpoint cannot be written or loaded. Older ones are as they were."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete, or was changed since. The message names the file."""
+
+
 class AutomicroWarning(UserWarning):
     """Base of all warnings that automicro gives."""
 
@@ -84,3 +96,11 @@ class BufferWarning(AutomicroWarning):
 
 class LossAverageWarning(AutomicroWarning):
     """The loss is not the average that it was taken for, so splitting changes the gradient."""
+
+
+class CheckpointWarning(AutomicroWarning):
+    """A checkpoint was skipped because it is damaged, not written, or not removed."""
+
+
+class LoggerWarning(AutomicroWarning):
+    """A logger failed, or a value cannot be logged. The run goes on."""

@@ -44,13 +44,22 @@ class Output:
     has_total: bool = False
 
 
+def _nothing() -> None:
+    pass
+
+
 class Convention(Protocol):
     """One way from a microbatch to a loss, outputs, targets and metrics."""
 
     computes_loss_in_model: bool
 
-    def train(self, model: nn.Module, microbatch: Any) -> Output:
-        """Forward for training; the loss is required."""
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+    ) -> Output:
+        """Forward for training; the loss is required.
+
+        ``forwarded`` is called between model and loss, where they are two calls, else after both.
+        """
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         """Forward for evaluation; the loss may be missing."""
@@ -99,8 +108,12 @@ class _OwnForward:
     def __init__(self, forward: Callable[[Any, Any], Any]) -> None:
         self._forward = forward
 
-    def train(self, model: nn.Module, microbatch: Any) -> Output:
-        return _read_result(self._forward(model, microbatch))
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+    ) -> Output:
+        result = self._forward(model, microbatch)
+        forwarded()
+        return _read_result(result)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return self.train(model, microbatch)
@@ -125,10 +138,13 @@ class _LossFunction:
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
 
-    def train(self, model: nn.Module, microbatch: Any) -> Output:
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+    ) -> Output:
         inputs, targets = _pair(microbatch)
         # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
         outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        forwarded()
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, Tensor):
             return Output(loss, {}, outputs)
@@ -152,8 +168,11 @@ class _ComposerModel:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def train(self, model: nn.Module, microbatch: Any) -> Output:
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+    ) -> Output:
         outputs = model(microbatch)
+        forwarded()
         loss = self._model.loss(outputs, microbatch)
         return dataclasses.replace(_read_losses(loss), outputs=outputs)
 
@@ -175,8 +194,11 @@ class _KeywordModel:
 
     computes_loss_in_model = True
 
-    def train(self, model: nn.Module, microbatch: Any) -> Output:
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+    ) -> Output:
         output = self.evaluate(model, microbatch)
+        forwarded()
         if output.loss is None:
             raise LossError(
                 f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "

@@ -14,6 +14,7 @@ from torch import Tensor
 from automicro.content import same_content
 from automicro.errors import RollbackError
 from automicro.memory import active_budget
+from automicro.torch_private import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,4 +86,4 @@ class InputWatch:
             )
 
     def _current_versions(self) -> list[int]:
-        return [] if self.isolate else [leaf._version for leaf in self._leaves]
+        return [] if self.isolate else [version_of(leaf) for leaf in self._leaves]

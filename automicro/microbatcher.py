@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automicro.accumulation import accumulate_gradients, accumulate_outputs
 from automicro.attempts import CutRule, run_attempts
 from automicro.checks import (
+    PRECISIONS,
     check_choice,
     check_history,
     check_model,
@@ -19,16 +21,18 @@ from automicro.checks import (
     check_precision,
     resolve_device,
 )
-from automicro.forward import choose_convention, outputs_with_rows
+from automicro.compilation import refuse_cuda_graphs
+from automicro.forward import choose_convention
 from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import OccupiedDevice
 from automicro.model_modes import evaluation_mode, is_lazy
-from automicro.passes import Passes
-from automicro.policy import Policy, make_policy
+from automicro.observer import Narrator, Observer
+from automicro.optimization import OptimizerReservation
+from automicro.passes import Losses, Passes
+from automicro.policy import Fixed, Policy, make_policy
 from automicro.probing import Prober
-from automicro.reservation import OptimizerReservation
 from automicro.results import EvalResult, StepResult
-from automicro.slicing import BatchLayout, concat_rows
+from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.transaction import (
     BufferMemory,
@@ -41,10 +45,7 @@ from automicro.transaction import (
     find_generators,
     flatten_metrics,
 )
-from automicro.transfer import on_device
-from automicro.weighting import BatchWeights, LossAverage, add_up, read_average
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+from automicro.weighting import LossAverage, read_average
 
 
 class Microbatcher:
@@ -86,13 +87,15 @@ class Microbatcher:
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's
             share of the device on CUDA.
         strict_divisible: refuse a batch that is not a multiple of the microbatch size.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast of the forward and the loss.
+        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
+            loss. ``"fp16"`` needs a ``backward`` that scales the loss.
         batch_layout: which dimension holds the rows, and which parts are shared; see
             `split_batch`.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits.
         probe: whether to compare, at the first batch that could be split, the loss of a few rows
             with those of their parts.
+        observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -118,6 +121,7 @@ class Microbatcher:
         batch_layout: int | Mapping[str, Any] = 0,
         update_metric: Callable[[Any, Any, Any], None] | None = None,
         probe: bool = True,
+        observer: Observer | None = None,
     ) -> None:
         check_model(model)
         self._model = model
@@ -128,6 +132,8 @@ class Microbatcher:
         self._device = resolve_device(device, model)
         self._policy = make_policy(microbatch_size)
         self._eval_policy = make_policy(eval_microbatch_size, name="eval_microbatch_size")
+        adapts = [not isinstance(each, Fixed) for each in (self._policy, self._eval_policy)]
+        refuse_cuda_graphs(self._modules, sizes_change=any(adapts))
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
         )
@@ -146,11 +152,12 @@ class Microbatcher:
             averages,
             self._layout,
             device=self._device,
-            autocast_dtype=PRECISIONS[check_precision(precision, PRECISIONS)],
+            autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
             update_metric=update_metric or convention.update_metric,
         )
         self._prober = Prober(averages, convention.targets) if probe else None
+        self._observer = observer
         self._rule = CutRule(strict_divisible=strict_divisible)
         self._eval_rule = CutRule()
         self._memory = OccupiedDevice(self._device, self._modules, optimizer, memory_limit)
@@ -210,19 +217,46 @@ class Microbatcher:
 
         After any exception the state is as it was before the call.
         """
+        return self.accumulate([batch], metrics)
+
+    def accumulate(self, batches: Sequence[Any], metrics: Any = None) -> StepResult:
+        """Forward and backward of several batches as if they were one.
+
+        Their loss has one denominator, so the gradient is that of all their rows in one batch,
+        however many of them (or of their tokens) each batch has. They are one transaction.
+
+        Args:
+            batches: what a data loader gave, one after the other; at least one.
+            metrics: torchmetrics to update, each row once.
+
+        Raises:
+            ValueError: no batch. Else as `backward`, and after any exception the state is as it
+                was before the call.
+
+        Example:
+            >>> model = nn.Linear(8, 2)
+            >>> microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+            >>> batches = [(torch.randn(n, 8), torch.randint(2, (n,))) for n in (4, 4, 3)]
+            >>> microbatcher.accumulate(batches).num_samples
+            11
+        """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "backward was called where gradients are switched off; leave the no_grad or "
                 "inference_mode block, or call evaluate"
             )
+        if not batches:
+            raise ValueError("there is no batch to accumulate; pass at least one")
         with self._memory.limited():
-            num_rows = self._layout.num_rows(batch)
+            rows = [self._layout.num_rows(batch) for batch in batches]
             policy = self._split_guard.allowed_policy(self._policy)
-            prober = self._prober if self._split_guard.could_split(policy, num_rows) else None
+            could_split = len(rows) > 1 or self._split_guard.could_split(policy, rows[0])
+            prober = self._prober if could_split else None
             if is_lazy(self._modules):
-                self._passes.materialize(batch)
+                self._passes.materialize(batches[0])
             parameters = [p for module in self._modules for p in module.parameters()]
-            watch = self._inputs.watch(self._passes.tensors(batch), self._device)
+            tensors = [tensor for batch in batches for tensor in self._passes.tensors(batch)]
+            watch = self._inputs.watch(tensors, self._device)
             buffers = Buffers(self._buffers)
             transaction = Transaction(
                 [
@@ -235,10 +269,13 @@ class Microbatcher:
                     Metrics(flatten_metrics(metrics)),
                 ]
             )
+            narrator = self._narrator("train")
             try:
                 finished = run_attempts(
-                    lambda sizes: self._train(batch, sizes, watch, buffers, metrics, prober),
-                    num_rows=num_rows,
+                    lambda cuts: self._train(
+                        batches, cuts, watch, buffers, metrics, prober, narrator
+                    ),
+                    rows=rows,
                     policy=policy,
                     rule=self._rule,
                     transaction=transaction,
@@ -246,21 +283,14 @@ class Microbatcher:
                     measure_residents=lambda: self._memory.measure(
                         training=True, upcoming_bytes=self._reservation.upcoming_bytes
                     ),
+                    narrator=narrator,
                 )
             except torch.OutOfMemoryError as error:
                 self._split_guard.explain_oom(error)
                 raise
-        self._size = finished.sizes[0]
+        self._size = finished.microbatch_size
         loss, losses = finished.result
-        return StepResult(
-            loss=loss,
-            losses=losses,
-            num_samples=num_rows,
-            microbatch_size=finished.sizes[0],
-            num_microbatches=len(finished.sizes),
-            attempts=finished.attempts,
-            ooms=finished.ooms,
-        )
+        return StepResult(loss=loss, losses=losses, **finished.counts)
 
     def evaluate(self, batch: Any, metrics: Any = None, return_outputs: bool = False) -> EvalResult:
         """Forward of a whole batch in evaluation mode, without gradients.
@@ -291,90 +321,71 @@ class Microbatcher:
                     Metrics(flatten_metrics(metrics)),
                 ]
             )
+            narrator = self._narrator("eval")
             finished = run_attempts(
-                lambda sizes: self._evaluate(batch, sizes, watch, metrics, return_outputs),
-                num_rows=num_rows,
+                lambda cuts: accumulate_outputs(
+                    self._passes,
+                    *self._passes.cut(
+                        [batch], cuts, sizes_change=not isinstance(self._eval_policy, Fixed)
+                    ),
+                    watch=watch,
+                    device=self._device,
+                    metrics=metrics,
+                    keep_outputs=return_outputs,
+                    narrator=narrator,
+                ),
+                rows=[num_rows],
                 policy=self._eval_policy,
                 rule=self._eval_rule,
                 transaction=transaction,
                 device=self._device,
                 measure_residents=lambda: self._memory.measure(training=False),
+                narrator=narrator,
             )
-        self._eval_size = finished.sizes[0]
-        loss, losses, outputs = finished.result
+        self._eval_size = finished.microbatch_size
+        loss, losses, outputs, denominators = finished.result
         return EvalResult(
             loss=loss,
             losses=losses,
             outputs=outputs,
-            num_samples=num_rows,
-            microbatch_size=finished.sizes[0],
-            num_microbatches=len(finished.sizes),
-            attempts=finished.attempts,
-            ooms=finished.ooms,
+            denominators=denominators,
+            **finished.counts,
         )
 
     def _train(
         self,
-        batch: Any,
-        sizes: Sequence[int],
+        batches: Sequence[Any],
+        cuts: Sequence[Sequence[int]],
         watch: InputWatch,
         buffers: Buffers,
         metrics: Any,
         prober: Prober | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One attempt at a batch. Everything that it changes is undone if it fails."""
-        is_split = len(sizes) > 1
-        if is_split:
-            check_history(self._layout.leaves(batch))
+        narrator: Narrator | None,
+    ) -> Losses:
+        """One attempt at a step. Everything that it changes is undone if it fails."""
+        for batch, sizes in zip(batches, cuts, strict=True):
+            if len(sizes) > 1:
+                check_history(self._layout.leaves(batch))
         if prober is not None:
-            self._probe(prober, batch, sum(sizes))
-        passes = self._passes
-        microbatches = passes.cut(batch, sizes)
-        weights = passes.weights(batch, microbatches, sizes)
-        losses = []
-        arrivals = on_device(microbatches, self._device, isolate=watch.isolate)
-        for index, microbatch in enumerate(arrivals):
-            losses.append(passes.train(microbatch, weights, index, metrics))
-            if watch.compares:
-                watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
-        if is_split:
-            self._split_guard.warn(sizes, buffers)
-        passes.warn_of_nothing(weights)
-        return add_up(losses)
+            self._probe(prober, batches[0], sum(cuts[0]))
+        result = accumulate_gradients(
+            self._passes,
+            self._passes.cut(batches, cuts, sizes_change=not isinstance(self._policy, Fixed)),
+            watch=watch,
+            device=self._device,
+            metrics=metrics,
+            narrator=narrator,
+        )
+        split = max(cuts, key=len)
+        if len(split) > 1:
+            self._split_guard.warn(split, buffers)
+        return result
+
+    def _narrator(self, phase: str) -> Narrator | None:
+        return None if self._observer is None else Narrator(self._observer, phase)
 
     def _probe(self, prober: Prober, batch: Any, num_rows: int) -> None:
         undo = Transaction(
             [Buffers(BufferMemory(self._modules)), RandomState(self._device, self._generators)]
         )
         prober.look(batch, num_rows, self._layout, self._passes.losses_of_rows, undo, self._device)
-
-    def _evaluate(
-        self,
-        batch: Any,
-        sizes: Sequence[int],
-        watch: InputWatch,
-        metrics: Any,
-        return_outputs: bool,
-    ) -> tuple[Tensor | None, dict[str, Tensor], Any]:
-        """One attempt at evaluating a batch."""
-        passes = self._passes
-        microbatches = passes.cut(batch, sizes)
-        home = next((tensor.device for tensor in passes.tensors(batch)), self._device)
-        weights: BatchWeights | None = None
-        losses, outputs = [], []
-        arrivals = on_device(microbatches, self._device, isolate=watch.isolate)
-        for index, microbatch in enumerate(arrivals):
-            output = passes.evaluate(microbatch, metrics)
-            if output.loss is not None:
-                weights = weights or passes.weights(batch, microbatches, sizes)
-                weighted = weights.apply(
-                    index, output.loss, output.losses, has_total=output.has_total
-                )
-                losses.append(weighted)
-            if watch.compares:
-                watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
-            if return_outputs:
-                outputs.append(passes.bring_home(outputs_with_rows(output.outputs), home))
-            del output  # before the next forward
-        loss, parts = add_up(losses) if losses else (None, {})
-        return loss, parts, concat_rows(outputs) if return_outputs else None

@@ -4,10 +4,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
-from automicro.memory import is_uninitialized
+from automicro.torch_private import AnyBatchOrInstanceNorm, AnyDropout, is_uninitialized
 
 
 @contextlib.contextmanager
@@ -45,7 +43,7 @@ def quiet_training_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     before = [(each, each.training) for module in modules for each in module.modules()]
     with evaluation_mode(modules):
         for each, training in before:
-            if not isinstance(each, _DropoutNd | _NormBase):
+            if not isinstance(each, AnyDropout | AnyBatchOrInstanceNorm):
                 each.training = training
         yield
 

@@ -241,6 +241,9 @@ def _walk(exception: BaseException, *, causes_only: bool) -> Iterator[BaseExcept
         seen.add(id(error))
         yield error
         waiting.append(error.__cause__)
+        # Of a compiler that failed: torch raises its own error "from None" and keeps this one.
+        inner = getattr(error, "inner_exception", None)
+        waiting.append(inner if isinstance(inner, BaseException) else None)
         if not causes_only:
             waiting.append(error.__context__)
             if isinstance(error, BaseExceptionGroup):

@@ -1,5 +1,6 @@
 """Forward and backward of one microbatch."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from automicro.checks import check_loss
+from automicro.compilation import dynamic_rows, uncompiled
 from automicro.errors import LossAverageWarning
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode, quiet_training_mode
+from automicro.observer import Tell
 from automicro.slicing import BatchLayout, map_tensors
+from automicro.torch_private import compiler_is_loaded
 from automicro.transfer import on_device, on_host
 from automicro.warn import warn
-from automicro.weighting import Average, BatchWeights
+from automicro.weighting import Average, BatchWeights, CutBatch
 
 METRIC_NOTE = "automicro: while updating the metric "
 """How the note on an error begins that came out of a metric."""
@@ -57,18 +61,40 @@ class Passes:
         self._run_backward = run_backward
         self._update_metric = update_metric
         self._has_warned_of_nothing = False
+        self._row_dims: dict[str, int] = {}
 
-    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """The batch as microbatches of these rows: views, where it lies."""
-        with on_host():
-            return self._layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+    def cut(
+        self,
+        batches: Sequence[Any],
+        cuts: Sequence[Sequence[int]],
+        *,
+        sizes_change: bool = True,
+    ) -> list[CutBatch]:
+        """Each batch as microbatches of these rows: views, where it lies.
 
-    def weights(
-        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> BatchWeights:
-        """What each microbatch's loss weighs."""
+        Args:
+            batches: of one step.
+            cuts: the rows of each batch's microbatches.
+            sizes_change: whether other sizes may come; code is then compiled for any size.
+        """
         with on_host():
-            return BatchWeights(self._averages, batch, microbatches, sizes)
+            self._row_dims = {}
+            if sizes_change and compiler_is_loaded():
+                for batch in batches:
+                    self._row_dims |= self._layout.row_dims(batch)
+            return [
+                CutBatch(
+                    batch=batch,
+                    microbatches=self._layout.split(batch, sizes) if len(sizes) > 1 else [batch],
+                    sizes=sizes,
+                )
+                for batch, sizes in zip(batches, cuts, strict=True)
+            ]
+
+    def weights(self, cuts: Sequence[CutBatch]) -> BatchWeights:
+        """What each microbatch's loss weighs in the loss of all batches together."""
+        with on_host():
+            return BatchWeights(self._averages, cuts)
 
     def warn_of_nothing(self, weights: BatchWeights) -> None:
         """Warn, the first time, of a training batch in which no target counts.
@@ -89,7 +115,14 @@ class Passes:
         """All tensors of a batch."""
         return [tensor for _, tensor in self._layout.leaves(batch)]
 
-    def train(self, microbatch: Any, weights: BatchWeights, index: int, metrics: Any) -> Losses:
+    def train(
+        self,
+        microbatch: Any,
+        weights: BatchWeights,
+        index: int,
+        metrics: Any,
+        tell: Tell | None = None,
+    ) -> Losses:
         """Forward and backward of one microbatch; its weighted losses, detached.
 
         The model's outputs die here, before the next forward begins.
@@ -99,14 +132,19 @@ class Passes:
         """
         if weights.is_nothing(index):
             microbatch = map_tensors(microbatch, _cut_off)
-        output = self._forward(self._convention.train, microbatch)
+        output = self._forward(self._convention.train, microbatch, tell)
         loss, parts = weights.apply(
             index, check_loss(output.loss), output.losses, has_total=output.has_total
         )
+        if tell is not None:
+            tell("loss_end", loss.detach())
+            tell("backward_start", loss.detach())
         if weights.is_nothing(index):
             self._backward_for_nothing(loss)
         else:
             self._run_backward(loss)
+        if tell is not None:
+            tell("backward_end", loss.detach())
         if metrics is not None:
             self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
         return loss.detach(), {name: part.detach() for name, part in parts.items()}
@@ -128,9 +166,13 @@ class Passes:
             elif parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
-    def evaluate(self, microbatch: Any, metrics: Any) -> Output:
+    def evaluate(self, microbatch: Any, metrics: Any, tell: Tell | None = None) -> Output:
         """Forward of one microbatch for evaluation."""
+        if tell is not None:
+            tell("forward_start")
         output = self._forward(self._convention.evaluate, microbatch)
+        if tell is not None:
+            tell("forward_end")
         if metrics is not None:
             self._count(metrics, output.outputs, microbatch)
         return output
@@ -148,7 +190,7 @@ class Passes:
         In evaluation mode, or in training mode but for layers that draw or average over rows.
         """
         mode = quiet_training_mode if training else evaluation_mode
-        with mode(self._modules), torch.no_grad():
+        with mode(self._modules), torch.no_grad(), uncompiled():
             moved = next(on_device([rows], self._device, isolate=True))
             output = self._convention.train(self._modules[0], moved)
         if "" not in self._averages:
@@ -163,15 +205,21 @@ class Passes:
         """
         with on_host():
             row = self._layout.take_rows(batch, [0])
-        with evaluation_mode(self._modules), torch.no_grad():
+        with evaluation_mode(self._modules), torch.no_grad(), uncompiled():
             moved = next(on_device([row], self._device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 
-    def _forward(self, forward: Callable[[nn.Module, Any], Output], microbatch: Any) -> Output:
-        if self._autocast_dtype is None:
-            return forward(self._modules[0], microbatch)
-        with torch.autocast(self._device.type, self._autocast_dtype):
-            return forward(self._modules[0], microbatch)
+    def _forward(
+        self, forward: Callable[..., Output], microbatch: Any, tell: Tell | None = None
+    ) -> Output:
+        if tell is not None:
+            forward = functools.partial(forward, forwarded=lambda: _tell_forwarded(tell))
+            tell("forward_start")
+        with dynamic_rows(microbatch, self._row_dims):
+            if self._autocast_dtype is None:
+                return forward(self._modules[0], microbatch)
+            with torch.autocast(self._device.type, self._autocast_dtype):
+                return forward(self._modules[0], microbatch)
 
     def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
         named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
@@ -181,6 +229,11 @@ class Passes:
             except Exception as error:
                 error.add_note(f"{METRIC_NOTE}{name!r}")
                 raise
+
+
+def _tell_forwarded(tell: Tell) -> None:
+    tell("forward_end")
+    tell("loss_start")
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class StepResult:
         microbatch_size: rows of the largest microbatch used.
         num_microbatches: microbatches of the attempt that succeeded.
         attempts: attempts that were made; all but the last were rolled back.
-        ooms: how many of them ran out of memory.
+        failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
     """
 
     loss: Tensor
@@ -27,7 +27,12 @@ class StepResult:
     microbatch_size: int
     num_microbatches: int
     attempts: int
-    ooms: int
+    failed_sizes: tuple[int, ...] = ()
+
+    @property
+    def ooms(self) -> int:
+        """How many attempts ran out of memory."""
+        return len(self.failed_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,9 @@ class EvalResult:
         microbatch_size: rows of the largest microbatch used.
         num_microbatches: microbatches of the attempt that succeeded.
         attempts: attempts that were made; all but the last were rolled back.
-        ooms: how many of them ran out of memory.
+        failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
+        denominators: what the losses were divided by, by name, or one for all under ``""``; None
+            for a sum. With them the losses of several batches add up exactly; see `LossMean`.
     """
 
     loss: Tensor | None
@@ -53,4 +60,10 @@ class EvalResult:
     microbatch_size: int
     num_microbatches: int
     attempts: int
-    ooms: int
+    failed_sizes: tuple[int, ...] = ()
+    denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
+
+    @property
+    def ooms(self) -> int:
+        """How many attempts ran out of memory."""
+        return len(self.failed_sizes)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher
-from automicro.memory.torch_private import TorchDispatchMode
+from automicro.torch_private import OperationMode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,18 +87,16 @@ def automatic(job: Job) -> Callable[[], object]:
     return lambda: microbatcher.backward(job.batch)
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counter(OperationMode):
     operations = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         self.operations += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def count_operations(step: Callable[[], object]) -> int:
-    counter = Counter()  # type: ignore[no-untyped-call]
+    counter = Counter()
     with counter:
         step()
     return counter.operations

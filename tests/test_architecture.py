@@ -7,6 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "automicro"
@@ -14,22 +15,39 @@ PACKAGE = ROOT / "automicro"
 # From the ground up. A module imports only from layers below its own; the modules of one layer do
 # not know each other. A name stands for a file or for a folder with all in it.
 LAYERS = (
-    ("errors",),
-    ("checks", "content", "duration", "memory", "oom", "results", "slicing", "warn", "weighting"),
+    ("errors", "torch_private"),
+    (
+        "checks",
+        "content",
+        "duration",
+        "memory",
+        "observer",
+        "oom",
+        "results",
+        "slicing",
+        "warn",
+        "weighting",
+    ),
     (
         "batchnorm",
+        "checkpoints",
+        "compilation",
         "forward",
         "inputs",
+        "loggers",
         "model_modes",
-        "optimizer_step",
+        "optimization",
         "policy",
         "probe",
-        "reservation",
+        "schedules",
         "transaction",
         "transfer",
     ),
-    ("attempts", "gradient_clipping", "passes", "probing", "splitting"),
+    ("attempts", "passes", "probing", "splitting"),
+    ("accumulation",),
     ("microbatcher",),
+    ("events",),
+    ("callbacks",),
     ("demo", "torture", "trainer", "verification"),
     ("cli",),
 )
@@ -39,6 +57,8 @@ GATHERING = ("__init__", "__main__")
 # Where each import of a package that not everybody needs, or that is slow to import, may stand.
 ONLY_IN = {"omegaconf": "cli"}
 NEVER_AT_MODULE_TOP_OUTSIDE_DEMO = ("matplotlib", "sklearn", "transformers")
+# Where everything stands that a new version of torch may take away.
+PRIVATE_NAMES_OF_TORCH_IN = "torch_private"
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 MOST_LINES = 400
@@ -50,12 +70,18 @@ PUBLIC_NAMES = [
     "BatchError",
     "BatchNormWarning",
     "BufferWarning",
+    "Callback",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointWarning",
     "ConfigError",
     "DataLoaderError",
     "EvalResult",
+    "Evaluator",
     "FitSummary",
     "Fixed",
     "Halving",
+    "LoggerWarning",
     "LossAverageWarning",
     "LossError",
     "MemoryBudget",
@@ -65,6 +91,7 @@ PUBLIC_NAMES = [
     "Outcome",
     "Policy",
     "RollbackError",
+    "Run",
     "SampleTooLargeError",
     "StepResult",
     "Trainer",
@@ -79,6 +106,26 @@ PUBLIC_NAMES = [
 ]
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+PRIVATE_ATTRIBUTES_OF_TORCH = {
+    name
+    for thing in (
+        torch,
+        torch.Tensor,
+        torch.autograd.Variable,
+        torch.ops.aten.add.Tensor,
+        torch.nn.Linear(1, 1),
+        torch.optim.SGD([torch.zeros(1)]),
+        torch.amp.GradScaler("cpu"),
+    )
+    for name in dir(thing)
+    if is_private(name)
+}
 
 
 def dotted(path: Path) -> str:
@@ -188,6 +235,30 @@ def test_optional_packages_are_imported_where_they_are_used(module: str) -> None
             f"{module} imports {name} at its top, so everybody pays for it: import it in the "
             f"function that needs it"
         )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_of_torch_stand_in_one_file(module: str) -> None:
+    if unit(module) == PRIVATE_NAMES_OF_TORCH_IN:
+        return
+    found = [
+        name
+        for name in imports(MODULES[module])
+        if name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
+    ]
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            found += {node.attr} & PRIVATE_ATTRIBUTES_OF_TORCH
+        # getattr(module, "_buffers"), sys.modules["torch._dynamo"]
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str):
+            found += {text} & PRIVATE_ATTRIBUTES_OF_TORCH
+            found += [text] if text.startswith("torch._") else []
+    assert not found, (
+        f"{module} uses {', '.join(found)} of torch: give it a public name in "
+        f"automicro/{PRIVATE_NAMES_OF_TORCH_IN}.py"
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from automicro import BatchError, Fixed, Halving, RollbackError, SampleTooLargeError
+from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
 from automicro.attempts import CutRule, Finished, run_attempts
 from automicro.memory import ResidentMemory
 from automicro.policy import Policy
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
     def attempt(sizes: list[int]) -> str:
         tried.append(sizes)
-        if sizes[0] > most_rows:
+        if max(sizes) > most_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return "done"
 
@@ -29,14 +29,15 @@ def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
 
 def run(
     attempt: Callable[[list[int]], str],
-    num_rows: int,
+    num_rows: int | list[int],
     policy: Policy,
     rule: CutRule | None = None,
     transaction: Transaction | None = None,
 ) -> Finished[str]:
+    rows = [num_rows] if isinstance(num_rows, int) else num_rows
     return run_attempts(
-        attempt,
-        num_rows=num_rows,
+        lambda cuts: attempt([size for sizes in cuts for size in sizes]),
+        rows=rows,
         policy=policy,
         rule=rule or CutRule(),
         transaction=transaction or Transaction([]),
@@ -72,7 +73,7 @@ def test_sizes_shrink_until_one_fits() -> None:
     tried: list[list[int]] = []
     finished = run(fits(3, tried), 10, Halving())
     assert tried == [[10], [5, 5], [3, 3, 2, 2]]
-    assert (finished.result, finished.attempts, finished.ooms) == ("done", 3, 2)
+    assert (finished.result, finished.attempts, len(finished.failed_sizes)) == ("done", 3, 2)
 
 
 def test_what_one_batch_taught_holds_for_the_next() -> None:
@@ -81,7 +82,7 @@ def test_what_one_batch_taught_holds_for_the_next() -> None:
     for _ in range(2):
         finished = run(fits(4, tried), 8, policy)
     assert tried == [[8], [4, 4], [4, 4]]
-    assert finished.ooms == 0
+    assert len(finished.failed_sizes) == 0
 
 
 def test_the_smallest_size_is_the_last_and_teaches_nothing() -> None:
@@ -142,7 +143,7 @@ def test_tensors_of_a_failed_attempt_are_dead_before_the_next() -> None:
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
 def test_a_rollback_that_runs_out_of_memory_is_tried_again(error: BaseException) -> None:
     part = Stubborn(error)
-    assert run(fits(2, []), 4, Halving(), transaction=Transaction([part])).ooms == 1
+    assert run(fits(2, []), 4, Halving(), transaction=Transaction([part])).failed_sizes == (4,)
     assert part.num_rollbacks == 2
     assert not part.is_open
 
@@ -214,8 +215,8 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def refusal(residents: ResidentMemory | None) -> str:
     with pytest.raises(SampleTooLargeError) as caught:
         run_attempts(
-            fits(0, []),
-            num_rows=2,
+            lambda cuts: fits(0, [])(cuts[0]),
+            rows=[2],
             policy=Halving(),
             rule=CutRule(),
             transaction=Transaction([]),
@@ -258,3 +259,34 @@ def test_the_floor_of_two_rows_is_explained_and_no_size_listed_twice() -> None:
     text = str(caught.value)
     assert "a microbatch of 2 of 8 rows does not fit" in text
     assert "no smaller one, because BatchNorm cannot train on one row (tried: 8, 4, 2)" in text
+
+
+def test_batches_of_one_step_are_cut_one_by_one_at_one_size() -> None:
+    tried: list[list[int]] = []
+    policy = Halving()
+    finished = run(fits(5, tried), [10, 9, 4], policy)
+    assert tried == [[10, 9, 4], [5, 5, 5, 4, 4]]
+    assert finished.cuts == [[5, 5], [5, 4], [4]]
+    assert (finished.microbatch_size, finished.counts["num_microbatches"]) == (5, 5)
+    assert finished.failed_sizes == (10,)
+
+
+def test_the_batch_with_the_largest_slice_speaks_for_the_step() -> None:
+    outcomes = []
+
+    class Noting(Halving):
+        def record(self, outcome: Outcome) -> None:
+            outcomes.append((outcome.num_rows, outcome.microbatch_size, outcome.fits))
+            super().record(outcome)
+
+    run(fits(4, []), [3, 9], Noting())
+    assert outcomes == [(9, 9, False), (9, 5, False), (9, 3, True)]
+
+
+def test_no_batch_of_a_step_leaves_one_row_alone_where_batchnorm_needs_two() -> None:
+    def attempt(sizes: list[int]) -> str:
+        if 1 in sizes:
+            raise ValueError("Expected more than 1 value per channel when training, got input")
+        return fits(2, [])(sizes)
+
+    assert run(attempt, [4, 2, 6], Halving()).cuts == [[2, 2], [2], [2, 2, 2]]

@@ -1,6 +1,8 @@
 """The command line: what it prints, where, and with which exit code it ends."""
 
+import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -10,69 +12,22 @@ import pytest
 
 import automicro
 from automicro.cli import main
-from automicro.cli.command import EXIT_CODES
+from automicro.cli.command import COMMANDS
 from automicro.trainer import Trainer
-
-MODULE = """\
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-
-def loader(batch_size):
-    rows = torch.randn(24, 1024, generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(rows, rows[:, :2].argmax(1)), batch_size=batch_size)
-
-
-def with_batchnorm():
-    return torch.nn.Sequential(torch.nn.Linear(1024, 2), torch.nn.BatchNorm1d(2))
-
-
-def nan_loss():
-    return lambda outputs, targets: outputs.mean() * float("nan")
-
-
-def bug():
-    raise AttributeError("a bug in the user's code")
-
-
-def late_bug():
-    def loss(outputs, targets):
-        raise KeyError("a bug while training")
-
-    return loss
-
-
-def loss_of_kind(kind, weight):
-    raise ValueError("no such kind")
-
-
-def interrupt():
-    raise KeyboardInterrupt
-"""
-
-JOB = """\
-model: {call: torch.nn.Linear, args: {in_features: 1024, out_features: 2}}
-train_data: {call: cli_job.loader, args: {batch_size: 12}}
-loss: {call: torch.nn.CrossEntropyLoss}
-optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
-device: cpu
-"""
+from tests.cli_jobs import enter_folder_with_job
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    monkeypatch.delitem(sys.modules, "cli_job", raising=False)
-    Path("cli_job.py").write_text(MODULE, encoding="utf-8")
-    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    enter_folder_with_job(tmp_path, monkeypatch)
 
 
 def test_a_job_trains_and_ends_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.yaml"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("training on the CPU")
+    assert lines[0] == "model:"
+    assert sum(line.startswith("training on the CPU") for line in lines) == 1
     assert lines[-2] == "OOMs survived: 0 (0 in train, 0 in eval)"
     assert lines[-1] == "final microbatch size: 12 rows (1 × 12 of 12) in train"
     assert err == ""
@@ -90,6 +45,75 @@ def test_running_out_of_memory_is_survived_and_told(capsys: pytest.CaptureFixtur
 def test_without_progress_only_the_summary_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.yaml", "progress=false"]) == 0
     assert capsys.readouterr().out.startswith("time ")
+
+
+def test_the_config_is_printed_before_training_with_the_keys_that_are_set(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "job.yaml", "max_duration=1ba", "optimizer.args.lr=0.5"]) == 0
+    shown = capsys.readouterr().out.partition("training on")[0].splitlines()
+    assert "  args: {lr: 0.5}" in shown
+    assert "max_duration: 1ba" in shown
+    assert not any(line.startswith("seed") for line in shown)
+
+
+def test_the_summary_as_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    talking = "loss={call: cli_job.talking_loss}"
+    assert main(["train", "job.yaml", "--json", "max_duration=2ba", talking]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    summary = json.loads(out)
+    assert summary["steps"] == 2
+    assert summary["microbatch_size"] == 12
+    assert "a word from the user's code" in err
+    assert "training on the CPU" in err
+
+
+def test_several_files_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("short.yaml").write_text("max_duration: 1ba\nprogress: false\n", encoding="utf-8")
+    assert main(["train", "job.yaml", "short.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+
+
+def test_a_path_may_hold_an_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("lr=0.1").mkdir()
+    Path("job.yaml").rename("lr=0.1/job.yaml")
+    assert main(["train", "lr=0.1/job.yaml", "max_duration=1ba", "progress=false"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    {"config --keys": "What is made\n", "train job.yaml max_duration=500ep": "model:\n"}.items(),
+)
+def test_a_closed_pipe_is_no_traceback(command: str, first: str) -> None:
+    command = f"{sys.executable} -m automicro {command} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == first
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
+
+
+def test_colours_are_for_terminals_that_want_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = ["train", "job.yaml", "sede=1"]
+    main(wrong)
+    plain = capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    main(wrong)
+    coloured = capsys.readouterr().err
+    monkeypatch.setenv("NO_COLOR", "1")
+    main(wrong)
+    assert "\x1b[1;31mautomicro:" in coloured
+    assert "\x1b" not in plain
+    assert "\x1b[1;31m" not in capsys.readouterr().err
+
+
+def test_debug_may_stand_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "train", "job.yaml", "sede=1"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 def test_overrides_change_the_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,92 +146,36 @@ def test_the_folder_where_the_command_is_started_is_searched_only_meanwhile() ->
     assert sys.path == before
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
-def test_help_shows_examples_and_exit_codes(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 0
+def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
     out, err = capsys.readouterr()
-    assert "automicro train configs/digits.yaml max_duration=5ep memory_limit=4MiB" in out
-    assert EXIT_CODES.strip() in out
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^    {name} +{re.escape(command.brief)}$", out, re.MULTILINE)
+        assert f"\n  {command.examples[0]}\n" in out
+    assert set(COMMANDS) == {"train", "eval", "verify", "config", "torture"}
+    assert "automicro config --template > job.yaml" in out
+    assert "  130  interrupted with Ctrl-C" in out
     assert err == ""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_shows_its_own_examples_and_exit_codes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    command = COMMANDS[name]
+    for example in command.examples:
+        assert example.startswith(f"automicro {name} ")
+        assert f"\n  {example}\n" in out
+    for code, meaning in command.exit_codes.items():
+        assert f"\n  {code:<4} {meaning}\n" in out
+    assert "  2    the command line or the config is wrong" in out
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"automicro {automicro.__version__}\n"
-
-
-WRONG_COMMANDS = {
-    ("trian", "job.yaml"): "invalid choice: 'trian'",
-    ("train",): "the following arguments are required: CONFIG",
-    ("train", "job.yaml", "--debgu"): (
-        "unknown option '--debgu' (did you mean '--debug'?); options of a config are key=value"
-    ),
-    ("--quiet",): "unknown option '--quiet'; options of a config are key=value",
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG_COMMANDS.items(), ids=str)
-def test_a_wrong_command_ends_with_2(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(list(arguments)) == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert out == ""
-
-
-def test_without_a_command_the_usage_and_one_line_are_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([]) == 2
-    usage, line = capsys.readouterr().err.splitlines()
-    assert usage.startswith("usage: automicro")
-    assert line == (
-        "automicro: error: no command was given: say automicro train CONFIG or automicro verify "
-        "CONFIG"
-    )
-
-
-MISTAKES = {
-    "job2.yaml": "automicro: there is no file 'job2.yaml': did you mean 'job.yaml'?",
-    "optimzer.call=x": (
-        "automicro: job.yaml: unknown key 'optimzer' (did you mean 'optimizer'?): correct it"
-    ),
-    "model.call=torch.nn.Linaer": (
-        "automicro: job.yaml: model.call='torch.nn.Linaer': 'torch.nn' exists, but has no 'Linaer' "
-        "(did you mean 'Linear'?): correct the path"
-    ),
-    "optimizer.args.lr=-1": (
-        "automicro: job.yaml: ValueError: Invalid learning rate: -1\n"
-        "  while making optimizer (torch.optim.SGD) with lr=-1"
-    ),
-    "loss={call: cli_job.loss_of_kind, args: {kind: abc, weight: {call: torch.tensor, args: "
-    "{data: 1}}}}": (
-        "automicro: job.yaml: ValueError: no such kind\n"
-        "  while making loss (cli_job.loss_of_kind) with kind='abc', weight=a Tensor"
-    ),
-    "batchnorm=wran": (
-        "automicro: job.yaml: ValueError: batchnorm='wran' is not known (did you mean 'warn'?); "
-        "use one of warn, error, disable, ignore"
-    ),
-    "model={call: cli_job.bug}": (
-        "automicro: job.yaml: AttributeError: a bug in the user's code\n"
-        "  while making model (cli_job.bug)"
-    ),
-}
-
-
-@pytest.mark.parametrize(("mistake", "message"), MISTAKES.items())
-def test_a_mistake_ends_with_2_and_one_message(
-    mistake: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [mistake] if mistake.endswith(".yaml") else ["job.yaml", mistake]
-    assert main(["train", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert err == f"{message}\n(--debug shows the traceback)\n"
-    assert out == ""
 
 
 def test_debug_shows_the_traceback_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +251,17 @@ def test_an_interruption_ends_with_130(
     monkeypatch.setattr(Trainer, "fit", interrupt)
     overrides = ["model={call: cli_job.interrupt}"] if where == "while making" else []
     assert main(["train", "job.yaml", *overrides]) == 130
-    assert capsys.readouterr().err == "automicro: interrupted\n(--debug shows the traceback)\n"
+    assert capsys.readouterr().err == "automicro: interrupted\n"
+
+
+def test_an_interruption_says_in_one_line_where_training_stood(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loss = "loss={call: cli_job.interrupting_loss}"
+    assert main(["train", "job.yaml", loss, "probe=false", "max_duration=3ep"]) == 130
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1].startswith("automicro: interrupted in training, epoch 2, batch 1 of the epoch")
+    assert sum("interrupted" in line for line in err) == 1
 
 
 def test_python_m_automicro_is_the_same_command(

@@ -364,3 +364,12 @@ def test_the_cache_of_the_right_device_is_emptied(kind: str, mocker) -> None:
     empty_cache(kind)
     modules.assert_called_once_with(torch.device(kind))
     modules.return_value.empty_cache.assert_called_once_with()
+
+
+def test_memory_that_ran_out_while_compiling_is_found_in_the_compilers_error() -> None:
+    class CompilerError(RuntimeError):
+        inner_exception = torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert is_out_of_memory(CompilerError("backend='inductor' raised:\nOutOfMemoryError"))
+    CompilerError.inner_exception = KeyError("x")  # type: ignore[assignment]
+    assert not is_out_of_memory(CompilerError("backend='inductor' raised:\nKeyError"))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automicro import OptimizerStepError
-from automicro.optimizer_step import step_optimizer
+from automicro.optimization import step_optimizer
 from automicro.torture.faults import Boom, Fault, FaultMode
 from automicro.torture.states import freeze
 

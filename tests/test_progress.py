@@ -11,6 +11,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import FitSummary, Trainer
+from automicro.events.state import GlobalBatch, LoopState
 from automicro.trainer.progress import (
     PLAIN_SECONDS,
     LiveProgress,
@@ -19,7 +20,6 @@ from automicro.trainer.progress import (
     make_progress,
 )
 from automicro.trainer.speed import RecentSpeed
-from automicro.trainer.state import LoopState
 
 
 class Clock:
@@ -37,7 +37,9 @@ def make_console(*, terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=file, force_terminal=terminal, width=400, color_system=None), file
 
 
-def make_run(*, progress: bool = True, limit: str | None = "256KiB", **options: Any) -> Trainer:
+def make_run(
+    loader: Any = None, *, progress: bool = True, limit: str | None = "256KiB", **options: Any
+) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
     batches = [(torch.randn(rows, 12), torch.randint(3, (rows,))) for rows in (256, 44)]
@@ -50,7 +52,7 @@ def make_run(*, progress: bool = True, limit: str | None = "256KiB", **options: 
     }
     return Trainer(
         model,
-        batches,
+        batches if loader is None else loader,
         loss_fn=nn.CrossEntropyLoss(),
         memory_limit=limit,
         device="cpu",
@@ -107,7 +109,11 @@ def test_the_summary_aligns_what_it_reports() -> None:
         peak_memory_bytes=2**20,
         epochs=2,
         steps=6,
+        skipped_steps=1,
         samples=3000,
+        tokens=98765,
+        tokens_per_second=8000.4,
+        global_batch=GlobalBatch(rows_per_device=250, num_devices=2, accumulation=1.5),
         train_ooms=0,
         eval_ooms=0,
         microbatch_size=1,
@@ -120,10 +126,14 @@ def test_the_summary_aligns_what_it_reports() -> None:
     assert str(summary).splitlines() == [
         "time                         12.3 s",
         "samples per second           1,234",
+        "tokens per second            8,000",
         "peak memory                  1.00 MiB",
         "epochs                       2",
         "optimizer steps              6",
+        "skipped steps (not finite)   1",
         "samples                      3,000",
+        "tokens                       98,765",
+        "global batch (average)       750 = 250 rows per device × 2 devices × 1.5 accumulated",
         "train loss (last batch)      0.2500",
         "train accuracy (last epoch)  0.5000",
         "OOMs survived: 0 (0 in train, 0 in eval)",
@@ -136,7 +146,7 @@ def test_speed_is_that_of_the_last_seconds_and_not_an_average_since_the_start() 
     seen = []
     for seconds, samples in [(5.0, 5000), (10.0, 5500), (15.0, 6000), (15.0, 6000)]:
         state.train.seconds, state.samples = seconds, samples
-        seen.append(speed.per_second(state))
+        seen.append(speed.now(state).samples)
     assert seen == [1000.0, 100.0, 100.0, 100.0]
 
 
@@ -167,7 +177,7 @@ def test_handlers_of_the_user_still_get_every_retry(caplog: pytest.LogCaptureFix
 def test_a_live_line_is_written_over_and_lines_stay() -> None:
     console, file = make_console(terminal=True)
     trainer = make_run()
-    trainer._console = console
+    trainer._session.console = console
     trainer.fit()
     shown = file.getvalue()
     assert "\x1b[2K" in shown  # erases a line
@@ -215,12 +225,14 @@ def test_a_run_in_batches_and_without_known_length_says_what_it_knows(
             while True:
                 yield torch.randn(8, 12), torch.randint(3, (8,))
 
-    trainer = make_run(limit=None, max_duration="3ba", eval_dataloader=None, microbatch_size=4)
-    trainer._train_dataloader = Endless()
-    trainer.fit()
+    make_run(
+        Endless(), limit=None, max_duration="3ba", eval_dataloader=None, microbatch_size=4
+    ).fit()
     lines = capfd.readouterr().out.splitlines()
     assert "microbatch size 4 in train" in lines[0]
     assert "no memory limit" in lines[0]
     assert "per epoch" not in lines[0]
     assert lines[1].startswith("batch 1/3, epoch 1 · loss ")
-    assert lines[1].endswith("· microbatches 2 × 4 of 8")
+    assert lines[1].endswith(
+        "· microbatches 2 × 4 of 8 · global batch 8 = 8 rows per device × 1 device × 1 accumulated"
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher
-from automicro.reservation import OptimizerReservation, predict_step_memory
+from automicro.optimization import OptimizerReservation, predict_step_memory
 
 GRANULE = 512  # what a budget rounds to
 NAMES = ["AdamW", "Adam", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop"]
@@ -177,3 +177,104 @@ def test_an_optimizer_that_refuses_stand_ins_only_costs_the_reservation(
     needed = predict_step_memory(Broken(model.parameters(), lr=0.1), list(model.parameters()))
     assert needed.state_bytes == []
     assert "no memory is reserved" in caplog.text
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.seldom = nn.Linear(64, 40), nn.Linear(64, 40)
+
+
+def run_batch(reservation: OptimizerReservation, *parts: nn.Module) -> int:
+    """Reserve as for one batch in which some parts get a gradient; give what is held."""
+    reservation.begin()
+    for part in parts:
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    reservation.prepare()
+    reservation.commit()
+    return reservation.reserved_bytes
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_nothing_is_held_for_parameters_that_had_no_gradient_at_the_last_step() -> None:
+    model = TwoHeads()
+    optimizer = torch.optim.Adam(model.parameters())
+    reservation = OptimizerReservation(optimizer)
+    of_both = run_batch(reservation, model.used)
+    step(optimizer)
+    for _ in range(2):
+        reservation.begin()
+        assert reservation.reserved_bytes == 0
+        assert reservation.upcoming_bytes == []
+        assert run_batch(reservation, model.used) == 0
+        step(optimizer)
+    assert of_both == 2 * sum(
+        value.nbytes
+        for parameter in model.used.parameters()
+        for value in optimizer.state[parameter].values()
+    )
+
+
+def test_a_parameter_that_gains_its_first_gradient_late_is_reserved_for_by_the_commit() -> None:
+    model = TwoHeads()
+    optimizer = torch.optim.Adam(model.parameters())
+    reservation = OptimizerReservation(optimizer)
+    of_both = run_batch(reservation, model.used)
+    step(optimizer)
+    of_one = run_batch(reservation, model.used, model.seldom)
+    assert of_one == of_both // 2
+    # A second batch for the same step reserves nothing twice; a retry reserves from its begin.
+    assert run_batch(reservation, model.used, model.seldom) == of_one
+    reservation.roll_back()
+    reservation.begin()
+    assert reservation.reserved_bytes == of_one
+    step(optimizer)
+    assert reservation.reserved_bytes == 0
+    assert run_batch(reservation, model.used, model.seldom) == 0
+
+
+def test_a_parameter_that_is_unfrozen_is_reserved_for_at_once() -> None:
+    model = TwoHeads()
+    model.seldom.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    reservation = OptimizerReservation(optimizer)
+    of_one = run_batch(reservation, model.used)
+    step(optimizer)
+    model.seldom.requires_grad_(True)
+    reservation.begin()
+    assert reservation.reserved_bytes == of_one
+
+
+def test_training_with_a_part_that_is_seldom_used_shrinks_no_batch_for_it() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.unused = network(), nn.Linear(128, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            return out
+
+    def peaks(model: nn.Module) -> list[int]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
+        found = []
+        for batch in batches():
+            with MemoryBudget(None).track(model, optimizer) as budget:
+                microbatcher.backward(batch)
+            found.append(budget.peak_bytes)
+            step(optimizer)
+        return found
+
+    one, two = peaks(network()), peaks(Two())
+    parameters_bytes = (128 + 1) * 512 * 4
+    assert [b - a for a, b in zip(one, two, strict=True)] == [
+        3 * parameters_bytes + 2 * GRANULE,  # with both moments, and each parameter's step count
+        parameters_bytes,
+        parameters_bytes,
+    ]

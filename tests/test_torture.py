@@ -82,7 +82,7 @@ def test_the_command_finds_state_that_no_library_can_roll_back(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--calls", "forward"], "choose some of backward,evaluate,clip,step"),
+        (["--calls", "forward"], "choose some of backward,evaluate,unscale,clip,step"),
         (["more"], "torture takes one SUBJECT"),
         ([], "the subject has 3 batches"),
     ],
@@ -126,5 +126,5 @@ def test_what_is_no_subject_is_refused() -> None:
 
 
 def test_unknown_calls_are_refused() -> None:
-    with pytest.raises(ValueError, match="choose some of backward, evaluate, clip, step"):
+    with pytest.raises(ValueError, match="choose some of backward, evaluate, unscale, clip, step"):
         torture(linear, calls=["forward"])

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
-from tests.trainer_runs import CLASSES, FEATURES, make_data, make_loader, make_model, make_trainer
+from tests.trainer_runs import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    make_data,
+    make_loader,
+    make_model,
+    make_trainer,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +58,6 @@ def test_a_second_fit_after_the_end_is_refused() -> None:
         trainer.fit()
 
 
-@pytest.mark.parametrize("duration", ["100sp", "1e3tok"])
-def test_durations_that_cannot_be_counted_yet_are_refused(duration: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot count yet; say it in epochs or batches"):
-        make_trainer(make_model(), max_duration=duration)
-    with pytest.raises(ValueError, match=r"^eval_interval="):
-        make_trainer(make_model(), eval_interval=duration)
-
-
 def test_eval_gives_the_loss_and_metrics_of_the_whole_data() -> None:
     model = make_model(dropout=0.5)
     trainer = make_trainer(
@@ -86,10 +86,34 @@ def test_eval_leaves_modes_and_training_metrics_alone() -> None:
     model[3].eval()
     before = [module.training for module in model.modules()]
     trainer = make_trainer(model, metrics={"rows": MeanMetric()}, update_metric=count_rows)
-    trainer._metrics.metrics["rows"].update(7.0)
-    trainer.eval(make_loader())
+    trainer.fit()
+    assert trainer.eval(make_loader(rows=7))["rows"] == 7.0
     assert [module.training for module in model.modules()] == before
-    assert trainer._metrics.compute() == {"rows": 7.0}
+    assert trainer.state.train.metrics == {"rows": pytest.approx((3 * 16**2 + 2**2) / ROWS)}
+
+
+def test_the_loss_of_an_evaluation_does_not_depend_on_the_batch_size() -> None:
+    inputs, targets = make_data()[:]
+    targets = targets.clone()
+    targets[: ROWS // 2] = -100  # whole batches in which nothing counts
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    values = []
+    for batch_size in (3, 7, ROWS):
+        trainer = make_trainer(make_model(), eval_microbatch_size=2)
+        values.append(trainer.eval(torch.utils.data.DataLoader(data, batch_size))["loss"])
+    assert values[0] == pytest.approx(values[2], rel=1e-6)
+    assert values[1] == pytest.approx(values[2], rel=1e-6)
+
+
+def test_the_parts_of_a_loss_are_reported_by_name() -> None:
+    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        outputs = model(batch[0])
+        return {"fit": nn.functional.cross_entropy(outputs, batch[1]), "size": outputs.mean() ** 2}
+
+    trainer = make_trainer(make_model(), loss_fn=None, forward=forward, loss_average="samples")
+    values = trainer.eval(make_loader())
+    assert list(values) == ["loss", "loss/fit", "loss/size"]
+    assert values["loss"] == pytest.approx(values["loss/fit"] + values["loss/size"])
 
 
 def count_rows(metric: Any, outputs: Any, microbatch: Any) -> None:

@@ -1,6 +1,7 @@
 """What a loss averages over: read off, declared, counted; and the weights that follow."""
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from automicro import LossAverageWarning, LossError, Microbatcher
 from automicro.weighting import (
     BatchWeights,
     Counted,
+    CutBatch,
+    LossMean,
     Samples,
     Sum,
     Tokens,
@@ -36,6 +39,10 @@ from tests.models import (
 
 def second(batch: Any) -> Any:
     return batch[1]
+
+
+def cut(sizes: list[int], batch: Any = None) -> CutBatch:
+    return CutBatch(batch=batch, microbatches=[None] * len(sizes), sizes=sizes)
 
 
 def read(loss_fn: Any, declared: Any = "auto", model: Any = None) -> Any:
@@ -192,7 +199,7 @@ class OnDevice(Samples):
 
 
 def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -> None:
-    weights = BatchWeights({"": OnDevice()}, None, [None] * 3, [3, 1, 0])
+    weights = BatchWeights({"": OnDevice()}, [cut([3, 1, 0])])
     assert not any(weights.is_nothing(index) for index in range(3))
     losses = [torch.tensor(value, requires_grad=True) for value in (4.0, 8.0, float("nan"))]
     totals = [weights.apply(index, loss, {})[0] for index, loss in enumerate(losses)]
@@ -221,7 +228,7 @@ def test_targets_that_cannot_be_counted_are_an_error_that_says_what_they_are(tar
 
 
 def test_losses_by_name_must_be_those_that_are_declared() -> None:
-    weights = BatchWeights({"a": Samples(), "b": Sum()}, None, [None, None], [3, 1])
+    weights = BatchWeights({"a": Samples(), "b": Sum()}, [cut([3, 1])])
     one = torch.tensor(1.0)
     total, parts = weights.apply(0, one, {"a": one, "b": one})
     assert (float(total), {n: float(p) for n, p in parts.items()}) == (1.75, {"a": 0.75, "b": 1.0})
@@ -348,3 +355,43 @@ def test_targets_in_numpy_are_an_error_with_the_remedy_and_no_warning(size: Any)
     microbatcher = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
     with pytest.raises(LossError, match=r"NumPy array; convert to tensors"):
         microbatcher.backward((x(), y().numpy()))
+
+
+def test_batches_that_count_as_one_share_a_denominator() -> None:
+    weights = BatchWeights({"": Samples()}, [cut([3, 1]), cut([4])])
+    total, _ = weights.apply(2, torch.tensor(8.0), {})
+    assert total == 4.0
+    assert weights.totals == {"": 8}
+
+
+def test_sums_of_several_batches_add_up_without_weights() -> None:
+    weights = BatchWeights({"": Sum()}, [cut([3, 1]), cut([4])])
+    assert weights.apply(0, torch.tensor(8.0), {})[0] == 8.0
+    assert weights.totals == {"": None}
+
+
+def test_totals_of_targets_on_a_device_stay_there() -> None:
+    weights = BatchWeights({"": OnDevice()}, [cut([3, 1, 0])])
+    assert isinstance(weights.totals[""], Tensor)
+    assert weights.totals[""] == 4
+
+
+def test_the_loss_of_many_batches_does_not_depend_on_how_they_were_cut() -> None:
+    mean = LossMean()
+    mean.add(torch.tensor(2.0), {"a": torch.tensor(1.0)}, {"a": 10.0, "b": None})
+    with pytest.raises(KeyError):
+        mean.add(torch.tensor(2.0), {"c": torch.tensor(1.0)}, {"a": 10.0})
+    mean = LossMean()
+    for a, b, count in ((1.0, 5.0, 1), (4.0, 7.0, 2)):
+        parts = {"a": torch.tensor(a), "b": torch.tensor(b)}
+        mean.add(torch.tensor(a + b), parts, {"a": count, "b": None})
+    assert mean.compute() == {"loss": 15.0, "loss/a": 3.0, "loss/b": 12.0}
+
+
+def test_a_batch_in_which_nothing_counts_does_not_spoil_the_mean() -> None:
+    mean = LossMean()
+    mean.add(torch.tensor(float("nan")), {}, {"": 0})
+    assert math.isnan(mean.compute()["loss"])
+    mean.add(torch.tensor(3.0), {}, {"": torch.tensor(2.0)})
+    assert mean.compute() == {"loss": 3.0}
+    assert LossMean().compute() == {}

@@ -86,8 +86,8 @@ def losses_of(trainer: Trainer) -> list[float]:
         assert trainer.state.loss is not None
         losses.append(trainer.state.loss)
 
-    assert trainer._step is not None
-    trainer._step._optimizer.register_step_post_hook(note)
+    assert trainer._run.optimizer is not None
+    trainer._run.optimizer.register_step_post_hook(note)
     return losses
 
 

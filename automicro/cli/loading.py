@@ -1,55 +1,64 @@
-"""From a YAML file and overrides to a `TrainConfig`, or one clear error."""
+"""From YAML files and overrides to a `RunConfig`, or one clear error."""
 
+import contextlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationToMissingValueError,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from automicro.cli.batch_size import batch_size_per_device
-from automicro.cli.config import CallConfig, TrainConfig
-from automicro.cli.nodes import check_node, items_inside, show
+from automicro.cli.batch_size import rows_to_load
+from automicro.cli.config import RunConfig
+from automicro.cli.keys import EXAMPLES, HINTS, KEYS, TO_TRAIN, defaults, is_made
+from automicro.cli.merging import merge
+from automicro.cli.nodes import items_inside
 from automicro.cli.overrides import apply_override
 from automicro.cli.reading import read_yaml
-from automicro.cli.suggestions import did_you_mean
+from automicro.cli.resolving import first_line, resolve
+from automicro.cli.shapes import check_shapes, wrong_type
+from automicro.cli.writing import escape
 from automicro.errors import ConfigError
 
-HINTS = typing.get_type_hints(TrainConfig)
-DATA_KEYS = ("train_data", "eval_data")
-# Required, with something to copy for each.
-REQUIRED = {
-    "model": "{call: my_package.MyModel, args: {width: 64}}",
-    "train_data": "{call: my_package.make_loader, args: {batch_size: 512}}",
-    "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
-}
-# What the types do not say.
-EXPECTED = {
-    "microbatch_size": "a whole number, auto or null",
-    "eval_microbatch_size": "a whole number, auto or null",
-    "memory_limit": "text such as 24MiB, a whole number of bytes, or null",
-    "max_duration": "text such as 2ep or 500ba",
-    "eval_interval": "text such as 1ep or 100ba, or null",
-}
+# An unset one is no null: what refers to it has nothing to stand for.
+BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
+# Nobody's config holds these.
+MARKS = {key: f"\0{key}\0" for key in BATCH_SIZES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A config that was read, with every interpolation resolved.
+
+    Attributes:
+        config: every key, typed.
+        written: the keys that files and overrides set, in the order of the reference. The only
+            interpolations left are the batch sizes in the arguments of the data, so that they
+            follow when these are changed. Read again, it is the same config.
+    """
+
+    config: RunConfig
+    written: Mapping[str, Any]
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        """Every key, with the default of those that are not written."""
+        values = {**defaults(), **self.written}
+        return {key: values[key] for key in KEYS if key in values}
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, num_devices: int = 1
-) -> TrainConfig:
-    """Read a config, apply overrides, check it and resolve its interpolations.
-
-    Nothing is imported or made. In the arguments of the data, ``${global_batch_size}`` is what one
-    device loads.
+    paths: str | Path | Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    num_devices: int = 1,
+) -> RunConfig:
+    """Read a config as `read_config` does, and return its typed keys.
 
     Args:
-        path: a YAML file.
+        paths: a YAML file, or several.
         overrides: ``key=value`` each, applied in order.
         num_devices: by how many devices an optimization batch is shared.
 
@@ -60,124 +69,186 @@ def load_config(
     >>> config.max_duration, config.train_data.args["batch_size"]
     ('2ba', 512)
     """
-    tree = read_yaml(Path(path))
+    several = [paths] if isinstance(paths, str | Path) else paths
+    return read_config(several, overrides, num_devices=num_devices).config
+
+
+def read_config(
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    required: Sequence[str] = TO_TRAIN,
+    num_devices: int = 1,
+) -> LoadedConfig:
+    """Read files, merge them, apply overrides, check it all and resolve interpolations.
+
+    Nothing is imported or made. In the arguments of the data, the batch sizes are what one device
+    loads at a time.
+
+    Args:
+        paths: YAML files; later ones win.
+        overrides: ``key=value`` each, applied in order after all files.
+        required: the keys without which it is no config.
+        num_devices: by how many devices an optimization batch is shared.
+
+    Raises:
+        ConfigError: anything wrong, with file, key, value and remedy.
+
+    >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
+    ['eval_data', 'eval_interval', 'eval_microbatch_size']
+    """
+    tree: dict[str, Any] = {}
+    for path in paths:
+        tree = merge(tree, read_yaml(Path(path)))
+        with naming(path):
+            _drop_nulls(tree)
+            _typed(tree)
+    for override in overrides:
+        apply_override(tree, override)
+        with naming(f"the override {override!r}"):
+            _drop_nulls(tree)
+            _typed(tree)
+    with naming(*paths):
+        _require(tree, required)
+        return _load(tree, num_devices)
+
+
+@contextlib.contextmanager
+def naming(*sources: object) -> Iterator[None]:
+    """Say in each `ConfigError` where what is wrong comes from.
+
+    >>> with naming("a.yaml", "b.yaml"):
+    ...     raise ConfigError("no model")
+    Traceback (most recent call last):
+        ...
+    automicro.errors.ConfigError: a.yaml + b.yaml: no model
+    """
     try:
-        _merge(tree)
-        for override in overrides:
-            apply_override(tree, override)
-            _merge(tree)
-        if tree.get("global_batch_size", "") is None:
-            del tree["global_batch_size"]  # as if unset: no data can be made with it
-        _require(_merge(tree))
-        _require_filled_in(tree, "")
-        values = _resolve(tree)
-        rows = values["global_batch_size"]
-        if rows is not None:
-            shared = {**tree, "global_batch_size": batch_size_per_device(rows, num_devices)}
-            per_device = _resolve(shared)
-            values.update({key: per_device[key] for key in DATA_KEYS})
-        # Again: what stood behind an interpolation is known only now.
-        config = _merge(values)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return typing.cast(TrainConfig, OmegaConf.to_object(config))
+        raise ConfigError(f"{' + '.join(map(str, sources))}: {error}") from error
 
 
-def _merge(tree: dict[str, Any]) -> DictConfig:
-    _check_shapes(tree)
-    schema = OmegaConf.structured(TrainConfig)
+def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
+    values = _resolve(tree)
+    # Again: what stood behind an interpolation is known only now.
+    sizes = typing.cast(RunConfig, OmegaConf.to_object(_typed(escape(values))))
+    data = _resolve_data(tree, sizes, num_devices)
+    values |= data
+    typed = _typed(escape(values))
+    plain = typing.cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
+    shown = {**values, **_data_as_written(tree, data)}
+    written = {
+        key: escape(brief(shown[key]) if is_made(key) else plain[key])
+        for key in KEYS
+        if key in tree
+    }
+    for key, mark in MARKS.items():
+        written = _replace(written, mark, f"${{{key}}}")
+    return LoadedConfig(config=typing.cast(RunConfig, OmegaConf.to_object(typed)), written=written)
+
+
+def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
+    # With the defaults: an interpolation may stand for a key that the file does not set.
+    values = resolve(typing.cast(dict[str, Any], OmegaConf.to_container(_typed(tree))))
+    return {key: None if value == "???" else value for key, value in values.items()}
+
+
+def _resolve_data(tree: dict[str, Any], config: RunConfig, num_devices: int) -> dict[str, Any]:
+    """The data once more, the batch sizes being what one device loads at a time."""
+    train, evaluation = dict(tree), dict(tree)
+    rows, eval_rows = config.global_batch_size, config.eval_global_batch_size
+    if rows is not None:
+        train["global_batch_size"] = rows_to_load(
+            rows, num_devices=num_devices, accumulate_batches=config.accumulate_batches
+        )
+        evaluation["global_batch_size"] = rows_to_load(rows, num_devices=num_devices)
+    if eval_rows is not None:
+        evaluation["eval_global_batch_size"] = rows_to_load(
+            eval_rows, num_devices=num_devices, key="eval_global_batch_size"
+        )
+    return {
+        "train_data": _resolve(train)["train_data"],
+        "eval_data": _resolve(evaluation)["eval_data"],
+    }
+
+
+def _data_as_written(tree: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with marks where the batch sizes stand, where nothing is computed from them."""
+    try:
+        container = typing.cast(dict[str, Any], OmegaConf.to_container(_typed(tree)))
+        marked = resolve({**container, **{key: MARKS[key] for key in BATCH_SIZES if key in tree}})
+    except ConfigError:
+        return dict(data)
+    return {key: marked[key] for key in data}
+
+
+def _replace(value: Any, mark: str, text: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _replace(each, mark, text) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_replace(each, mark, text) for each in value]
+    return value.replace(mark, text) if isinstance(value, str) else value
+
+
+def _typed(tree: dict[str, Any]) -> DictConfig:
+    check_shapes(tree)
+    schema = OmegaConf.structured(RunConfig)
     try:
         return typing.cast(DictConfig, OmegaConf.merge(schema, tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
         if isinstance(error, ValidationError) and key in HINTS:
-            expected = EXPECTED.get(key) or _expected(HINTS[key])
-            raise ConfigError(f"{key}={show(tree.get(key))}: expected {expected}") from error
+            raise wrong_type(key, tree.get(key)) from error
         raise ConfigError(
-            f"{key}{': ' if key else ''}{_first_line(error)}: correct it; an interpolation is "
+            f"{key}{': ' if key else ''}{first_line(error)}: correct it; an interpolation is "
             f"written ${{name}}"
         ) from error
 
 
-def _check_shapes(tree: Any) -> None:
-    for key, value in tree.items():
-        if key not in HINTS:
-            hint = did_you_mean(str(key), HINTS)
-            raise ConfigError(
-                f"unknown key {key!r}{hint}: "
-                f"{'correct it' if hint else 'use one of ' + ', '.join(HINTS)}"
-            )
-        if value is None and NoneType in _alternatives(HINTS[key]):
-            continue
-        if CallConfig in _alternatives(HINTS[key]):
-            check_node(value, key)
-        elif key == "metrics":
-            _check_metrics(value)
+def _drop_nulls(tree: dict[str, Any]) -> None:
+    """Take away what null stands for nothing in."""
+    for key in BATCH_SIZES:
+        if key in tree and tree[key] is None:
+            del tree[key]
+    metrics = tree.get("metrics")
+    if isinstance(metrics, dict):
+        tree["metrics"] = {name: node for name, node in metrics.items() if node is not None}
+    elif "metrics" in tree and metrics is None:
+        tree["metrics"] = {}
 
 
-def _check_metrics(metrics: object) -> None:
-    if not isinstance(metrics, Mapping):
+def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
+    for key in required:
+        if key not in tree or tree[key] is None:
+            raise ConfigError(f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}")
+    open_keys = list(_to_fill_in(tree, ""))
+    if open_keys:
+        are = "is" if len(open_keys) == 1 else "are"
+        them = "it" if len(open_keys) == 1 else "them"
         raise ConfigError(
-            f"metrics={show(metrics)} is not a mapping: write {{name: {{call: dotted.path, args: "
-            f"{{…}}}}}}, or {{}} for none"
+            f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
+            f"{' '.join(f'{key}=VALUE' for key in open_keys)}"
         )
-    for name, node in metrics.items():
-        check_node(node, f"metrics.{name}")
 
 
-def _require(config: DictConfig) -> None:
-    for key, example in REQUIRED.items():
-        if OmegaConf.is_missing(config, key):
-            raise ConfigError(f"{key} is missing: write at the top level {key}: {example}")
-
-
-def _require_filled_in(value: Any, key: str) -> None:
+def _to_fill_in(value: Any, key: str) -> Iterator[str]:
     if value == "???":
-        raise ConfigError(f"{key} is '???', to be filled in: write it there, or add {key}=VALUE")
+        yield key
     for name, each in items_inside(value):
-        _require_filled_in(each, f"{key}.{name}" if key else str(name))
+        yield from _to_fill_in(each, f"{key}.{name}" if key else str(name))
 
 
-def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    """The whole config as plain values, interpolations replaced by what they stand for."""
-    # Without types: what an interpolation brings is checked afterwards, as if it had been written.
-    config = OmegaConf.create(OmegaConf.to_container(_merge(tree)))
-    try:
-        values = OmegaConf.to_container(config, resolve=True)
-    except InterpolationToMissingValueError as error:
-        wanted = _first_line(error).rpartition(": ")[2]
-        raise ConfigError(
-            f"{error.full_key} refers to ${{{wanted}}}, which is not set: write {wanted}: … at "
-            f"the top level"
-        ) from error
-    except InterpolationKeyError as error:
-        wanted = _first_line(error).split("'")[1]
-        raise ConfigError(
-            f"{error.full_key} refers to ${{{wanted}}}, which does not exist"
-            f"{did_you_mean(wanted, HINTS)}: use a key of the config, from its top level"
-        ) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {_first_line(error)}: correct it") from error
-    values = typing.cast(dict[str, Any], values)
-    if OmegaConf.is_missing(config, "global_batch_size"):
-        values["global_batch_size"] = None
-    return values
+def brief(made: Any) -> Any:
+    """Return nodes without empty ``args``.
 
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-
-
-def _expected(hint: Any) -> str:
-    words = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        NoneType: "null",
+    >>> brief({"accuracy": {"call": "a.B", "args": {}}})
+    {'accuracy': {'call': 'a.B'}}
+    """
+    if not isinstance(made, Mapping):
+        return made
+    return {
+        name: brief(value) if "call" not in made else value
+        for name, value in made.items()
+        if name != "args" or value
     }
-    return " or ".join(words[each] for each in _alternatives(hint))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

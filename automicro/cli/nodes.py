@@ -27,12 +27,15 @@ def check_node(node: object, key: str) -> None:
     if _is_interpolation(node):
         return
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{key}={show(node)} is not a mapping: {FORM}")
+        form = FORM
+        if isinstance(node, str) and "." in node:
+            form = FORM.replace("dotted.path", node)
+        raise ConfigError(f"{key}={show(node)} is not a mapping: {form}")
     for name in node:
         if name not in NODE_KEYS:
-            raise ConfigError(
-                f"{key} has an unknown key {name!r}{did_you_mean(str(name), NODE_KEYS)}: {FORM}"
-            )
+            hint = did_you_mean(str(name), NODE_KEYS)
+            form = FORM if hint else f"arguments belong below it, as {key}.args.{name}"
+            raise ConfigError(f"{key} has an unknown key {name!r}{hint}: {form}")
     if "call" not in node:
         raise ConfigError(
             f"{key}.call is missing: write call: and the dotted path of a class or a function "
@@ -82,7 +85,7 @@ def prepare(node: Mapping[str, Any], key: str, *, first: Sequence[str] = ()) -> 
     with _noting(f"while importing {key}.call ({call})"):
         target = import_callable(call, key=f"{key}.call")
     check_arguments(target, call, args, key, first)
-    values = {name: _prepare_inside(value, f"{key}.args.{name}") for name, value in args.items()}
+    values = {name: prepare_value(value, f"{key}.args.{name}") for name, value in args.items()}
     return functools.partial(_make, target, values, f"while making {key} ({call})")
 
 
@@ -102,11 +105,13 @@ def show(value: object) -> str:
 
 
 def as_yaml(text: str) -> str:
-    """Write None in a message of ours as a config has it.
+    """Write None and arguments of the Trainer in a message of ours as a config has them.
 
-    >>> as_yaml("pass microbatch_size=None, or None")
-    'pass microbatch_size=null, or null'
+    >>> as_yaml("pass loss_fn=…, microbatch_size=None, or None")
+    'pass loss=…, microbatch_size=null, or null'
     """
+    for argument, key in (("loss_fn", "loss"), ("_dataloader", "_data")):
+        text = re.sub(rf"{argument}(?==)", key, text)
     return re.sub(r"(?<=[= ])None\b", "null", text)
 
 
@@ -127,10 +132,22 @@ def _check_inside(value: Any, key: str) -> None:
         _check_inside(inner, f"{key}.{name}")
 
 
-def _prepare_inside(value: Any, key: str) -> Callable[[], Any]:
+def prepare_value(value: Any, key: str) -> Callable[[], Any]:
+    """Return what makes a value in which nodes may stand anywhere, or nowhere.
+
+    Args:
+        value: a node, a list or a mapping with nodes inside, or anything else.
+        key: where in the config it stands.
+
+    Raises:
+        ConfigError: as `prepare`.
+
+    >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
+    [Fraction(0, 1), 1]
+    """
     if is_node(value):
         return prepare(value, key)
-    inner = {name: _prepare_inside(each, f"{key}.{name}") for name, each in items_inside(value)}
+    inner = {name: prepare_value(each, f"{key}.{name}") for name, each in items_inside(value)}
     if isinstance(value, Mapping):
         return lambda: {name: make() for name, make in inner.items()}
     if isinstance(value, list):

@@ -24,8 +24,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key = key.strip()
     if not equals:
         raise ConfigError(
-            f"the override {override!r} has no '=': write key=value, such as max_duration=2ep "
-            f"(the config file comes first)"
+            f"the override {override!r} has no '=': write key=value, such as max_duration=2ep"
         )
     parts = key.split(".")
     if not all(parts):

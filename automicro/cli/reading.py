@@ -8,6 +8,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from automicro.cli.keys import KEYS
 from automicro.errors import ConfigError
 
 
@@ -74,8 +75,8 @@ def _files_near(path: Path) -> str:
         for pattern in ("*.yaml", "*.yml")
         for each in folder.glob(pattern)
     }
-    if "=" in str(path):
-        return ": the config file comes first, then key=value"
+    if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
+        return f": to set this key, say {path}=VALUE"
     names = {Path(each).name: each for each in sorted(found)}
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)
     if near:

@@ -6,7 +6,6 @@ from automicro.memory.device import allocated_bytes, limit_memory, peak_bytes, r
 from automicro.memory.occupied import OccupiedDevice
 from automicro.memory.residents import ResidentMemory, track_residents
 from automicro.memory.size import format_bytes, parse_bytes
-from automicro.memory.torch_private import is_uninitialized
 
 __all__ = [
     "MemoryBudget",
@@ -15,7 +14,6 @@ __all__ = [
     "active_budget",
     "allocated_bytes",
     "format_bytes",
-    "is_uninitialized",
     "limit_memory",
     "parse_bytes",
     "peak_bytes",

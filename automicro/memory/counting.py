@@ -5,14 +5,14 @@ time. It works on real and on fake tensors.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from automicro.memory.ledger import Change, StorageLedger
 from automicro.memory.size import format_bytes
-from automicro.memory.torch_private import TorchDispatchMode, is_wrapper
+from automicro.torch_private import OperationMode, schema_of
 
 # Changes the running statistics (arguments 3 and 4) and does not declare it.
 _UNDECLARED_WRITES = {
@@ -20,31 +20,18 @@ _UNDECLARED_WRITES = {
 }
 
 
-class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CountingMode(OperationMode):
     """Keeps the ledger of a simulated device while it is entered."""
 
-    # Otherwise torch refuses flex attention and its like outright.
-    supports_higher_order_operators = True
-
     def __init__(self, limit_bytes: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.limit_bytes = limit_bytes
         self.ledger = StorageLedger()
         self.peak_bytes = 0
         self.num_ooms = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, unless what it needs does not fit."""
-        if types and any(map(is_wrapper, types)):
-            # The wrapper unpacks itself, and its parts come by here one operation at a time.
-            return NotImplemented
-        kwargs = kwargs or {}
         ledger = self.ledger
         changes: list[Change] = []
         ledger.see(args, changes)
@@ -120,7 +107,7 @@ def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     An operation that both allocates and writes (BatchNorm with its statistics, an observer with
     its ranges) has written by the time its allocation is seen. A real device refuses before.
     """
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None:  # a higher-order operator
         return False, _UNDECLARED_WRITES.get(func, ())
     allocates = any(value.alias_info is None for value in schema.returns)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from automicro.memory.torch_private import is_uninitialized, is_wrapper
+from automicro.torch_private import is_uninitialized, is_wrapper, sparse_parts
 
 _GRANULE = 512  # bytes; what CUDA's allocator rounds to
 
@@ -174,7 +174,7 @@ def _plain_parts(tensor: Any) -> list[torch.Tensor]:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _plain_parts(getattr(tensor, name))]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
 from automicro.memory.size import format_bytes, parse_bytes
-from automicro.memory.torch_private import is_uninitialized
+from automicro.torch_private import is_uninitialized
 
 _GRANULE = 512  # bytes; what CUDA's allocator and a budget round each tensor up to
 

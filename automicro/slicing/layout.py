@@ -1,7 +1,7 @@
 """Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,17 @@ class BatchLayout:
     def leaves(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
         """All tensors in `batch` with their paths, shared ones too."""
         return tensor_leaves(batch)
+
+    def row_dims(self, batch: Any) -> dict[str, int]:
+        """In which dimension each plain tensor has the rows, by its path as in `leaves`.
+
+        Without what is shared, and without tensors of single rows, packed, nested and sparse ones.
+
+        Raises:
+            BatchError: as `num_rows`.
+        """
+        root, _, decisions = self._read(batch)
+        return dict(_row_dims(root, decisions))
 
     def _read(self, batch: Any) -> tuple[Node, int, Decisions]:
         if self._decisions:
@@ -201,6 +212,17 @@ def _cut(node: Node, cutter: Cutter, num_rows: int, decisions: Decisions) -> Seq
         cut = cutter.elements(encodings)
         pieces = [with_encodings(piece, part) for piece, part in zip(pieces, cut, strict=True)]
     return pieces
+
+
+def _row_dims(node: Node, decisions: Decisions) -> Iterator[tuple[str, int]]:
+    if node.kind is Kind.TENSOR:
+        if not node.value.is_nested and node.value.layout is torch.strided:
+            yield node.path, node.dim % node.value.dim()
+        return
+    if node.kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
+        return
+    for child in node.children:
+        yield from _row_dims(child, decisions)
 
 
 def num_rows(batch: Any, *, batch_layout: int | Mapping[str, int | str] = 0) -> int:

@@ -8,9 +8,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from automicro.memory.counting import CountingMode
+from automicro.torch_private import FakeTensor
 
 
 class Boom(Exception):  # noqa: N818
@@ -45,7 +45,7 @@ class Fault:
     kind: str = "oom"
 
 
-class FaultMode(CountingMode):  # type: ignore[no-untyped-call]
+class FaultMode(CountingMode):
     """Counts operations and raises at those that a plan names.
 
     Counts live bytes like a device would, and remembers by weak reference every storage that
@@ -63,26 +63,21 @@ class FaultMode(CountingMode):  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self._made: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, unless an error is planned for it."""
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **(kwargs or {}))  # a dry run, no device is asked for anything
+            return func(*args, **kwargs)  # a dry run, no device is asked for anything
         index = self.num_operations
         self.num_operations += 1
         self.names.append(str(func))
         fault = self.plan.get(index)
         if fault is not None and not fault.after:
             self._raise(fault)
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().run(func, types, args, kwargs)
         if fault is not None:
             del output
             self._raise(fault)
-        self._note(index, output, (args, kwargs or {}))
+        self._note(index, output, (args, kwargs))
         return output
 
     def survivors(self, before: int) -> int:

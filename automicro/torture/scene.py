@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.gradient_clipping import clip_gradients
 from automicro.memory import MemoryBudget
-from automicro.optimizer_step import step_optimizer
+from automicro.optimization import clip_gradients
 from automicro.policy import Outcome, Policy
 from automicro.torture.states import values
 from automicro.torture.subject import MakeSubject, Run, build, without_advice
 
-CALLS = ("backward", "evaluate", "clip", "step")
+CALLS = ("backward", "evaluate", "unscale", "clip", "step")
+AFTER_THE_GRADIENT = ("unscale", "clip", "step")
 STEPS_AFTER = 2
 
 
@@ -43,7 +43,8 @@ class Scene:
     Attributes:
         name: of the subject.
         make: builds it.
-        call: ``"backward"``, ``"evaluate"``, ``"clip"`` (gradient clipping) or ``"step"``.
+        call: ``"backward"``, ``"evaluate"``, ``"unscale"`` (of a loss scaler), ``"clip"`` (gradient
+            clipping) or ``"step"``.
         warm_steps: clean steps before it.
         in_budget: whether it runs on a simulated device.
     """
@@ -60,8 +61,8 @@ class Scene:
 
     @property
     def is_transaction(self) -> bool:
-        """Whether the call is undone as a whole; clipping and the optimizer write in place."""
-        return self.call in ("backward", "evaluate")
+        """Whether the call is undone as a whole; the others write in place."""
+        return self.call not in AFTER_THE_GRADIENT
 
     def place(self) -> contextlib.AbstractContextManager[object]:
         """Where the call runs: on the CPU, or on a device simulated there."""
@@ -72,7 +73,7 @@ class Scene:
     ) -> tuple[Policy, Policy]:
         """For training and evaluation without faults: smaller from the disturbed call on."""
         batches_before = self.warm_steps + self._has_gradient(keeps_gradient)
-        batches_before += self.call in ("clip", "step")
+        batches_before += self.call in AFTER_THE_GRADIENT
         later = size if self.call == "backward" else first_size
         return Scripted([first_size] * batches_before + [later] * 9), Scripted([size] * 9)
 
@@ -82,12 +83,14 @@ class Scene:
         with without_advice():
             for index in range(self.warm_steps):
                 run.microbatcher.backward(run.batches[index], metrics=run.metrics)
-                run.optimizer.step()
+                run.step()
                 run.zero_grad()
             if self._has_gradient(run.keeps_gradient):
                 run.microbatcher.backward(run.batches[0], metrics=run.metrics)
-            if self.call in ("clip", "step"):
+            if self.call in AFTER_THE_GRADIENT:
                 run.microbatcher.backward(run.batches[1], metrics=run.metrics)
+        if self.call == "clip" and run.scaler is not None:
+            run.scaler.unscale(run.optimizer)
         return run
 
     def play(self, run: Run) -> Any:
@@ -99,20 +102,23 @@ class Scene:
                 return run.microbatcher.backward(batch, metrics=run.metrics)
             if self.call == "evaluate":
                 return run.microbatcher.evaluate(batch, metrics=run.metrics, return_outputs=True)
-        if self.call == "clip":
+        if self.call == "unscale" and run.scaler is not None:
+            run.scaler.unscale(run.optimizer)
+        elif self.call == "clip":
             clip_gradients(run.optimizer, run.clip_norm, device)
-            return None
-        return step_optimizer(run.optimizer, device)
+        else:
+            run.step()
+        return None
 
     def go_on(self, run: Run) -> dict[str, Any]:
         """A few more steps, where anything that was left wrong would show."""
-        if self.call in ("backward", "clip"):
-            run.optimizer.step()
+        if self.call not in ("evaluate", "step"):
+            run.step()
         with without_advice():
             for index in range(STEPS_AFTER):
                 run.zero_grad()
                 run.microbatcher.backward(run.batches[2 + index], metrics=run.metrics)
-                run.optimizer.step()
+                run.step()
         return values(run)
 
     def draw(self, *seed: object) -> random.Random:

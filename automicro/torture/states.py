@@ -38,7 +38,7 @@ def freeze(value: Any) -> Any:
 
 
 def values(run: Run) -> dict[str, Any]:
-    """Parameters, gradients, buffers, generators, optimizer, metrics and batches."""
+    """Parameters, gradients, buffers, generators, optimizer, scaler, metrics and batches."""
     found: dict[str, Any] = {}
     for name, parameter in run.model.named_parameters():
         found[f"parameter {name}"] = freeze(parameter)
@@ -53,6 +53,8 @@ def values(run: Run) -> dict[str, Any]:
     for index, generator in enumerate(find_generators([run.model])):
         found[f"generator {index} of the model"] = freeze(generator.get_state())
     found["optimizer"] = freeze(run.optimizer.state_dict())
+    if run.scaler is not None:
+        found["scaler"] = freeze(run.scaler.state_dict())
     for index, metric in enumerate(flatten_metrics(run.metrics)):
         found[f"metric {index}"] = _freeze_metric(metric)
     found["batches"] = freeze(run.batches)

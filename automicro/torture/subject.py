@@ -13,6 +13,7 @@ from torch import nn
 
 from automicro.errors import AutomicroWarning
 from automicro.microbatcher import Microbatcher
+from automicro.optimization import GradientScaler, step_optimizer
 from automicro.policy import Policy
 from automicro.slicing import BatchLayout
 
@@ -48,6 +49,7 @@ class Subject:
         keeps_gradient: whether a gradient of an earlier batch is there when a step is disturbed.
         first_size: rows of a microbatch before anything fails; half of it has to be possible.
         clip_norm: the largest norm of a gradient, where clipping is disturbed.
+        scaler: of the loss, for fp16; its ``backward`` has to be in the options too.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class Subject:
     keeps_gradient: bool = False
     first_size: int = 2
     clip_norm: float = 0.5
+    scaler: GradientScaler | None = None
 
 
 MakeSubject = Callable[[], Subject]
@@ -76,6 +79,12 @@ class Run:
     set_to_none: bool = True
     keeps_gradient: bool = False
     clip_norm: float = 0.5
+    scaler: GradientScaler | None = None
+
+    def step(self) -> bool:
+        """Step the optimizer, and the scaler if there is one."""
+        device = next(self.model.parameters()).device
+        return step_optimizer(self.optimizer, device, scaler=self.scaler)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -137,6 +146,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
         subject.set_to_none,
         subject.keeps_gradient,
         subject.clip_norm,
+        subject.scaler,
     )
 
 

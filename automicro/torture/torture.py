@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from automicro.torture.plans import Plan, double_faults, sample, single_faults
 from automicro.torture.scene import CALLS, Scene
-from automicro.torture.subject import MakeSubject
+from automicro.torture.subject import MakeSubject, check_subject
 from automicro.torture.table import Row, render
 from automicro.torture.trials import Trials
 from automicro.torture.verdict import attempt
@@ -53,7 +53,8 @@ def torture(
     Args:
         make_subject: builds the `Subject`, always the same from the same random state.
         name: of the model; the function's unless given.
-        calls: what to disturb, of ``"backward"``, ``"evaluate"``, ``"clip"``, ``"step"``.
+        calls: what to disturb, of ``"backward"``, ``"evaluate"``, ``"unscale"`` (where there is a
+            loss scaler), ``"clip"``, ``"step"``.
         most_plans: trials of each row of the table; all unless given.
         every_operation: at every operation of a later step's ``backward`` and ``evaluate``, run out
             of memory before it and after it, and raise a foreign error and Ctrl-C before it,
@@ -101,9 +102,14 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str]) -> list[Scene]:
         found.append(Scene(name=name, make=make, in_budget=True))
     found += [
         Scene(name=name, make=make, call=call, warm_steps=warm)
-        for call, warms in (("evaluate", (1,)), ("clip", (1,)), ("step", (0, 1)))
+        for call, warms in (
+            ("evaluate", (1,)),
+            ("unscale", (1,)),
+            ("clip", (1,)),
+            ("step", (0, 1)),
+        )
         for warm in warms
-        if call in calls
+        if call in calls and (call != "unscale" or check_subject(make()).scaler is not None)
     ]
     return found
 

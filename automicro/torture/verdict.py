@@ -129,11 +129,13 @@ def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> Verdi
 
 
 def _judge_half_applied(trials: Trials, trial: Trial) -> Verdict:
-    """The optimizer may have changed anything it writes to; clipping only gradients."""
+    """A step may have changed anything it writes to; what comes before it only gradients."""
     verdict = Verdict(f"OptimizerStepError: {trials.scene.call} {HALF_APPLIED}")
     may_change: tuple[str, ...] = ("parameter", "optimizer")
-    if trials.scene.call == "clip":
+    if trials.scene.call in ("unscale", "clip"):
         may_change = ("gradient",)
+    elif trial.run.scaler is not None:
+        may_change += ("gradient", "scaler")
     verdict.faults += [
         f"differs: {name}"
         for name in differences(trial.before, values(trial.run))

@@ -2,18 +2,23 @@
 
 ::
 
-    trainer     Trainer: fit and eval
-    state       where training stands, and how batches were cut
-    loading     one batch after the other, on the host; what loaders do wrong
-    building    optimizers and schedulers, given or built once the model is on its device
-    metric_set  metrics by name, as plain numbers
-    device      which device, how it is described; seeds
-    progress    one live line in a terminal, plain lines elsewhere, or nothing
-    lines       what those lines say
-    summary     FitSummary and its table
+    trainer         Trainer: fit and eval, with every option
+    fit             one call of fit: resume, the loop, a proper end
+    fitting         the loop over epochs and batches
+    step            one optimization batch: gradient, clip, optimizer step
+    evaluation      one pass in evaluation mode; evaluators says on what
+    feed            passes over a loader that can be taken up in the middle
+    snapshot        everything that a checkpoint holds; checkpointing says when
+    recording       the numbers of a run, by the names under which they are logged
+    session         memory limit, determinism and progress around a run
+    building        optimizers and schedulers; parameter_groups sorts by name
+    finiteness      losses and gradients that are NaN or infinite
+    config          the options that are plain values
+    summary         FitSummary and its table; lines says what progress shows
 """
 
+from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.summary import FitSummary
 from automicro.trainer.trainer import Trainer
 
-__all__ = ["FitSummary", "Trainer"]
+__all__ = ["Evaluator", "FitSummary", "Trainer"]

@@ -1,36 +1,53 @@
 """Arguments of the trainer that are refused early."""
 
+from datetime import timedelta
+
 from automicro.duration import Duration, Unit
+from automicro.trainer.clock import parse_time
 
 
 def read_duration(name: str, duration: str | Duration) -> Duration:
-    """A duration in epochs or batches.
+    """A duration, with the argument's name in what goes wrong.
 
     Raises:
         TypeError: not text.
-        ValueError: no duration, or one in samples or tokens. The message offers epochs and batches
-            only.
+        ValueError: no duration.
 
-    >>> read_duration("max_duration", "2ep")
-    Duration.parse('2ep')
+    >>> read_duration("max_duration", "1e6tok")
+    Duration.parse('1000000tok')
     """
     try:
-        parsed = Duration.parse(duration)
+        return Duration.parse(duration)
     except (TypeError, ValueError) as error:
-        # Said anew: the error offers samples and tokens, too.
         text = str(duration).strip()
         why = (
-            "is not a whole number of epochs or batches, at least 1; write it like '2ep' or '500ba'"
+            "is not a whole number of epochs, batches, samples or tokens, at least 1; write it "
+            "like '2ep', '500ba', '10000sp' or '1e6tok'"
         )
         if text.isdecimal() and int(text) > 0:
-            why = f"has no unit; say '{text}ep' (epochs) or '{text}ba' (batches)"
+            why = (
+                f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
+                f"or '{text}tok' (tokens)"
+            )
         raise type(error)(f"{name}={duration!r} {why}") from None
-    if parsed.unit not in (Unit.EPOCHS, Unit.BATCHES):
-        raise ValueError(
-            f"{name}='{parsed}' counts {parsed.unit.name.lower()}, which the Trainer cannot count "
-            "yet; say it in epochs or batches, such as '2ep' or '500ba'"
-        )
-    return parsed
+
+
+def read_time(name: str, value: str | timedelta | None) -> float | None:
+    """Seconds, or None; with the argument's name in what goes wrong.
+
+    Raises:
+        TypeError: not text.
+        ValueError: no time.
+
+    >>> read_time("max_time", "2h30m")
+    9000.0
+    """
+    if value is None:
+        return None
+    try:
+        return parse_time(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def read_norm(name: str, value: float | None) -> float | None:
@@ -50,3 +67,47 @@ def read_norm(name: str, value: float | None) -> float | None:
     if not value > 0:
         raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
     return float(value)
+
+
+def read_count(name: str, value: object) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        TypeError: not a whole number.
+        ValueError: below 1.
+
+    >>> read_count("accumulate_batches", 4)
+    4
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, not a whole number; pass an int such as 1")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1; pass an int such as 1")
+    return value
+
+
+def read_flag(name: str, value: object) -> bool:
+    """True or False, and nothing that only counts as one.
+
+    Raises:
+        TypeError: anything else.
+
+    >>> read_flag("channels_last", True)
+    True
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; pass True or False")
+    return value
+
+
+def in_tokens(**durations: Duration | None) -> dict[str, Duration]:
+    """Those durations that count tokens, by the names of their arguments.
+
+    >>> in_tokens(max_duration=Duration.parse("5tok"), eval_interval=Duration.parse("1ep"))
+    {'max_duration': Duration.parse('5tok')}
+    """
+    return {
+        name: duration
+        for name, duration in durations.items()
+        if duration is not None and duration.unit is Unit.TOKENS
+    }

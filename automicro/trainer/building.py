@@ -1,39 +1,83 @@
 """Optimizers and schedulers: given, or built once the model is on its device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from automicro.checks import check_optimizer
+from automicro.trainer.memory_format import to_channels_last
+from automicro.trainer.parameter_groups import (
+    ParameterGroups,
+    check_group_options,
+    group_parameters,
+)
 
 Optimizer: TypeAlias = torch.optim.Optimizer
-OptimizerOrFactory: TypeAlias = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
+OptimizerOrFactory: TypeAlias = Optimizer | Callable[[list[Any]], Optimizer]
 SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[[Optimizer], Any]
 
 
+def place_modules(
+    modules: Sequence[nn.Module], loss_fn: object, device: torch.device, *, channels_last: bool
+) -> None:
+    """Move a model and whatever takes part to a device, before an optimizer is built of it.
+
+    Args:
+        modules: the model, then further modules.
+        loss_fn: moved too where it is a module.
+        device: where to.
+        channels_last: whether weights of convolutions get the channels last in memory.
+
+    Raises:
+        ValueError: nothing in them has channels.
+
+    >>> place_modules([nn.Linear(2, 2)], None, torch.device("cpu"), channels_last=False)
+    """
+    for module in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]:
+        module.to(device)
+    if channels_last:
+        to_channels_last(*modules)
+
+
 def build_optimizer(
-    optimizer: OptimizerOrFactory | None, model: nn.Module, modules: list[nn.Module]
+    optimizer: OptimizerOrFactory | None,
+    model: nn.Module,
+    modules: list[nn.Module],
+    groups: ParameterGroups = (),
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
 
+    Args:
+        optimizer: an optimizer, or what makes one of a list of parameters or parameter groups.
+        model: whose parameters they are.
+        modules: the model, then further modules that an optimizer may have parameters of.
+        groups: see `group_parameters`; none hands over a plain list of parameters.
+
     Raises:
         TypeError: neither an optimizer nor something that makes one.
-        ValueError: an optimizer of another model.
+        ValueError: an optimizer of another model, or groups that do not fit.
 
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
     'AdamW'
     """
+    if groups and (optimizer is None or isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            "parameter_groups sorts the parameters for an optimizer that is still to be built; "
+            "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer with "
+            "groups of its own"
+        )
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        made = optimizer(list(model.parameters()))
+        made = optimizer(group_parameters(model, groups) if groups else list(model.parameters()))
         if not isinstance(made, Optimizer):
             raise TypeError(
                 f"optimizer={optimizer!r} made a {type(made).__name__} of the model's parameters, "
                 "not a torch.optim.Optimizer; return the optimizer"
             )
         optimizer = made
+        check_group_options(optimizer, groups)
     check_optimizer(optimizer, modules)
     return optimizer
 

@@ -1,80 +1,181 @@
 """One pass over the data in evaluation mode."""
 
-import math
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from automicro.duration import Duration
+from automicro.events import Callbacks, PhaseState, Run
 from automicro.microbatcher import Microbatcher
-from automicro.policy import Policy
-from automicro.trainer.lines import count_of, evaluation_line
+from automicro.results import EvalResult
+from automicro.trainer.arguments import read_duration
+from automicro.trainer.evaluators import INHERITED, Evaluator
+from automicro.trainer.interval import Interval
+from automicro.trainer.lines import count_of, evaluation_line, recovery_line
 from automicro.trainer.loading import fetch
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
+from automicro.trainer.recording import Recorder
 from automicro.trainer.session import noting
-from automicro.trainer.state import PhaseState
-from automicro.trainer.step import show_recovery
+from automicro.weighting import LossMean
 
 
 class Evaluation:
     """Evaluates whole batches, at a size of its own.
 
     Args:
+        name: of the evaluation; empty where there is only one.
+        evaluator: what to evaluate on.
         microbatcher: runs the forward.
-        policy: the one that it asks for the sizes of evaluation.
         metrics: count every row once, from zero in each pass.
+        interval: how often; None for never.
+        loader_name: of the argument, for errors.
     """
 
-    def __init__(self, microbatcher: Microbatcher, policy: Policy, metrics: MetricSet) -> None:
-        self._microbatcher = microbatcher
-        self._policy = policy
+    def __init__(
+        self,
+        name: str,
+        evaluator: Evaluator,
+        microbatcher: Microbatcher,
+        metrics: MetricSet,
+        *,
+        interval: Duration | None,
+        loader_name: str,
+    ) -> None:
+        self.name = name
+        self.microbatcher = microbatcher
+        self.interval = Interval(interval)
+        self.happens_at_end = interval is not None
+        self._evaluator = evaluator
         self._metrics = metrics
+        self._loader_name = loader_name
 
     def run(
         self,
-        loader: Iterable[Any],
         phase: PhaseState,
         progress: Progress,
         *,
-        name: str,
+        callbacks: Callbacks,
+        recorder: Recorder,
+        run: Run,
         where: str = "",
     ) -> dict[str, float]:
         """Pass over the data once; the values go into the phase, too.
 
         Args:
-            loader: gives whole batches.
             phase: takes note of what happens.
             progress: where to say it.
-            name: of the loader, for errors.
+            callbacks: told of it.
+            recorder: logs it.
+            run: as callbacks see it.
             where: where training stands, to say so.
         """
         start = time.perf_counter()
+        callbacks.fire("eval_start", run)
         self._metrics.reset()
-        losses: list[tuple[float, int]] = []
+        losses = LossMean()
         samples = batches = 0
-        with noting(lambda: f"in evaluation, batch {batches + 1} of the pass"):
-            for batch in fetch(loader, name):
-                known = self._policy.state_dict()
-                result = self._microbatcher.evaluate(batch, self._metrics.metrics)
+        result: EvalResult | None = None
+        of = f" of {self.name!r}" if self.name else ""
+        with noting(lambda: f"in evaluation{of}, batch {batches + 1} of the pass"):
+            for batch in self._batches():
+                callbacks.fire("eval_batch_start", run, batch)
+                result = self.microbatcher.evaluate(batch, self._metrics.metrics)
                 phase.count(result)
-                show_recovery(result, "eval", self._policy, known, progress)
+                if result.ooms:
+                    progress.line(recovery_line("eval", result))
                 if result.loss is not None:
-                    losses.append((result.loss.item(), result.num_samples))
+                    losses.add(result.loss, result.losses, result.denominators)
                 samples += result.num_samples
                 batches += 1
-                done = f"evaluating: {count_of(batches, 'batch')} done"
+                callbacks.fire("eval_batch_end", run, result)
+                done = f"evaluating{of}: {count_of(batches, 'batch')} done"
                 progress.status(lambda done=done: done)  # type: ignore[misc]
-            values = _mean_loss(losses) | self._metrics.compute()
-        phase.metrics = values
-        phase.seconds += time.perf_counter() - start
+            values = losses.compute() | self._metrics.compute()
+        assert result is not None
         assert phase.cut is not None
-        progress.line(evaluation_line(values, samples=samples, cut=phase.cut, where=where))
+        prefix = f"{self.name}/" if self.name else ""
+        phase.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+        phase.seconds += time.perf_counter() - start
+        progress.line(
+            evaluation_line(values, name=self.name, samples=samples, cut=phase.cut, where=where)
+        )
+        named = recorder.evaluation(self.name, values, result, phase)
+        callbacks.fire("eval_end", run, named)
         return values
 
+    def _batches(self) -> Any:
+        batches = fetch(self._evaluator.dataloader, self._loader_name)
+        return itertools.islice(batches, self._evaluator.max_batches)
 
-def _mean_loss(losses: list[tuple[float, int]]) -> dict[str, float]:
-    """The mean over all rows, where there were losses."""
-    if not losses:
-        return {}
-    total = math.fsum(loss * rows for loss, rows in losses)
-    return {"loss": total / sum(rows for _, rows in losses)}
+
+class EvaluationFactory:
+    """Makes evaluations: each with metrics and, where it asks for them, a size of its own.
+
+    Args:
+        microbatcher: the trainer's, for one evaluation without a name.
+        make_microbatcher: makes one for a named evaluation, whose size is found apart.
+        metrics: of those that give none of their own.
+        eval_microbatch_size: the same.
+        interval: the same.
+        device: where metrics lie.
+    """
+
+    def __init__(
+        self,
+        microbatcher: Microbatcher,
+        make_microbatcher: Callable[..., Microbatcher],
+        *,
+        metrics: Any,
+        eval_microbatch_size: Any,
+        interval: Duration | None,
+        device: torch.device,
+    ) -> None:
+        self._microbatcher = microbatcher
+        self._make_microbatcher = make_microbatcher
+        self._metrics = metrics
+        self._size = eval_microbatch_size
+        self._interval = interval
+        self._device = device
+
+    def make_all(
+        self, evaluators: Mapping[str, Evaluator], *, loader_name: str = "eval_dataloader"
+    ) -> list[Evaluation]:
+        """The evaluations of these evaluators.
+
+        Args:
+            evaluators: by name.
+            loader_name: of the argument that they came in, for errors.
+        """
+        return [
+            self._make(name, evaluator, f"{loader_name}[{name!r}]" if name else loader_name)
+            for name, evaluator in evaluators.items()
+        ]
+
+    def _make(self, name: str, evaluator: Evaluator, loader_name: str) -> Evaluation:
+        microbatcher = self._microbatcher
+        size = evaluator.microbatch_size
+        if name or not _is_inherited(size):
+            microbatcher = self._make_microbatcher(
+                eval_microbatch_size=self._size if _is_inherited(size) else size
+            )
+        interval = self._interval
+        if not _is_inherited(evaluator.interval):
+            given = evaluator.interval
+            interval = None if given is None else read_duration("interval", given)
+        metrics = self._metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
+        return Evaluation(
+            name,
+            evaluator,
+            microbatcher,
+            MetricSet(metrics, self._device),
+            interval=interval,
+            loader_name=loader_name,
+        )
+
+
+def _is_inherited(value: object) -> bool:
+    return isinstance(value, str) and value == INHERITED

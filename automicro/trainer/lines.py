@@ -1,15 +1,20 @@
 """What the lines of progress say."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from automicro.duration import Duration, Unit
-from automicro.memory import format_bytes, is_uninitialized, peak_bytes
+from automicro.events.state import Cut, GlobalBatch, LoopState
+from automicro.memory import format_bytes, peak_bytes
 from automicro.policy import Fixed, Halving, Policy
+from automicro.results import EvalResult, StepResult
+from automicro.torch_private import is_uninitialized
 from automicro.trainer.device import describe_device
-from automicro.trainer.state import Cut, LoopState
+from automicro.trainer.speed import Speed
 
 _MOST_METRICS = 8  # in one line
 
@@ -50,29 +55,68 @@ def describe_size(policy: Policy) -> str:
     return repr(policy)
 
 
-def start_line(
-    *,
-    device: torch.device,
-    memory_limit: str | int | None,
-    precision: str,
-    policies: tuple[Policy, Policy],
-    parameters: Iterable[nn.Parameter],
-    num_batches: int | None,
-    max_duration: Duration,
-) -> str:
-    """What is about to run, and on what."""
-    train, evaluation = map(describe_size, policies)
-    parts = [
-        f"training on {describe_device(device, memory_limit)}",
-        "no memory limit" if memory_limit is None else f"memory limit {memory_limit}",
-        f"precision {precision}",
-        f"microbatch size {train} in train, {evaluation} in eval",
-        describe_parameters(parameters),
-        f"max_duration {max_duration}",
-    ]
-    if num_batches is not None:
-        parts.append(f"{count_of(num_batches, 'batch')} per epoch")
-    return " · ".join(parts)
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What runs, and on what."""
+
+    device: torch.device
+    memory_limit: str | int | None
+    precision: str
+    policies: tuple[Policy, Policy]
+    model: nn.Module
+    max_duration: Duration
+
+    def line(self, num_batches: int | None) -> str:
+        """For people, with the batches of an epoch where they are known."""
+        train, evaluation = map(describe_size, self.policies)
+        limit = self.memory_limit
+        parts = [
+            f"training on {describe_device(self.device, limit)}",
+            "no memory limit" if limit is None else f"memory limit {limit}",
+            f"precision {self.precision}",
+            f"microbatch size {train} in train, {evaluation} in eval",
+            describe_parameters(self.model.parameters()),
+            f"max_duration {self.max_duration}",
+        ]
+        if num_batches is not None:
+            parts.append(f"{count_of(num_batches, 'batch')} per epoch")
+        return " · ".join(parts)
+
+    def values(self) -> dict[str, Any]:
+        """For loggers."""
+        train, evaluation = map(describe_size, self.policies)
+        return {
+            "device": describe_device(self.device, self.memory_limit),
+            "memory_limit": self.memory_limit,
+            "precision": self.precision,
+            "microbatch_size": train,
+            "eval_microbatch_size": evaluation,
+            "model": type(self.model).__name__,
+            "max_duration": str(self.max_duration),
+            "torch": str(torch.__version__),
+        }
+
+
+def position(state: LoopState, max_duration: Duration, num_batches: int | None = None) -> str:
+    """How far training has come, in the unit that it is measured in.
+
+    Args:
+        state: where training stands.
+        max_duration: how far it goes.
+        num_batches: of an epoch, to say how far into it.
+
+    >>> position(LoopState(batch=7, samples=448), Duration.parse("1000sp"))
+    'sample 448/1,000, batch 7'
+    """
+    unit, last = max_duration.unit, max_duration.value
+    if unit is Unit.EPOCHS and num_batches is None:
+        return f"epoch {state.epoch}/{last}, batch {state.batch}"
+    if unit is Unit.EPOCHS:
+        return f"epoch {state.epoch + 1}/{last}, batch {state.epoch_batch}/{num_batches}"
+    if unit is Unit.BATCHES:
+        return f"batch {state.batch}/{last}"
+    word = "sample" if unit is Unit.SAMPLES else "token"
+    return f"{word} {state.done(unit):,}/{last:,}, batch {state.batch}"
 
 
 def batch_line(
@@ -82,20 +126,21 @@ def batch_line(
     max_duration: Duration,
     num_batches: int | None,
     device: torch.device,
-    samples_per_second: float,
+    speed: Speed,
     learning_rate: float | None,
 ) -> str:
     """Where training stands after a batch."""
-    of_epoch = "" if num_batches is None else f"/{num_batches}"
-    if max_duration.unit is Unit.EPOCHS:
-        where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}{of_epoch}"
+    if max_duration.unit is Unit.EPOCHS and num_batches is None:
+        where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
     else:
-        where = f"batch {state.batch}/{max_duration.value}, epoch {state.epoch + 1}"
+        where = position(state, max_duration, num_batches)
+    if max_duration.unit is not Unit.EPOCHS:
+        where += f", epoch {state.epoch + 1}"
     assert state.loss is not None
     parts = [where, f"loss {describe_number(state.loss)}"]
     if learning_rate is not None:
         parts.append(f"lr {learning_rate:.3g}")
-    parts += [f"{samples_per_second:,.0f} samples/s", f"microbatches {cut}"]
+    parts += [str(speed), f"microbatches {cut}", f"global batch {GlobalBatch.of(state)}"]
     peak = peak_bytes(device)
     if peak is not None:
         parts.append(f"peak memory {format_bytes(peak)}")
@@ -111,28 +156,41 @@ def describe_number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def recovery_line(phase: str, *, before: int, cut: Cut, ooms: int) -> str:
+def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     """A microbatch size that shrank.
 
-    >>> cut = Cut(num_rows=512, microbatch_size=128, num_microbatches=4)
-    >>> recovery_line("train", before=512, cut=cut, ooms=2)
+    Args:
+        phase: ``"train"`` or ``"eval"``.
+        result: of the batch, with failed attempts.
+
+    >>> result = StepResult(
+    ...     loss=torch.tensor(0.0),
+    ...     num_samples=512,
+    ...     microbatch_size=128,
+    ...     num_microbatches=4,
+    ...     attempts=3,
+    ...     failed_sizes=(512, 256),
+    ... )
+    >>> recovery_line("train", result)
     'train: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)'
     """
-    size = count_of(cut.microbatch_size, "row")
+    size = count_of(result.microbatch_size, "row")
     return (
-        f"{phase}: out of memory, microbatch size {before} → {size} "
-        f"({cut}; {count_of(ooms, 'attempt')} rolled back)"
+        f"{phase}: out of memory, microbatch size {result.failed_sizes[0]} → {size} "
+        f"({Cut.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
     )
 
 
-def evaluation_line(values: Mapping[str, float], *, samples: int, cut: Cut, where: str) -> str:
+def evaluation_line(
+    values: Mapping[str, float], *, samples: int, cut: Cut, where: str, name: str = ""
+) -> str:
     """What an evaluation found.
 
     >>> cut = Cut(num_rows=10, microbatch_size=5, num_microbatches=2)
     >>> evaluation_line({"loss": 0.25, "accuracy": 1.0}, samples=10, cut=cut, where="batch 3")
     'eval after batch 3: loss 0.2500, accuracy 1.0000 · 10 samples · microbatches 2 × 5 of 10'
     """
-    after = f" after {where}" if where else ""
+    after = f"{' ' if name else ''}{name}{f' after {where}' if where else ''}"
     found = describe_values(values)
     return f"eval{after}: {found} · {count_of(samples, 'sample')} · microbatches {cut}"
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from automicro.checkpoints import restore_rng_state, rng_state
 from automicro.errors import DataLoaderError
 from automicro.memory import active_budget
 
@@ -28,27 +29,84 @@ def fetch(loader: Any, name: str) -> Iterator[Any]:
 
     What a loader allocates lies on the host: under a simulated memory limit it is not counted.
 
+    Persistent workers draw a seed when they start and not with every pass, so that a run that is
+    taken up would draw one more than the undisturbed one: random numbers are put back after it.
+
     Raises:
         DataLoaderError: there is not one batch.
 
     >>> list(fetch([1, 2], "train_dataloader"))
     [1, 2]
     """
+    here = rng_state() if has_persistent_workers(loader) else None
+    iterator = begin(loader)
+    if here is not None:
+        restore_rng_state(here)
+    is_empty = True
+    for batch in rest(iterator):
+        is_empty = False
+        yield batch
+        # Held by nobody while the next one is made: two batches at a time would lie on the host.
+        del batch
+    if is_empty:
+        raise empty(loader, iterator, name)
+
+
+def begin(loader: Any) -> Iterator[Any]:
+    """Begin a pass. What that allocates lies on the host.
+
+    >>> list(begin([1, 2]))
+    [1, 2]
+    """
     with _on_host():
-        iterator = iter(loader)
-    num_batches = 0
+        return iter(loader)
+
+
+def rest(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield what is left of a pass, each batch made on the host.
+
+    >>> list(rest(iter([1, 2])))
+    [1, 2]
+    """
     while True:
         with _on_host():
             try:
                 batch = next(iterator)
             except StopIteration:
-                break
-        num_batches += 1
+                return
         yield batch
-        # Held by nobody while the next one is made: two batches at a time would lie on the host.
         del batch
-    if num_batches == 0:
-        raise DataLoaderError(_why_empty(loader, iterator, name))
+
+
+def empty(loader: object, iterator: object, name: str) -> DataLoaderError:
+    """The error that a pass gave no batch, with what may be the reason.
+
+    Args:
+        loader: that gave none.
+        iterator: of the pass.
+        name: of the loader's argument.
+    """
+    return DataLoaderError(_why_empty(loader, iterator, name))
+
+
+def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield so many batches at a time; the last group of a pass may have fewer.
+
+    The list is emptied before the next batch is fetched, so that whoever still holds it does not
+    keep more batches on the host than one group.
+
+    >>> [list(group) for group in grouped([1, 2, 3], 2)]
+    [[1, 2], [3]]
+    """
+    group: list[Any] = []
+    for batch in batches:
+        group.append(batch)
+        del batch
+        if len(group) == size:
+            yield group
+            group.clear()
+    if group:
+        yield group
 
 
 def num_batches(loader: object) -> int | None:
@@ -63,17 +121,33 @@ def num_batches(loader: object) -> int | None:
         return None
 
 
+def has_persistent_workers(loader: object) -> bool:
+    """Whether the workers of a loader live on from pass to pass.
+
+    >>> has_persistent_workers([1, 2])
+    False
+    """
+    return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
+
+
 def announce_epoch(loader: object, epoch: int) -> None:
-    """Tell samplers that shuffle by epoch which one begins, counted from 0."""
+    """Tell whatever shuffles by epoch which one begins, counted from 0.
+
+    That may be the loader itself, its dataset, or its samplers.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler)
-    inner = getattr(batch_sampler, "sampler", None)
     told: list[object] = []
-    for sampler in (*samplers, inner):
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch) and not any(sampler is each for each in told):
+    for each in (
+        loader,
+        getattr(loader, "dataset", None),
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ):
+        set_epoch = getattr(each, "set_epoch", None)
+        if callable(set_epoch) and not any(each is one for one in told):
             set_epoch(epoch)
-            told.append(sampler)
+            told.append(each)
 
 
 def _on_host() -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from automicro.transaction import flatten_metrics
 
@@ -60,6 +61,27 @@ class MetricSet:
         for metric in self._by_name.values():
             metric.reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted so far, by the place of each metric: tensors and plain values."""
+        return {str(index): _state_of(metric) for index, metric in enumerate(self._each())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from what `state_dict` gave.
+
+        Raises:
+            ValueError: of other metrics.
+        """
+        metrics = self._each()
+        if len(state) != len(metrics):
+            raise ValueError(
+                f"it has {len(state)} metrics, and here are {len(metrics)}; pass the same metrics"
+            )
+        for index, metric in enumerate(metrics):
+            _load_state(metric, state[str(index)])
+
+    def _each(self) -> list[Any]:
+        return flatten_metrics(self.metrics)
+
     def compute(self) -> dict[str, float]:
         """The values by name; of a metric with several values, each as ``name/index``."""
         found: dict[str, float] = {}
@@ -69,6 +91,27 @@ class MetricSet:
                 name = type(metric).__name__
             found.update(_numbers(name, value))
         return found
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    """Of a torchmetrics metric its states, else what its own ``state_dict`` gives."""
+    if not isinstance(metric, Metric):
+        return metric.state_dict() if hasattr(metric, "state_dict") else {}
+    states = {name: copy.copy(value) for name, value in metric.metric_state.items()}
+    return {"states": states, "updates": metric.update_count}
+
+
+def _load_state(metric: Any, state: Mapping[str, Any]) -> None:
+    if not isinstance(metric, Metric):
+        if hasattr(metric, "load_state_dict"):
+            metric.load_state_dict(state)
+        return
+    metric.reset()
+    for name, value in state["states"].items():
+        put = [each.to(metric.device) for each in value] if isinstance(value, list) else value
+        setattr(metric, name, put.to(metric.device) if isinstance(put, Tensor) else put)
+    # torchmetrics counts updates itself, and a metric without any warns when it is computed.
+    metric._update_count = state["updates"]
 
 
 def _names(metrics: Any) -> list[str]:

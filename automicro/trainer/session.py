@@ -4,33 +4,65 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from automicro.memory import active_budget, limit_memory, track_residents
-from automicro.trainer.progress import Progress, recoveries_shown_here
+from automicro.trainer.determinism import deterministic_algorithms
+from automicro.trainer.progress import Progress, make_progress, recoveries_shown_here
 
 
-@contextlib.contextmanager
-def running(
-    progress: Progress,
-    *,
-    memory_limit: str | int | None,
-    device: torch.device,
-    residents: Sequence[nn.Module | torch.optim.Optimizer],
-) -> Iterator[Progress]:
-    """Run under one memory limit, with everything resident counted, and progress shown.
+class Session:
+    """Runs under one memory limit, with everything resident counted, and progress shown.
+
+    Args:
+        shows_progress: whether to show how it goes.
+        memory_limit: of the device; None for none.
+        device: where it runs.
+        residents: what lies there all the time.
+        deterministic: whether to refuse algorithms that are not.
 
     Raises:
-        torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
+        TypeError: ``shows_progress`` is not True or False.
+        ValueError: no such limit for this device.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(recoveries_shown_here())
+
+    def __init__(
+        self,
+        *,
+        shows_progress: bool,
+        memory_limit: str | int | None,
+        device: torch.device,
+        residents: Sequence[nn.Module | torch.optim.Optimizer],
+        deterministic: bool,
+    ) -> None:
+        make_progress(shows_progress)  # refuses what is not True or False
         if memory_limit is not None:
-            stack.enter_context(limit_memory(memory_limit, device))
-        budget = active_budget()
-        if budget is not None and device.type == "cpu":
-            track_residents(budget, residents)
-        yield stack.enter_context(progress)
+            limit_memory(memory_limit, device)  # refuses what cannot be a limit
+        self.console: Console | None = None
+        self._shows_progress = shows_progress
+        self._memory_limit = memory_limit
+        self._device = device
+        self._residents = residents
+        self._deterministic = deterministic
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Progress]:
+        """Run inside; shows progress.
+
+        Raises:
+            torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recoveries_shown_here())
+            if self._deterministic:
+                stack.enter_context(deterministic_algorithms(self._device))
+            if self._memory_limit is not None:
+                stack.enter_context(limit_memory(self._memory_limit, self._device))
+            budget = active_budget()
+            if budget is not None and self._device.type == "cpu":
+                track_residents(budget, self._residents)
+            yield stack.enter_context(make_progress(self._shows_progress, self.console))
 
 
 @contextlib.contextmanager

@@ -1,24 +1,38 @@
 """One optimization batch: its gradient, and one step of the optimizer."""
 
-import copy
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import NonFiniteLossError
-from automicro.gradient_clipping import clip_gradients
+from automicro.duration import Duration
+from automicro.events import LoopState
 from automicro.microbatcher import Microbatcher
-from automicro.optimizer_step import step_optimizer
-from automicro.policy import Policy
-from automicro.results import EvalResult, StepResult
-from automicro.trainer.lines import count_of, recovery_line
+from automicro.optimization import GradientScaler, clip_gradients, step_optimizer
+from automicro.results import StepResult
+from automicro.trainer.finiteness import FinitenessGuard
+from automicro.trainer.lines import recovery_line
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
-from automicro.trainer.state import Cut, LoopState
+from automicro.trainer.tokens import TokenCounter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedBatch:
+    """What came of one optimization batch.
+
+    Attributes:
+        result: of its forward and backward.
+        grad_norm: of its gradient before clipping; None where it is not clipped.
+        learning_rates: that its step took, for each group of parameters.
+    """
+
+    result: StepResult
+    grad_norm: float | None
+    learning_rates: tuple[float, ...]
 
 
 class TrainingStep:
@@ -26,12 +40,16 @@ class TrainingStep:
 
     Args:
         microbatcher: gives the gradient.
-        policy: the one that it asks for sizes.
         metrics: updated with every row.
         modules: whose gradients are cleared.
         optimizer: steps once per batch.
         scheduler: steps once per optimizer step; None for none.
         grad_clip_norm: the largest norm of the gradient; None for any.
+        scaler: of the loss in half precision, which gives the microbatcher its backward; None
+            for none.
+        guard: decides about losses that are not finite.
+        tokens: counts the tokens of batches.
+        token_durations: by name, those that count tokens, so that every batch must tell them.
         device: where it all happens.
     """
 
@@ -39,51 +57,79 @@ class TrainingStep:
         self,
         microbatcher: Microbatcher,
         *,
-        policy: Policy,
         metrics: MetricSet,
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         grad_clip_norm: float | None,
+        scaler: GradientScaler | None,
+        guard: FinitenessGuard,
+        tokens: TokenCounter,
+        token_durations: Mapping[str, Duration],
         device: torch.device,
     ) -> None:
         self._microbatcher = microbatcher
-        self._policy = policy
         self._metrics = metrics
         self._modules = modules
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._grad_clip_norm = grad_clip_norm
+        self._scaler = scaler
+        self._guard = guard
+        self._tokens = tokens
+        self._token_durations = token_durations
         self._device = device
 
-    def run(self, batch: Any, state: LoopState, progress: Progress) -> Cut:
-        """Train on a batch, write down what came of it, and return how it was cut.
+    def run(
+        self,
+        batches: Sequence[Any],
+        state: LoopState,
+        progress: Progress,
+        gradients_ready: Callable[[StepResult], None] | None = None,
+    ) -> TrainedBatch:
+        """Train on an optimization batch, and write down what came of it.
+
+        Args:
+            batches: what the data loader gave for it.
+            state: where training stands; updated.
+            progress: where to say what is out of the ordinary.
+            gradients_ready: called when ``.grad`` holds the unscaled gradient, before clipping.
 
         Raises:
             NonFiniteLossError: before the optimizer steps.
         """
         start = time.perf_counter()
-        known = self._policy.state_dict()
-        result = self._microbatcher.backward(batch, self._metrics.metrics)
+        rates = tuple(float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g)
+        tokens = self._count_tokens(batches)
+        result = self._microbatcher.accumulate(batches, self._metrics.metrics)
         state.train.count(result)
-        show_recovery(result, "train", self._policy, known, progress)
+        if result.ooms:
+            progress.line(recovery_line("train", result))
+        if gradients_ready is not None:
+            self._unscale()
+            gradients_ready(result)
         norm = self._clip()
-        state.loss = _finite_loss(result, norm, state)
-        step_optimizer(self._optimizer, self._device)
+        state.loss, length = _read(result, norm)
+        # A scale that was too large makes gradients overflow now and then, which the scaler
+        # itself answers.
+        objection = self._guard.object_to(
+            state.loss, length if self._scaler is None else None, state
+        )
+        if objection is None and not self._step():
+            objection = self._guard.object_to_overflow(state)
+        if objection is None:
+            self._guard.take_note_of_step()
+        else:
+            state.skipped += 1
+            progress.line(f"train: {objection}; skipped")
         self.clear_gradients()
-        if self._scheduler is not None:
-            self._scheduler.step()
         state.batch += 1
         state.epoch_batch += 1
+        state.loader_batches += len(batches)
         state.samples += result.num_samples
+        state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
         state.train.seconds += time.perf_counter() - start
-        return Cut.of(result)
-
-    @property
-    def learning_rate(self) -> float | None:
-        """What the next step takes, if that is one value for all parameters."""
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group}
-        return rates.pop() if len(rates) == 1 else None
+        return TrainedBatch(result=result, grad_norm=length, learning_rates=rates)
 
     def clear_gradients(self) -> None:
         """Forget gradients, also those of parameters that the optimizer does not have.
@@ -93,51 +139,44 @@ class TrainingStep:
         self._optimizer.zero_grad(set_to_none=True)
         for module in self._modules:
             module.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            self._scaler.forget()  # of a batch that was left out, or interrupted
+
+    def _count_tokens(self, batches: Sequence[Any]) -> int | None:
+        for name, duration in self._token_durations.items():
+            for batch in batches:
+                self._tokens.require(batch, name=name, duration=duration)
+        tokens: int | None = 0
+        for batch in batches:
+            tokens = _add(tokens, self._tokens.count(batch))
+        return tokens
 
     def _clip(self) -> Tensor | None:
         if self._grad_clip_norm is None:
             return None
+        self._unscale()
         return clip_gradients(self._optimizer, self._grad_clip_norm, self._device)
 
+    def _unscale(self) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale(self._optimizer)
 
-def show_recovery(
-    result: StepResult | EvalResult,
-    phase: str,
-    policy: Policy,
-    known: dict[str, Any],
-    progress: Progress,
-) -> None:
-    """Say from which size to which a batch shrank, if it did.
-
-    Args:
-        result: of the batch.
-        phase: ``"train"`` or ``"eval"``.
-        policy: what proposed the sizes.
-        known: its state before the batch.
-        progress: where to say it.
-    """
-    if result.ooms:
-        earlier = copy.deepcopy(policy)
-        earlier.load_state_dict(known)
-        before = earlier.propose(result.num_samples)
-        progress.line(recovery_line(phase, before=before, cut=Cut.of(result), ooms=result.ooms))
+    def _step(self) -> bool:
+        """Whether the optimizer stepped, and the scheduler with it."""
+        has_stepped = step_optimizer(self._optimizer, self._device, scaler=self._scaler)
+        if has_stepped and self._scheduler is not None:
+            self._scheduler.step()
+        return has_stepped
 
 
-def _finite_loss(result: StepResult, norm: Tensor | None, state: LoopState) -> float:
-    """Read the loss, the one time per batch that the host waits for the device."""
+def _add(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
+
+
+def _read(result: StepResult, norm: Tensor | None) -> tuple[float, float | None]:
+    """Read loss and norm, the one time per batch that the host waits for the device."""
     if norm is None:
-        loss, length = result.loss.item(), 0.0
-    else:
-        dtype = torch.promote_types(result.loss.dtype, norm.dtype)
-        loss, length = torch.stack([result.loss.to(dtype), norm.to(dtype)]).tolist()
-    if math.isfinite(loss) and math.isfinite(length):
-        return loss
-    what = f"the loss is {loss}"
-    if math.isfinite(loss):
-        what = f"the loss is {loss:.6g}, but the norm of its gradient is {length}"
-    raise NonFiniteLossError(
-        f"{what} in epoch {state.epoch + 1}, batch {state.epoch_batch + 1} of the epoch "
-        f"({count_of(state.batch, 'batch')} done); the optimizer did not step. Lower the learning "
-        "rate, warm it up, clip gradients (grad_clip_norm=1.0), or look for NaN and infinite "
-        "values in this batch"
-    )
+        return result.loss.item(), None
+    dtype = torch.promote_types(result.loss.dtype, norm.dtype)
+    loss, length = torch.stack([result.loss.to(dtype), norm.to(dtype)]).tolist()
+    return loss, length

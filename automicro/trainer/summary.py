@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from automicro.events.state import Cut, GlobalBatch, LoopState
 from automicro.memory import format_bytes
 from automicro.trainer.lines import describe_number
-from automicro.trainer.state import Cut, LoopState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,28 +15,37 @@ class FitSummary:
     Attributes:
         seconds: time spent, evaluations included.
         samples_per_second: rows trained on per second, evaluations left out.
+        tokens_per_second: the same of tokens; None where they cannot be counted.
         peak_memory_bytes: the most that live tensors held on the device; None on a CPU without
             a memory limit, where nobody counts.
         epochs: complete epochs.
-        steps: optimizer steps, one per batch.
+        steps: optimizer steps, one per optimization batch that was not skipped.
+        skipped_steps: batches whose loss or gradients were not finite and were left out.
         samples: rows trained on.
+        tokens: of these rows; None where they cannot be counted.
+        global_batch: rows of an optimization batch as measured: per device, devices, accumulation.
         train_ooms: attempts in training that ran out of memory and were rolled back.
         eval_ooms: the same in evaluation.
         microbatch_size: final, in rows.
         num_microbatches: how many of them made up the largest batch.
-        batch_size: rows of that batch.
+        batch_size: rows of that optimization batch.
         eval_microbatch_size: final, in rows; None without an evaluation.
         train_loss: of the last batch.
+        stop_reason: why training ended before ``max_duration``; None where it did not.
         train_metrics: by name, over the last epoch.
         eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
     """
 
     seconds: float
     samples_per_second: float
+    tokens_per_second: float | None = None
     peak_memory_bytes: int | None
     epochs: int
     steps: int
+    skipped_steps: int = 0
     samples: int
+    tokens: int | None = None
+    global_batch: GlobalBatch
     train_ooms: int
     eval_ooms: int
     microbatch_size: int
@@ -44,6 +53,7 @@ class FitSummary:
     batch_size: int
     eval_microbatch_size: int | None
     train_loss: float
+    stop_reason: str | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     eval_metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -52,10 +62,15 @@ class FitSummary:
         rows = {
             "time": f"{self.seconds:.1f} s",
             "samples per second": f"{self.samples_per_second:,.0f}",
+            "tokens per second": _count(self.tokens_per_second),
             "peak memory": "not measured" if peak is None else format_bytes(peak),
             "epochs": f"{self.epochs:,}",
             "optimizer steps": f"{self.steps:,}",
+            "stopped early": self.stop_reason or "",
+            "skipped steps (not finite)": _count(self.skipped_steps or None),
             "samples": f"{self.samples:,}",
+            "tokens": _count(self.tokens),
+            "global batch (average)": str(self.global_batch),
             "train loss (last batch)": describe_number(self.train_loss),
             **{
                 f"train {name} (last epoch)": describe_number(value)
@@ -64,7 +79,7 @@ class FitSummary:
             **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},
         }
         width = max(map(len, rows)) + 2
-        lines = [f"{name:<{width}}{value}" for name, value in rows.items()]
+        lines = [f"{name:<{width}}{value}" for name, value in rows.items() if value]
         ooms = self.train_ooms + self.eval_ooms
         lines.append(
             f"OOMs survived: {ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
@@ -81,18 +96,29 @@ class FitSummary:
         return "\n".join([*lines, final])
 
 
-def summarize(state: LoopState, *, peak_memory_bytes: int | None) -> FitSummary:
+def _count(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"
+
+
+def summarize(
+    state: LoopState, *, stop_reason: str | None, peak_memory_bytes: int | None
+) -> FitSummary:
     """Gather what the loop wrote down."""
     cut = state.train.cut
     assert cut is not None
     assert state.loss is not None
+    seconds = max(state.train.seconds, 1e-9)
     return FitSummary(
         seconds=state.train.seconds + state.eval.seconds,
-        samples_per_second=state.samples / max(state.train.seconds, 1e-9),
+        samples_per_second=state.samples / seconds,
+        tokens_per_second=None if state.tokens is None else state.tokens / seconds,
         peak_memory_bytes=peak_memory_bytes,
         epochs=state.epoch,
-        steps=state.batch,
+        steps=state.batch - state.skipped,
+        skipped_steps=state.skipped,
         samples=state.samples,
+        tokens=state.tokens,
+        global_batch=GlobalBatch.of(state),
         train_ooms=state.train.ooms,
         eval_ooms=state.eval.ooms,
         microbatch_size=cut.microbatch_size,
@@ -100,6 +126,7 @@ def summarize(state: LoopState, *, peak_memory_bytes: int | None) -> FitSummary:
         batch_size=cut.num_rows,
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,
+        stop_reason=stop_reason,
         train_metrics=state.train.metrics,
         eval_metrics=state.eval.metrics,
     )

@@ -1,40 +1,56 @@
 """Training and evaluating with whole batches, on a device too small for them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
-from automicro.checks import check_model, resolve_device
-from automicro.duration import Duration, Unit
-from automicro.memory import limit_memory, peak_bytes, reset_peak
-from automicro.microbatcher import Microbatcher
-from automicro.policy import Policy, make_policy
-from automicro.trainer.arguments import read_duration, read_norm
+from automicro.checkpoints import CheckpointConfig
+from automicro.checks import check_choice, check_model, resolve_device
+from automicro.duration import Duration
+from automicro.events import Callback, Callbacks, LoopState, PhaseState, Run
+from automicro.loggers import Logger, LoggerGroup
+from automicro.policy import Policy
+from automicro.trainer.arguments import (
+    in_tokens,
+    read_count,
+    read_duration,
+    read_flag,
+    read_norm,
+    read_time,
+)
 from automicro.trainer.building import (
     OptimizerOrFactory,
     SchedulerOrFactory,
     build_optimizer,
     build_scheduler,
+    place_modules,
 )
+from automicro.trainer.checkpointing import read_checkpoint
+from automicro.trainer.composer import model_metrics, refusing_unknown
+from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import choose_device, seed_everything
-from automicro.trainer.evaluation import Evaluation
-from automicro.trainer.lines import batch_line, count_of, start_line
-from automicro.trainer.loading import announce_epoch, check_loader, fetch, num_batches
+from automicro.trainer.evaluation import EvaluationFactory
+from automicro.trainer.evaluators import read_evaluators
+from automicro.trainer.finiteness import NON_FINITE_MODES, FinitenessGuard
+from automicro.trainer.fit import Fit, assemble_fit
+from automicro.trainer.lines import RunSettings
+from automicro.trainer.loading import check_loader
 from automicro.trainer.metric_set import MetricSet
-from automicro.trainer.progress import Progress, make_progress
-from automicro.trainer.session import noting, running
-from automicro.trainer.speed import RecentSpeed
-from automicro.trainer.state import Cut, LoopState, PhaseState
+from automicro.trainer.parameter_groups import ParameterGroups
+from automicro.trainer.primitives import Primitives
+from automicro.trainer.recording import Recorder
+from automicro.trainer.session import Session, noting
 from automicro.trainer.step import TrainingStep
-from automicro.trainer.summary import FitSummary, summarize
+from automicro.trainer.summary import FitSummary
+from automicro.trainer.tokens import TokenCounter
 from automicro.weighting import LossAverage
 
 
+@refusing_unknown
 class Trainer:
     """Trains a model on full optimization batches, whatever the memory.
 
@@ -65,7 +81,8 @@ class Trainer:
         model: the model. It is moved to the device.
         train_dataloader: an iterable of full optimization batches that can be passed over once
             per epoch. Samplers with ``set_epoch`` are told the epoch.
-        eval_dataloader: the same for evaluation.
+        eval_dataloader: the same for evaluation; an `Evaluator` with a size, metrics or an
+            interval of its own; or a mapping from names to these.
         loss_fn: see `Microbatcher`, as for ``forward``, ``loss_average``, ``batchnorm``,
             ``modules``, ``strict_divisible``, ``batch_layout`` and ``update_metric``. A loss that
             is a module is moved to the device.
@@ -73,12 +90,20 @@ class Trainer:
         optimizer: an optimizer, or a callable that makes one of a list of the model's
             parameters, which are on the device by then: ``torch.optim.AdamW``, or
             ``partial(torch.optim.AdamW, lr=0.01)``.
+        parameter_groups: options of the optimizer for some parameters, by their names: mappings
+            such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
+            and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
+            a callable then.
         scheduler: a learning rate scheduler, or a callable that makes one of the optimizer.
             Stepped once after every optimizer step, not once per epoch.
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update clones of their own.
-        max_duration: ``"2ep"`` (epochs) or ``"500ba"`` (batches), counted from the trainer's
-            construction.
+        max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
+            (samples) or ``"1e6tok"`` (tokens), counted from the trainer's construction. A batch
+            is never cut to hit a number: training ends after the batch that reaches it.
+        accumulate_batches: how many batches of the loader make up an optimization batch, which is
+            one optimizer step. Their loss has one denominator. The last ones of an epoch may be
+            fewer.
         microbatch_size: rows: an int, ``"auto"``, None (the whole batch), or a policy.
         eval_microbatch_size: the same for evaluation, found on its own.
         loss_average: what the loss is a mean over.
@@ -86,18 +111,39 @@ class Trainer:
         memory_limit: bytes, or text such as ``"24MiB"``, for the whole of `fit` or `eval`,
             optimizer step included: a simulated device on a CPU, the process's share on CUDA.
         strict_divisible: refuse a batch that is not a multiple of the microbatch size.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast of the forward and the loss.
+        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
+            loss. With ``"fp16"`` the loss is scaled, and a step whose gradients overflow is
+            skipped and the scale lowered.
         grad_clip_norm: the largest norm of the gradient of all the optimizer's parameters
             together; larger gradients are scaled down to it.
+        non_finite: what to do where the loss of a batch, or the norm of its gradient where that
+            is clipped, is NaN or infinite: ``"stop"`` with an error before the optimizer steps,
+            ``"skip"`` the batch and say so, or ``"ignore"`` it and step.
+        channels_last: whether to keep the weights of convolutions with the channels last in
+            memory, which is faster on many devices; the results are the same up to rounding.
+        compile: whether to compile the model, or the keyword arguments of ``torch.compile``. The
+            number of rows is marked as one that changes, so that another microbatch size does not
+            compile anew; modes with CUDA graphs are refused where sizes may change.
+        deterministic: whether to refuse operations that may give other results in every run. It
+            does not seed: see ``seed``.
         device: ``"auto"`` (an accelerator where there is one, else the CPU), or a device.
         seed: seeds Python, NumPy and torch when the trainer is constructed. A model or a loader
             made before has already drawn its random numbers.
         progress: whether to write to stdout how it goes, and the summary at the end.
-        eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, or None for never. With
-            an interval, it also does at the end.
+        eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
+            ``"1e6tok"``, or None for never. With an interval, it also does at the end.
         batch_layout: which dimension holds the rows, and what is shared.
         update_metric: ``update_metric(metric, outputs, microbatch)``.
+        count_tokens: ``count_tokens(batch)`` gives the number of tokens in a batch of the loader,
+            for durations in tokens and tokens per second. Without it they are the sum of
+            ``attention_mask``, or the elements of ``input_ids``.
+        probe: see `Microbatcher`.
         modules: further modules that take part in the forward.
+        callbacks: told of every event of the run; see `Callback`.
+        loggers: take down the numbers of the run; see ``automicro.loggers``.
+        checkpoint: where and how often to save the run, and whether to go on from what is there.
+        max_time: how long one call of `fit` may take, such as ``"2h30m"``: it ends after the batch
+            that runs then, and saves.
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -108,13 +154,15 @@ class Trainer:
         model: nn.Module,
         train_dataloader: Iterable[Any] | None = None,
         *,
-        eval_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         optimizer: OptimizerOrFactory | None = None,
+        parameter_groups: ParameterGroups = (),
         scheduler: SchedulerOrFactory | None = None,
         metrics: Any = None,
         max_duration: str | Duration = "1ep",
+        accumulate_batches: int = 1,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
         loss_average: LossAverage = "auto",
@@ -123,87 +171,151 @@ class Trainer:
         strict_divisible: bool = False,
         precision: str = "fp32",
         grad_clip_norm: float | None = None,
+        non_finite: str = "stop",
+        channels_last: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        deterministic: bool = False,
         device: torch.device | str = "auto",
         seed: int | None = None,
         progress: bool = True,
         eval_interval: str | Duration | None = "1ep",
         batch_layout: int | Mapping[str, Any] = 0,
         update_metric: Callable[[Any, Any, Any], None] | None = None,
+        count_tokens: Callable[[Any], int] | None = None,
+        probe: bool = True,
         modules: Iterable[nn.Module] = (),
+        callbacks: Iterable[Callback] = (),
+        loggers: Iterable[Logger] = (),
+        checkpoint: CheckpointConfig | None = None,
+        max_time: str | timedelta | None = None,
     ) -> None:
         if seed is not None:
             seed_everything(seed)
         check_model(model)
         check_loader("train_dataloader", train_dataloader)
-        check_loader("eval_dataloader", eval_dataloader)
-        self._train_dataloader = train_dataloader
-        self._eval_dataloader = eval_dataloader
-        self._max_duration = read_duration("max_duration", max_duration)
-        self._eval_interval = (
-            None if eval_interval is None else read_duration("eval_interval", eval_interval)
+        evaluators = read_evaluators("eval_dataloader", eval_dataloader)
+        duration = read_duration("max_duration", max_duration)
+        every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
+        device = choose_device(device)
+        modules = [model, *modules]
+        residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
+        self._session = Session(
+            shows_progress=progress,
+            memory_limit=memory_limit,
+            device=device,
+            residents=residents,
+            deterministic=read_flag("deterministic", deterministic),
         )
-        self._device = choose_device(device)
-        self._memory_limit = memory_limit
-        if memory_limit is not None:
-            limit_memory(memory_limit, self._device)  # refuses what cannot be a limit
-        self._precision = precision
-        self._console: Console | None = None
-        self._shows_progress = progress
-        make_progress(progress)  # refuses what is not True or False
-        self._model = model
-        self._modules = [model, *modules]
         resolve_device(None, model)  # refuses a model without data, which cannot be moved
-        for module in [*self._modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]:
-            module.to(self._device)
-        optimizer = build_optimizer(optimizer, model, self._modules)
-        self._residents: list[nn.Module | torch.optim.Optimizer] = [*self._modules]
-        if optimizer is not None:
-            self._residents.append(optimizer)
-        self._policy = make_policy(microbatch_size)
-        self._eval_policy = make_policy(eval_microbatch_size)
-        microbatcher = Microbatcher(
-            model,
-            loss_fn=loss_fn,
-            forward=forward,
-            microbatch_size=self._policy,
-            eval_microbatch_size=self._eval_policy,
-            loss_average=loss_average,
-            batchnorm=batchnorm,
+        if deterministic:
+            prepare_cublas(device)
+        is_channels_last = read_flag("channels_last", channels_last)
+        place_modules(modules, loss_fn, device, channels_last=is_channels_last)
+        optimizer = build_optimizer(optimizer, model, modules, parameter_groups)
+        residents += [] if optimizer is None else [optimizer]
+        primitives = Primitives(
+            modules,
+            device=device,
+            microbatch_size=microbatch_size,
+            eval_microbatch_size=eval_microbatch_size,
+            compile=compile,
+            memory_limit=memory_limit,
+            options={
+                "loss_fn": loss_fn,
+                "forward": forward,
+                "loss_average": loss_average,
+                "batchnorm": batchnorm,
+                "strict_divisible": strict_divisible,
+                "precision": precision,
+                "batch_layout": batch_layout,
+                "update_metric": update_metric,
+                "probe": probe,
+            },
+        )
+        self._state = LoopState()
+        self._callbacks = Callbacks(callbacks)
+        self._run = Run(
+            state=self._state,
+            model=model,
+            modules=modules,
             optimizer=optimizer,
-            modules=self._modules[1:],
-            device=self._device,
-            strict_divisible=strict_divisible,
-            precision=precision,
-            batch_layout=batch_layout,
-            update_metric=update_metric,
+            device=device,
+            max_duration=duration,
+            make_microbatcher=primitives.make,
         )
-        self._metrics = MetricSet(metrics, self._device)
-        self._evaluation = Evaluation(
-            microbatcher, self._eval_policy, MetricSet(metrics, self._device)
+        observer = self._callbacks.observer(self._run)
+        self._microbatcher = primitives.make(
+            microbatch_size=primitives.policies[0],
+            eval_microbatch_size=primitives.policies[1],
+            optimizer=optimizer,
+            observer=observer,
         )
-        scheduler = build_scheduler(scheduler, optimizer)
+        self._recorder = Recorder(LoggerGroup(loggers), self._run, self._callbacks)
+        self._evaluating = EvaluationFactory(
+            self._microbatcher,
+            partial(primitives.make, observer=observer),
+            metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
+            eval_microbatch_size=eval_microbatch_size,
+            interval=every,
+            device=device,
+        )
+        self._evaluations = self._evaluating.make_all(evaluators)
+        if metrics is None:
+            metrics = model_metrics(model, is_train=True)
+        train_metrics = MetricSet(metrics, device)
+        schedule = build_scheduler(scheduler, optimizer)
         grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)
-        self._step: TrainingStep | None = None
-        if optimizer is not None:
-            self._step = TrainingStep(
-                microbatcher,
-                policy=self._policy,
-                metrics=self._metrics,
-                modules=self._modules,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                grad_clip_norm=grad_clip_norm,
-                device=self._device,
-            )
-        elif train_dataloader is not None:
+        guard = FinitenessGuard(check_choice("non_finite", non_finite, NON_FINITE_MODES))
+        accumulate_batches = read_count("accumulate_batches", accumulate_batches)
+        tokens = TokenCounter(count_tokens)
+        self._fit: Fit | None = None
+        if train_dataloader is None:
+            return
+        if optimizer is None:
             raise ValueError(
                 "there is a train_dataloader and no optimizer; pass optimizer=torch.optim.AdamW, "
                 "another callable from a list of parameters to an optimizer, or an optimizer of "
                 "the model"
             )
-        self._state = LoopState()
-        self._speed = RecentSpeed()
-        self._evaluated_at: int | None = None  # batches done at the last evaluation
+        self._fit = assemble_fit(
+            train_dataloader,
+            step=TrainingStep(
+                self._microbatcher,
+                metrics=train_metrics,
+                modules=modules,
+                optimizer=optimizer,
+                scheduler=schedule,
+                grad_clip_norm=grad_clip_norm,
+                scaler=primitives.scaler,
+                guard=guard,
+                tokens=tokens,
+                token_durations=in_tokens(max_duration=duration, eval_interval=every),
+                device=device,
+            ),
+            parts={
+                "scheduler": schedule,
+                "scaler": primitives.scaler,
+                "sizes": self._microbatcher,
+                "metrics": train_metrics,
+            },
+            state=self._state,
+            run=self._run,
+            callbacks=self._callbacks,
+            recorder=self._recorder,
+            evaluations=self._evaluations,
+            metrics=train_metrics,
+            accumulate_batches=accumulate_batches,
+            checkpoint=read_checkpoint(checkpoint),
+            max_seconds=read_time("max_time", max_time),
+            settings=RunSettings(
+                device=device,
+                memory_limit=memory_limit,
+                precision=precision,
+                policies=primitives.policies,
+                model=model,
+                max_duration=duration,
+            ),
+        )
 
     @property
     def state(self) -> LoopState:
@@ -213,150 +325,68 @@ class Trainer:
     def fit(self) -> FitSummary:
         """Train until ``max_duration``.
 
-        After an interruption (Ctrl-C, an error) it can be called again: the counts go on, and the
-        epoch that was interrupted starts over.
+        With ``checkpoint``, it goes on from the newest checkpoint if there is one. Ctrl-C and
+        SIGTERM end it after the batch that is running, once that is saved; a second Ctrl-C ends
+        it at once.
+
+        After an interruption or an error it can be called again: the counts go on, and the epoch
+        that was interrupted starts over.
 
         Raises:
             ValueError: no training data, or it has trained for ``max_duration`` already.
             DataLoaderError: a pass over the data gave no batch.
             NonFiniteLossError: the loss of a batch, or where gradients are clipped their norm, is
-                NaN or infinite. Raised before the optimizer steps.
+                NaN or infinite. Raised before the optimizer steps; see ``non_finite``.
             OptimizerStepError: memory ran out inside the optimizer's step.
             SampleTooLargeError: not even one row fits.
+            CheckpointError: the checkpoints are of another run, or all are damaged.
+            KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM.
 
         Every exception carries a note that says in which epoch and batch it was raised.
         """
-        loader, step = self._require_training()
-        state = self._state
-        with self._running() as progress, noting(self._where):
-            self._begin(step, progress)
-            while not self._is_finished():
-                state.epoch_batch = 0
-                self._metrics.reset()
-                announce_epoch(loader, state.epoch)
-                for batch in fetch(loader, "train_dataloader"):
-                    cut = step.run(batch, state, progress)
-                    progress.status(partial(self._describe, cut))
-                    self._evaluate_if_due(Unit.BATCHES, state.batch, progress)
-                    if self._is_finished():
-                        break
-                self._end_epoch(loader)
-                self._evaluate_if_due(Unit.EPOCHS, state.epoch, progress)
-            if self._eval_interval is not None:
-                self._evaluate(progress)
-            summary = summarize(state, peak_memory_bytes=peak_bytes(self._device))
-            progress.line(f"\n{summary}")
-        return summary
+        if self._fit is None:
+            raise ValueError(
+                "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
+                "Trainer"
+            )
+        self._fit.require_more()
+        with self._session.open() as progress, noting(self._fit.loop.where):
+            return self._fit(progress)
 
-    def eval(self, dataloader: Iterable[Any] | None = None) -> dict[str, float]:
+    def eval(self, dataloader: Any = None) -> dict[str, float]:
         """Evaluate, and return ``"loss"`` and the metrics by name.
 
-        The model is in evaluation mode meanwhile and as before afterwards. The loss is the mean
-        over all rows: each batch's loss is weighted by its rows. It is missing where the forward
-        gives no loss. Metrics count every row once.
+        The model is in evaluation mode meanwhile and as before afterwards. The loss is that of
+        all rows together: each batch's is weighted by what it was divided by (rows, or targets),
+        so it does not depend on the batch size. It is missing where the forward gives no loss;
+        parts of it are ``"loss/name"``. Metrics count every row once. Where there are several
+        evaluators, their names come first: ``"name/loss"``.
 
         Args:
-            dataloader: ``eval_dataloader`` unless given.
+            dataloader: ``eval_dataloader`` unless given; the same things.
 
         Raises:
             ValueError: there is no data to evaluate on.
             DataLoaderError: the pass over the data gave no batch.
             SampleTooLargeError: not even one row fits.
         """
-        check_loader("dataloader", dataloader)
-        loader = self._eval_dataloader if dataloader is None else dataloader
-        if loader is None:
+        evaluations = self._evaluations
+        if dataloader is not None:
+            given = read_evaluators("dataloader", dataloader)
+            evaluations = self._evaluating.make_all(given, loader_name="dataloader")
+        if not evaluations:
             raise ValueError(
                 "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer, or a "
                 "loader to eval()"
             )
-        name = "eval_dataloader" if dataloader is None else "dataloader"
-        with self._running() as progress:
-            return self._evaluation.run(loader, PhaseState(), progress, name=name)
-
-    def _running(self) -> AbstractContextManager[Progress]:
-        return running(
-            make_progress(self._shows_progress, self._console),
-            memory_limit=self._memory_limit,
-            device=self._device,
-            residents=self._residents,
-        )
-
-    def _require_training(self) -> tuple[Iterable[Any], TrainingStep]:
-        if self._train_dataloader is None or self._step is None:
-            raise ValueError(
-                "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
-                "Trainer"
-            )
-        if self._is_finished():
-            raise ValueError(
-                f"fit() has trained for max_duration='{self._max_duration}' already "
-                f"({count_of(self._state.batch, 'batch')}); to go on, make a new Trainer with the "
-                "same model and optimizer, or give a longer max_duration from the start"
-            )
-        return self._train_dataloader, self._step
-
-    def _begin(self, step: TrainingStep, progress: Progress) -> None:
-        reset_peak(self._device)
-        if not self._model.training:
-            self._model.train()
-        step.clear_gradients()  # an interrupted fit leaves those of its last batch
-        progress.line(
-            start_line(
-                device=self._device,
-                memory_limit=self._memory_limit,
-                precision=self._precision,
-                policies=(self._policy, self._eval_policy),
-                parameters=self._model.parameters(),
-                num_batches=num_batches(self._train_dataloader),
-                max_duration=self._max_duration,
-            )
-        )
-
-    def _end_epoch(self, loader: Iterable[Any]) -> None:
-        state = self._state
-        state.train.metrics = self._metrics.compute()
-        # Only a duration in batches ends inside a pass, perhaps with its last batch.
-        if not self._is_finished() or state.epoch_batch == num_batches(loader):
-            state.epoch += 1
-            state.epoch_batch = 0
-
-    def _is_finished(self) -> bool:
-        epochs = self._max_duration.unit is Unit.EPOCHS
-        return (self._state.epoch if epochs else self._state.batch) >= self._max_duration.value
-
-    def _evaluate_if_due(self, unit: Unit, done: int, progress: Progress) -> None:
-        interval = self._eval_interval
-        if interval is not None and interval.unit is unit and done and done % interval.value == 0:
-            self._evaluate(progress)
-
-    def _evaluate(self, progress: Progress) -> None:
-        """Evaluate in the middle of training, unless that was done for this very batch."""
-        state = self._state
-        if self._eval_dataloader is None or self._evaluated_at == state.batch:
-            return
-        where = f"batch {state.batch}"
-        if self._max_duration.unit is Unit.EPOCHS:
-            where = f"epoch {state.epoch}/{self._max_duration.value}, {where}"
-        self._evaluation.run(
-            self._eval_dataloader, state.eval, progress, name="eval_dataloader", where=where
-        )
-        self._evaluated_at = state.batch
-
-    def _describe(self, cut: Cut) -> str:
-        return batch_line(
-            self._state,
-            cut,
-            max_duration=self._max_duration,
-            num_batches=num_batches(self._train_dataloader),
-            device=self._device,
-            samples_per_second=self._speed.per_second(self._state),
-            learning_rate=None if self._step is None else self._step.learning_rate,
-        )
-
-    def _where(self) -> str:
-        state = self._state
-        return (
-            f"in training, epoch {state.epoch + 1}, batch {state.epoch_batch + 1} of the epoch "
-            f"({count_of(state.batch, 'batch')} done)"
-        )
+        phase = PhaseState()
+        with self._session.open() as progress:
+            for evaluation in evaluations:
+                evaluation.run(
+                    phase,
+                    progress,
+                    callbacks=self._callbacks,
+                    recorder=self._recorder,
+                    run=self._run,
+                )
+        return phase.metrics

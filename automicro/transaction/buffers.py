@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from automicro.content import same_content
 from automicro.errors import RollbackError
-from automicro.memory import active_budget, is_uninitialized
+from automicro.memory import active_budget
+from automicro.torch_private import buffer_table, is_uninitialized, version_of
 
 LARGE_BYTES = 16 * 2**20
 
@@ -47,13 +48,13 @@ class BufferMemory:
     def is_stable(self, buffer: Tensor) -> bool:
         """Whether a large buffer need not be copied."""
         known = self._stable.get(id(buffer))
-        return known is not None and known[0]() is buffer and known[1] == buffer._version
+        return known is not None and known[0]() is buffer and known[1] == version_of(buffer)
 
     def learn(self, changed: list[str], unchanged: Iterable[Tensor]) -> None:
         """Take note of what a committed attempt changed and what it did not."""
         self.changed = changed
         self._stable = {
-            id(buffer): (weakref.ref(buffer), buffer._version)
+            id(buffer): (weakref.ref(buffer), version_of(buffer))
             for buffer in unchanged
             if buffer.nbytes > LARGE_BYTES
         }
@@ -72,12 +73,15 @@ class Buffers:
     def begin(self) -> None:
         for name, module in self._memory.owners():
             # The table itself is remembered, also where it is empty: a forward may register one.
-            self._tables.append((name, module, dict(module._buffers)))
-            for key, buffer in module._buffers.items():
+            table = dict(buffer_table(module))
+            self._tables.append((name, module, table))
+            for key, buffer in table.items():
                 if buffer is None or id(buffer) in self._copies or is_uninitialized(buffer):
                     continue
                 if self._memory.is_stable(buffer):
-                    self._not_copied.append((f"{name}.{key}".lstrip("."), buffer, buffer._version))
+                    self._not_copied.append(
+                        (f"{name}.{key}".lstrip("."), buffer, version_of(buffer))
+                    )
                 else:
                     self._copies[id(buffer)] = (buffer, _copy(buffer))
 
@@ -92,9 +96,10 @@ class Buffers:
 
     def roll_back(self) -> None:
         for _, module, table in self._tables:
-            if not _same_objects(module._buffers, table):
-                module._buffers.clear()
-                module._buffers.update(table)
+            now = buffer_table(module)
+            if not _same_objects(now, table):
+                now.clear()
+                now.update(table)
         with torch.no_grad():
             for buffer, copy in self._copies.values():
                 if buffer.shape != copy.shape or buffer.stride() != copy.stride():
@@ -103,7 +108,7 @@ class Buffers:
                 else:
                     buffer.copy_(copy)
         for name, buffer, version in self._not_copied:
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 raise RollbackError(
                     f"the failed attempt changed the buffer {name!r} of {buffer.nbytes} bytes, "
                     f"which earlier batches had left alone and which was therefore not copied; "
@@ -116,8 +121,9 @@ class Buffers:
         """Names of the buffers whose content or identity differs from before the attempt."""
         changed = []
         for owner, module, table in self._tables:
-            for name in {**table, **module._buffers}:
-                before, now = table.get(name), module._buffers.get(name)
+            table_now = buffer_table(module)
+            for name in {**table, **table_now}:
+                before, now = table.get(name), table_now.get(name)
                 if now is not before or (now is not None and not self._holds(now)):
                     changed.append(f"{owner}.{name}".lstrip("."))
         return changed

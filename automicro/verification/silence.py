@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from automicro.torch_private import run_backward
+
 _DROPOUTS = {
     F.dropout,
     F.dropout1d,
@@ -83,7 +85,7 @@ class Silence(TorchFunctionMode):
             # A checkpointed forward runs again in the backward, and must be as silent there. The
             # engine itself does not ask modes, so this one can be active while it runs.
             with self:
-                return _run_backward(func, args, kwargs)
+                return _backward(func, args, kwargs)
         result = self._call(func, args, kwargs)
         if _is_lower(result) and any(map(_is_float64, _values(args, kwargs))):
             known = [result.dtype] if self.lowest is None else [result.dtype, self.lowest]
@@ -134,11 +136,10 @@ class Silence(TorchFunctionMode):
         return (*args[:position], 0.0, *args[position + 1 :])
 
 
-def _run_backward(func: Any, args: Any, kwargs: Any) -> None:
+def _backward(func: Any, args: Any, kwargs: Any) -> None:
     second = "gradient" if func is Tensor.backward else "grad_tensors"
     names = ("tensors", second, "retain_graph", "create_graph")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    engine = torch.autograd.Variable._execution_engine
     tensors = given["tensors"]
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = given.get("grad_tensors", given.get("gradient"))
@@ -149,14 +150,12 @@ def _run_backward(func: Any, args: Any, kwargs: Any) -> None:
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     create_graph = bool(given.get("create_graph"))
     retain = given.get("retain_graph")
-    engine.run_backward(
+    run_backward(
         tensors,
         gradients,
-        create_graph if retain is None else retain,
-        create_graph,
-        inputs,
-        allow_unreachable=True,
-        accumulate_grad=True,
+        retain_graph=create_graph if retain is None else retain,
+        create_graph=create_graph,
+        inputs=inputs,
     )
 
 

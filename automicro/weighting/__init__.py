@@ -10,19 +10,23 @@ Denominators are Python numbers where the batch lies on the host, and float64 te
 lies on a device: reading those back would make the host wait for the device.
 """
 
-from automicro.weighting.averages import IGNORED, Average, Counted, Samples, Sum, Tokens
+from automicro.weighting.averages import IGNORED, Average, Counted, Samples, Sum, Tokens, Weight
+from automicro.weighting.means import LossMean
 from automicro.weighting.reading import LossAverage, read_average
-from automicro.weighting.weights import BatchWeights, add_up, microbatch_weights
+from automicro.weighting.weights import BatchWeights, CutBatch, add_up, microbatch_weights
 
 __all__ = [
     "IGNORED",
     "Average",
     "BatchWeights",
     "Counted",
+    "CutBatch",
     "LossAverage",
+    "LossMean",
     "Samples",
     "Sum",
     "Tokens",
+    "Weight",
     "add_up",
     "microbatch_weights",
     "read_average",

@@ -4,13 +4,14 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from automicro.errors import LossError
-from automicro.weighting.averages import Average, Samples, Sum, Weight
+from automicro.weighting.averages import Average, Samples, Weight
 
 
 def microbatch_weights(
@@ -26,42 +27,74 @@ def microbatch_weights(
         >>> microbatch_weights(Samples(), batch=None, microbatches=[None, None], sizes=[3, 1])
         [0.75, 0.25]
     """
-    if len(sizes) == 1 and isinstance(average, Samples | Sum):
-        return [None]
-    denominators = average.denominators(batch, microbatches, sizes)
+    return _shares(average, average.denominators(batch, microbatches, sizes), len(sizes))
+
+
+def _shares(
+    average: Average, denominators: Sequence[Weight] | None, num_microbatches: int
+) -> list[Weight | None]:
+    """What each microbatch is of the whole; None stands for one."""
     if denominators is None:
-        return [None] * len(sizes)
+        return [None] * num_microbatches
+    if num_microbatches == 1 and isinstance(average, Samples):
+        return [None]
     if any(isinstance(denominator, Tensor) for denominator in denominators):
-        if len(sizes) == 1:
+        if num_microbatches == 1:
             return [None]  # reading whether every target is ignored would wait for the device
         counts = torch.stack([torch.as_tensor(denominator) for denominator in denominators])
         return list((counts / counts.sum().clamp(min=torch.finfo(torch.float32).tiny)).unbind())
     total = math.fsum(denominators)
     if total == 0:
-        return [0.0] * len(sizes)  # every target is ignored: the batch contributes nothing
-    if len(sizes) == 1:
+        return [0.0] * num_microbatches  # every target is ignored: nothing is contributed
+    if num_microbatches == 1:
         return [None]
     return [denominator / total for denominator in denominators]
 
 
-class BatchWeights:
-    """The weights of every microbatch of one batch, for one loss or for several by name."""
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """One batch and how it was cut.
 
-    def __init__(
-        self,
-        averages: Mapping[str, Average],
-        batch: Any,
-        microbatches: Sequence[Any],
-        sizes: Sequence[int],
-    ) -> None:
+    Attributes:
+        batch: as a whole.
+        microbatches: its slices, in order.
+        sizes: rows of each slice.
+    """
+
+    batch: Any
+    microbatches: Sequence[Any]
+    sizes: Sequence[int]
+
+
+class BatchWeights:
+    """The weights of every microbatch, for one loss or for several by name.
+
+    Args:
+        averages: what each loss averages over.
+        cuts: the batch, or several that count as one: their losses have one denominator.
+    """
+
+    def __init__(self, averages: Mapping[str, Average], cuts: Sequence[CutBatch]) -> None:
+        num_microbatches = sum(len(cut.sizes) for cut in cuts)
+        self._denominators = {
+            name: _denominators(average, cuts) for name, average in averages.items()
+        }
         self._weights = {
-            name: microbatch_weights(average, batch, microbatches, sizes)
+            name: _shares(average, self._denominators[name], num_microbatches)
             for name, average in averages.items()
         }
         self._only = self._weights.get("")
         self._is_nothing = [
             all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
         ]
+
+    @property
+    def totals(self) -> dict[str, Weight | None]:
+        """What each loss of the whole was divided by, by name; None for a sum."""
+        return {
+            name: None if denominators is None else _total(denominators)
+            for name, denominators in self._denominators.items()
+        }
 
     @property
     def all_are_nothing(self) -> bool:
@@ -109,6 +142,22 @@ def add_up(
     """The whole batch's loss and its parts, from those of its microbatches, weighted already."""
     total = _sum([loss for loss, _ in losses])
     return total, {name: _sum([parts[name] for _, parts in losses]) for name in losses[0][1]}
+
+
+def _denominators(average: Average, cuts: Sequence[CutBatch]) -> list[Weight] | None:
+    gathered: list[Weight] = []
+    for cut in cuts:
+        each = average.denominators(cut.batch, cut.microbatches, cut.sizes)
+        if each is None:
+            return None
+        gathered += each
+    return gathered
+
+
+def _total(denominators: Sequence[Weight]) -> Weight:
+    if any(isinstance(denominator, Tensor) for denominator in denominators):
+        return torch.stack([torch.as_tensor(each) for each in denominators]).sum()
+    return math.fsum(denominators)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from automicro import OptimizerStepError
-from automicro.optimizer_step import step_optimizer
-from automicro.reservation import predict_step_memory
+from automicro.optimization import predict_step_memory, step_optimizer
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,

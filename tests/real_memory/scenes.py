@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from automicro import Fixed
-from automicro.optimizer_step import step_optimizer
+from automicro.optimization import step_optimizer
 from automicro.torture.states import values
 from automicro.torture.subject import Run
 from tests.real_memory.subjects import ROWS, build
@@ -73,7 +73,8 @@ def _call_here(scene: Scene, run: Run) -> Any:
         return run.microbatcher.backward(run.batches[1], metrics=run.metrics)
     if scene.call == "evaluate":
         return run.microbatcher.evaluate(run.batches[1], metrics=run.metrics)
-    return step_optimizer(run.optimizer, torch.device("cpu"))
+    step_optimizer(run.optimizer, torch.device("cpu"))
+    return None
 
 
 def go_on(scene: Scene, run: Run) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Further models under fault injection: what people build, and what torch does in odd ways."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
+from automicro.optimization import GradientScaler
 from automicro.torture import Subject
 from automicro.torture.subject import MakeSubject
 from tests.torture.subjects import (
@@ -184,6 +186,14 @@ def several_losses() -> Subject:
     )
 
 
+def half_precision() -> Subject:
+    # The first step overflows and is left out.
+    scaler = GradientScaler(torch.device("cpu"), init_scale=2.0**18)
+    subject = mlp()
+    options = {**subject.options, "precision": "fp16", "backward": scaler.backward}
+    return dataclasses.replace(subject, options=options, scaler=scaler)
+
+
 def frozen_part() -> Subject:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     model[0].requires_grad_(False)
@@ -255,6 +265,7 @@ SUBJECTS: dict[str, MakeSubject] = {
     "reentrant checkpointing": checkpointed_reentrant,
     "double backward": double_backward,
     "several losses": several_losses,
+    "fp16": half_precision,
     "frozen part": frozen_part,
     "parameter without gradient": no_gradient,
     "in-place forward": in_place,

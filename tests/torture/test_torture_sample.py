@@ -22,6 +22,7 @@ LEFT_AS_BEFORE = {
     "committed, then raised",
 }
 HALF_APPLIED = {
+    "OptimizerStepError: unscale half applied",
     "OptimizerStepError: clip half applied",
     "OptimizerStepError: step half applied",
 }
@@ -52,9 +53,13 @@ def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: st
 
 # The first step has a probe and a reservation; a budget copies every batch.
 @pytest.mark.parametrize(
-    "each", scenes("replaced buffer", SUBJECTS["replaced buffer"], ["backward", "clip", "step"]),
+    "each",
+    [
+        *scenes("replaced buffer", SUBJECTS["replaced buffer"], ["backward", "clip", "step"]),
+        *scenes("fp16", SUBJECTS["fp16"], ["unscale", "clip", "step"]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_call_is_recovered_or_refused_by_name(each: Scene) -> None:
     trials = Trials(each)
     outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), 4)

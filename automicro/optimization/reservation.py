@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from automicro.memory import active_budget
 from automicro.memory.counting import CountingMode
-from automicro.memory.torch_private import FakeTensorMode
+from automicro.torch_private import FakeTensorMode, forget_step_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,13 @@ class StepMemory:
 class OptimizerReservation:
     """Placeholders for the state that an optimizer has yet to build. A part of the transaction.
 
-    They are held through the attempts and given back right before the optimizer's step. The
-    step's temporaries never live beside activations, so they are not held: `prepare` shows that
-    there is room for them once the activations are gone.
+    They are held through the attempts and given back right before the optimizer's step; a step
+    that a gradient scaler leaves out gives nothing back. The step's temporaries never live beside
+    activations, so they are not held: `prepare` shows that there is room for them once the
+    activations are gone.
+
+    Parameters that had no gradient at the last step get no state from it. Nothing is held for them
+    until an attempt has given them a gradient.
 
     Args:
         optimizer: None where there is nothing to reserve for.
@@ -52,6 +56,9 @@ class OptimizerReservation:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
         self._placeholders: list[Tensor] = []
+        self._held_for: set[int] = set()
+        self._stateless: list[nn.Parameter] = []
+        self._idle: dict[int, nn.Parameter] = {}
         self._needed = StepMemory()
         self._needed_for: list[int] = []
         if optimizer is not None:
@@ -60,6 +67,7 @@ class OptimizerReservation:
             def give_back(*_: Any) -> None:
                 if (reservation := this()) is not None:
                     reservation.roll_back()
+                    reservation._find_idle()
 
             optimizer.register_step_pre_hook(give_back)
 
@@ -71,23 +79,20 @@ class OptimizerReservation:
     @property
     def upcoming_bytes(self) -> list[int]:
         """Of each tensor of state that is still to be built, as predicted by the last `begin`."""
-        is_current = self._needed_for == [id(parameter) for parameter in self._stateless()]
+        self._find_stateless()
+        is_current = self._needed_for == [id(parameter) for parameter in self._waiting()]
         return self._needed.state_bytes if is_current else []
 
     def begin(self) -> None:
-        stateless = [] if self._placeholders else self._stateless()
-        if self._optimizer is None or not stateless:
-            return
-        if self._needed_for != [id(parameter) for parameter in stateless]:
-            self._needed_for = [id(parameter) for parameter in stateless]
-            self._needed = predict_step_memory(self._optimizer, stateless)
-        device = stateless[0].device
-        self._placeholders = []
-        for num_bytes in self._needed.state_bytes:
-            self._placeholders.append(_hold(num_bytes, device))
+        self._find_stateless()
+        self._hold_for(self._waiting())
 
     def prepare(self) -> None:
         """Show that the step's temporaries fit beside parameters, gradients and state."""
+        gained = [each for each in self._idle.values() if each.grad is not None]
+        for parameter in gained:
+            del self._idle[id(parameter)]  # from now on it is expected to gain one
+        self._hold_for(gained)
         if self._placeholders:
             _hold(self._needed.temporary_bytes, self._placeholders[0].device)
 
@@ -96,11 +101,35 @@ class OptimizerReservation:
 
     def roll_back(self) -> None:
         self._placeholders = []
+        self._held_for.clear()
 
-    def _stateless(self) -> list[nn.Parameter]:
+    def _hold_for(self, parameters: Sequence[nn.Parameter]) -> None:
+        new = [each for each in parameters if id(each) not in self._held_for]
+        if self._optimizer is None or not new:
+            return
+        if self._needed_for != [id(parameter) for parameter in new]:
+            self._needed_for = [id(parameter) for parameter in new]
+            self._needed = predict_step_memory(self._optimizer, new)
+        for num_bytes in self._needed.state_bytes:
+            self._placeholders.append(_hold(num_bytes, new[0].device))
+        self._held_for.update(map(id, new))
+
+    def _find_idle(self) -> None:
+        assert self._optimizer is not None
+        self._idle = {
+            id(parameter): parameter
+            for parameter in self._stateless
+            if parameter.grad is None and parameter not in self._optimizer.state
+        }
+
+    def _waiting(self) -> list[nn.Parameter]:
+        """The parameters whose state the next step is expected to build."""
+        return [each for each in self._stateless if id(each) not in self._idle]
+
+    def _find_stateless(self) -> None:
         if self._optimizer is None:
-            return []
-        return [
+            return
+        self._stateless = [
             parameter
             for group in self._optimizer.param_groups
             for parameter in group["params"]
@@ -163,8 +192,7 @@ def _dry_run(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
         vars(copied)[name] = copy.copy(value) if copies else value
     vars(copied).pop("step", None)
     copied.state = defaultdict(dict)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(copied, name, OrderedDict())
+    forget_step_hooks(copied)
     copied.param_groups = [_stand_in(group, wanted) for group in optimizer.param_groups]
     counter = CountingMode(None)
     tensors = [tensor for group in copied.param_groups for tensor in group["params"]]

@@ -1,0 +1,94 @@
+"""All microbatches of a step, one after the other: gradients add up, losses and outputs too."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.forward import outputs_with_rows
+from automicro.inputs import InputWatch
+from automicro.observer import Narrator
+from automicro.passes import Losses, Passes
+from automicro.slicing import concat_rows
+from automicro.transfer import on_device
+from automicro.weighting import BatchWeights, CutBatch, Weight, add_up
+
+
+def accumulate_gradients(
+    passes: Passes,
+    cuts: Sequence[CutBatch],
+    *,
+    watch: InputWatch,
+    device: torch.device,
+    metrics: Any,
+    narrator: Narrator | None = None,
+) -> Losses:
+    """Forward and backward of every microbatch; the loss of all together, and its parts.
+
+    Args:
+        passes: runs one microbatch.
+        cuts: one batch or several, whose losses have one denominator.
+        watch: notes whether the model writes into its input.
+        device: where the model computes.
+        metrics: updated with every row; None for none.
+        narrator: tells of every microbatch.
+
+    Warns:
+        LossAverageWarning: no target counts.
+    """
+    weights = passes.weights(cuts)
+    microbatches = [each for cut in cuts for each in cut.microbatches]
+    losses = []
+    for index, microbatch in enumerate(on_device(microbatches, device, isolate=watch.isolate)):
+        tell = None if narrator is None else narrator.microbatch(index, microbatch)
+        if tell is not None:
+            tell("microbatch_start")
+        losses.append(passes.train(microbatch, weights, index, metrics, tell))
+        if watch.compares:
+            watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
+        if tell is not None:
+            tell("microbatch_end")
+    passes.warn_of_nothing(weights)
+    return add_up(losses)
+
+
+def accumulate_outputs(
+    passes: Passes,
+    cut: CutBatch,
+    *,
+    watch: InputWatch,
+    device: torch.device,
+    metrics: Any,
+    keep_outputs: bool,
+    narrator: Narrator | None = None,
+) -> tuple[Tensor | None, dict[str, Tensor], Any, dict[str, Weight | None]]:
+    """Forward of every microbatch of one batch, for evaluation.
+
+    Returns the loss, its parts by name, the outputs of all rows where they are kept, and what
+    the losses were divided by.
+    """
+    home = next((tensor.device for tensor in passes.tensors(cut.batch)), device)
+    weights: BatchWeights | None = None
+    losses, outputs = [], []
+    arrivals = on_device(cut.microbatches, device, isolate=watch.isolate)
+    for index, microbatch in enumerate(arrivals):
+        tell = None if narrator is None else narrator.microbatch(index, microbatch)
+        if tell is not None:
+            tell("microbatch_start")
+        output = passes.evaluate(microbatch, metrics, tell)
+        if output.loss is not None:
+            weights = weights or passes.weights([cut])
+            losses.append(
+                weights.apply(index, output.loss, output.losses, has_total=output.has_total)
+            )
+        if watch.compares:
+            watch.compare(passes.tensors(cut.microbatches[index]), passes.tensors(microbatch))
+        if keep_outputs:
+            outputs.append(passes.bring_home(outputs_with_rows(output.outputs), home))
+        del output  # before the next forward
+        if tell is not None:
+            tell("microbatch_end")
+    loss, parts = add_up(losses) if losses else (None, {})
+    rows = concat_rows(outputs) if keep_outputs else None
+    return loss, parts, rows, weights.totals if weights is not None else {}

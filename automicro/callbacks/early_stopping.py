@@ -1,0 +1,154 @@
+"""Ending training when a value no longer gets better."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from automicro.callbacks.arguments import read_count
+from automicro.checks import check_choice
+from automicro.events import Callback, Run
+from automicro.results import StepResult
+
+_IN_TRAINING = "train/"
+_IN_EVALUATION = "eval/"
+
+
+class EarlyStopping(Callback):
+    """Ends training when a value has not become better for a while.
+
+    A value of an evaluation is looked at after each evaluation that has it; of training
+    (``"train/…"``), a metric after each epoch and anything else after each batch; any other value,
+    which a callback logs, after each evaluation. NaN is never better. Evaluations outside of `fit`
+    do not count.
+
+    Args:
+        monitor: the name under which the value is logged: ``"eval/loss"``, ``"eval/accuracy"``,
+            ``"train/loss"``.
+        patience: after how many evaluations (or epochs, or batches) in a row without a better value
+            to end.
+        mode: whether smaller (``"min"``) or larger (``"max"``) is better.
+        min_delta: by how much a value must beat the best one so far to count as better.
+
+    Raises:
+        TypeError, ValueError: arguments that make no sense.
+
+    A name that no evaluation gives is a ``ValueError`` right after the first one (for training,
+    after the first epoch), with the names that there are.
+
+    Example:
+        >>> stopping = EarlyStopping(monitor="eval/accuracy", mode="max", patience=2)
+        >>> stopping.best is None
+        True
+    """
+
+    def __init__(
+        self,
+        monitor: str = "eval/loss",
+        *,
+        patience: int = 3,
+        mode: str = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        if not monitor:
+            raise ValueError("monitor='' is no name; pass one such as 'eval/loss'")
+        self._monitor = monitor
+        self._patience = read_count("patience", patience)
+        self._sign = 1 if check_choice("mode", mode, ("min", "max")) == "min" else -1
+        if not min_delta >= 0:
+            raise ValueError(f"min_delta={min_delta!r} must be 0 or above; mode says the direction")
+        self._min_delta = float(min_delta)
+        self._best: float | None = None
+        self._without_better = 0
+        self._is_training = False  # evaluations on their own do not count
+        self._was_found = False
+        self._names: list[str] | None = None  # of evaluations that did not have the value
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; None before the first."""
+        return self._best
+
+    @property
+    def without_better(self) -> int:
+        """How many times in a row it was not better than before."""
+        return self._without_better
+
+    def fit_start(self, run: Run) -> None:
+        """Begin to look."""
+        self._is_training = True
+
+    def fit_end(self, run: Run) -> None:
+        """Look no more."""
+        self._is_training = False
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        """Refuse a name that no evaluation gave."""
+        if self._names is not None and not self._was_found:
+            self._refuse(self._names)
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        """Look at a value of a batch."""
+        is_of_epochs = self._monitor.removeprefix(_IN_TRAINING) in run.state.train.metrics
+        if self._monitor.startswith(_IN_TRAINING) and not is_of_epochs:
+            value = run.values.get(self._monitor)
+            if value is not None:
+                self._look_at(run, value, "batch")
+
+    def epoch_end(self, run: Run) -> None:
+        """Look at a metric of training."""
+        if not self._monitor.startswith(_IN_TRAINING):
+            return
+        metrics = {f"{_IN_TRAINING}{name}": each for name, each in run.state.train.metrics.items()}
+        if self._monitor in metrics:
+            self._look_at(run, metrics[self._monitor], "epoch")
+        elif self._monitor not in run.values:
+            of_batches = (name for name in run.values if name.startswith(_IN_TRAINING))
+            self._refuse(sorted({*of_batches, *metrics}))
+
+    def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
+        """Look at a value of an evaluation."""
+        if self._monitor.startswith(_IN_TRAINING) or not self._is_training:
+            return
+        found = {_logged_name(name): value for name, value in values.items()}
+        if not self._monitor.startswith(_IN_EVALUATION):
+            found |= run.values
+        if self._monitor in found:
+            self._was_found = True
+            self._look_at(run, found[self._monitor], "evaluation")
+        elif not self._was_found:
+            self._names = sorted({*(self._names or []), *found})
+            # A name of three parts may be that of another evaluation, which comes next.
+            if self._monitor.count("/") < 2:
+                self._refuse(self._names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and for how long there was no better one."""
+        return {"best": self._best, "without_better": self._without_better}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self._best = state["best"]
+        self._without_better = state["without_better"]
+
+    def _look_at(self, run: Run, value: float, what: str) -> None:
+        value, best = float(value), self._best
+        gain = math.inf if best is None else self._sign * (best - value)
+        if not math.isnan(value) and gain > self._min_delta:
+            self._best, self._without_better = value, 0
+            return
+        self._without_better += 1
+        if self._without_better >= self._patience:
+            than = "a number" if best is None else f"better than {best:.6g}"
+            whats = what if self._patience == 1 else f"{self._patience} {what}s in a row"
+            verb = "was not" if self._patience == 1 else "has not been"
+            run.stop(f"{self._monitor} {verb} {than} in {whats} (at last {value:.6g})")
+
+    def _refuse(self, names: list[str]) -> None:
+        raise ValueError(
+            f"there is no value called {self._monitor!r} to monitor; the names are: "
+            f"{', '.join(names) or 'none'}"
+        )
+
+
+def _logged_name(name: str) -> str:
+    return name if name.startswith(_IN_EVALUATION) else f"{_IN_EVALUATION}{name}"

@@ -1,0 +1,238 @@
+"""A JSON file for each time that memory ran out."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from automicro.callbacks.arguments import read_count
+from automicro.errors import AutomicroWarning
+from automicro.events import Callback, Run
+from automicro.memory import allocated_bytes
+from automicro.memory.residents import measure_residents
+from automicro.observer import OutOfMemory, Resize
+from automicro.results import EvalResult, StepResult
+from automicro.slicing import tensor_leaves
+from automicro.torch_private import (
+    can_record_memory,
+    dump_memory_snapshot,
+    is_uninitialized,
+    record_memory_history,
+)
+from automicro.warn import warn
+
+_LARGEST = 10  # parameters in a report
+
+
+class OutOfMemoryReport(Callback):
+    """Writes a file each time that memory runs out and is recovered from, or is not.
+
+    ``oom-0001.json`` and so on in the folder: when and where in training, the attempt, the sizes
+    before and after, the shapes of the batch, the message, peak and allocated bytes, what lies on
+    the device at any size, and the largest parameters. On CUDA beside it ``oom-0001.pickle``, a
+    snapshot of the allocator for https://docs.pytorch.org/memory_viz.
+
+    A file that cannot be written (a full disk, say) is a warning, and the run goes on.
+
+    Args:
+        folder: where to write; made when it is needed.
+        max_reports: how many to write in a run, resumed ones included.
+        snapshot: whether to write snapshots, where there are any.
+        history: how many allocations and releases a snapshot knows of, from before memory ran
+            out; 0 for none. Taking them down costs microseconds each.
+
+    Raises:
+        TypeError, ValueError: arguments that make no sense.
+
+    Example:
+        >>> report = OutOfMemoryReport("runs/1/oom", max_reports=5)
+        >>> report.written
+        0
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_reports: int = 20,
+        snapshot: bool = True,
+        history: int = 0,
+    ) -> None:
+        self._folder = Path(folder)
+        self._max_reports = read_count("max_reports", max_reports)
+        self._snapshot = snapshot
+        self._history = read_count("history", history, least=0)
+        self._written = 0
+        self._batch: Any = None
+        self._open: tuple[Path, dict[str, Any]] | None = None  # the size after is still to come
+
+    @property
+    def written(self) -> int:
+        """How many reports there are of this run."""
+        return self._written
+
+    def fit_start(self, run: Run) -> None:
+        """Begin to take down allocations, where that is wanted."""
+        if self._history and can_record_memory(run.device):
+            record_memory_history(self._history)
+
+    def fit_end(self, run: Run) -> None:
+        """Take down no more."""
+        if self._history and can_record_memory(run.device):
+            record_memory_history(None)
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        """Keep the batch, to describe it if need be."""
+        self._batch, self._open = batch, None
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        """Let go of the batch."""
+        self._batch = self._open = None
+
+    def eval_batch_start(self, run: Run, batch: Any) -> None:
+        """Keep the batch, to describe it if need be."""
+        self._batch, self._open = batch, None
+
+    def eval_batch_end(self, run: Run, result: EvalResult) -> None:
+        """Let go of the batch."""
+        self._batch = self._open = None
+
+    def oom(self, run: Run, failure: OutOfMemory) -> None:
+        """Write a report. The next size is added when it is known, if there is one."""
+        self._open = None
+        if self._written >= self._max_reports:
+            return
+        path = self._next_path()
+        report = describe_failure(run, failure, self._batch)
+        if not self._write(path, report):
+            return
+        self._written += 1
+        self._open = (path, report)
+        if self._snapshot and can_record_memory(run.device):
+            try:
+                dump_memory_snapshot(str(path.with_suffix(".pickle")))
+            except Exception as error:  # whatever it is, it is not worth the run
+                _say(path.with_suffix(".pickle"), error)
+
+    def resize(self, run: Run, resize: Resize) -> None:
+        """Add the next size to the report."""
+        if self._open is not None:
+            path, report = self._open
+            report["microbatch_size"]["after"] = resize.after
+            self._write(path, report)
+            self._open = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many reports were written."""
+        return {"written": self._written}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self._written = state["written"]
+
+    def _next_path(self) -> Path:
+        number = self._written + 1
+        while (path := self._folder / f"oom-{number:04d}.json").exists():
+            number += 1  # of an earlier run
+        return path
+
+    def _write(self, path: Path, report: Mapping[str, Any]) -> bool:
+        part = path.with_suffix(".part")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            part.replace(path)  # never a report that was cut short
+        except OSError as error:
+            _remove(part)
+            _say(path, error)
+            return False
+        return True
+
+
+def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, Any]:
+    """What there is to say about running out of memory, as plain values for JSON.
+
+    Args:
+        run: in which it happened.
+        failure: what failed.
+        batch: of the attempt; None where it is not known.
+    """
+    attempt, state = failure.attempt, run.state
+    is_training = attempt.phase == "train"
+    residents = measure_residents(run.modules, run.optimizer, run.device, training=is_training)
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "device": str(run.device),
+        "message": failure.message,
+        "where": {
+            "phase": attempt.phase,
+            "epoch": state.epoch,
+            "epoch_batch": state.epoch_batch,
+            "batch": state.batch,
+            "samples": state.samples,
+            "tokens": state.tokens,
+        },
+        "attempt": attempt.number,
+        "microbatch_size": {"before": attempt.microbatch_size, "after": None},
+        "num_rows": attempt.num_rows,
+        "num_microbatches": attempt.num_microbatches,
+        "batch": _describe_batch(batch),
+        "peak_bytes": failure.peak_bytes,
+        "allocated_bytes_after": allocated_bytes(run.device),
+        "resident_bytes": {
+            "parameters": residents.parameters,
+            "gradients": residents.gradients,
+            "optimizer_state": residents.optimizer_state,
+            "buffers": residents.buffers,
+            "total": residents.total,
+            "limit": residents.limit,
+        },
+        "largest_parameters": _largest_parameters(run),
+    }
+
+
+def _describe_batch(batch: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": path,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "device": str(tensor.device),
+        }
+        for path, tensor in tensor_leaves(batch)
+    ]
+
+
+def _largest_parameters(run: Run) -> list[dict[str, Any]]:
+    sized = [
+        (parameter.numel() * parameter.itemsize, name, parameter)
+        for name, parameter in run.model.named_parameters()
+        if not is_uninitialized(parameter)
+    ]
+    sized.sort(key=lambda each: -each[0])
+    return [
+        {
+            "name": name,
+            "shape": list(parameter.shape),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "bytes": num_bytes,
+            "requires_grad": parameter.requires_grad,
+        }
+        for num_bytes, name, parameter in sized[:_LARGEST]
+    ]
+
+
+def _say(path: Path, error: Exception) -> None:
+    warn(
+        f"the report {path} could not be written ({type(error).__name__}: {error}), and the run "
+        "goes on without it; make room, or name another folder in OutOfMemoryReport(folder)",
+        AutomicroWarning,
+    )
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # on a disk that cannot be written to
+        path.unlink(missing_ok=True)

@@ -1,0 +1,42 @@
+"""Checkpoints: written whole or not at all, loaded as data.
+
+::
+
+    config       CheckpointConfig, what a Trainer is told
+    store        CheckpointStore: save, find, load, keep the last and the best
+    writing      one checkpoint: a temporary folder, the manifest last, a rename
+    reading      the newest good one; loading in place or into new tensors
+    structure    a state as its structure and its tensors
+    tensors      torch.distributed.checkpoint, without its pickle
+    manifest     step, metrics and checksums; what makes a folder a checkpoint
+    differences  whether a checkpoint fits a model
+    files        files that are on the disk when their call returns
+    leftovers    temporary folders, and those of killed runs
+    retention    which checkpoints stay
+    background   one save at a time beside the training
+    rng          the states of all random number generators
+"""
+
+from automicro.checkpoints.config import CheckpointConfig
+from automicro.checkpoints.differences import Differences, differences
+from automicro.checkpoints.reading import (
+    FoundCheckpoint,
+    LoadedCheckpoint,
+    find_newest,
+    load_checkpoint,
+)
+from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.store import CheckpointStore
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointStore",
+    "Differences",
+    "FoundCheckpoint",
+    "LoadedCheckpoint",
+    "differences",
+    "find_newest",
+    "load_checkpoint",
+    "restore_rng_state",
+    "rng_state",
+]

@@ -1,0 +1,173 @@
+"""Finding the newest good checkpoint, and loading one as data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automicro.checkpoints.differences import differences
+from automicro.checkpoints.manifest import MANIFEST, Manifest, verify
+from automicro.checkpoints.structure import put_together, tensors_of
+from automicro.checkpoints.writing import STRUCTURE, list_checkpoints
+from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+from automicro.oom import is_out_of_memory
+from automicro.warn import warn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCheckpoint:
+    """A checkpoint whose files were all read and match their checksums.
+
+    Attributes:
+        path: its folder.
+        step: optimization batches done.
+        metrics: values by name, as they were given when it was saved.
+    """
+
+    path: Path
+    step: int
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def at(cls, path: Path) -> "FoundCheckpoint":
+        """The checkpoint in a folder, once it was verified.
+
+        Raises:
+            CheckpointError: it is damaged, or from a newer automicro.
+        """
+        return cls.of(path, verify(path))
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest) -> "FoundCheckpoint":
+        """The checkpoint in a folder, by its manifest."""
+        return cls(path=path, step=manifest.step, metrics=manifest.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint(FoundCheckpoint):
+    """A checkpoint with what was saved in it.
+
+    Attributes:
+        state: as it was given when it was saved.
+    """
+
+    state: dict[str, Any] = field(repr=False, compare=False)
+
+
+def find_newest(folder: Path | str) -> FoundCheckpoint | None:
+    """The newest checkpoint that is good; None where there is none at all.
+
+    Args:
+        folder: in which they lie; it may not exist.
+
+    Raises:
+        CheckpointError: all are damaged, or the newest is from a newer automicro.
+
+    Example:
+        >>> find_newest("no-such-folder") is None
+        True
+    """
+    damages = []
+    for path in list_checkpoints(Path(folder)):
+        try:
+            found = FoundCheckpoint.at(path)
+        except DamagedCheckpointError as error:
+            damages.append(str(error))
+            continue
+        for damage in damages:
+            warn(f"{damage}. Going on from {path.name}, the newest good one", CheckpointWarning)
+        return found
+    if damages:
+        raise CheckpointError(
+            f"all {len(damages)} checkpoints in {folder} are damaged: {'; '.join(damages)}. To "
+            "start anew, use another folder or resume='never'"
+        )
+    return None
+
+
+def load_checkpoint(
+    checkpoint: FoundCheckpoint | Path | str, *, into: Mapping[str, Any] | None = None
+) -> LoadedCheckpoint:
+    """Load a checkpoint as data: nothing that is in it is run.
+
+    Args:
+        checkpoint: what was found, the folder of a checkpoint, or a folder of several, of which
+            the newest good one is loaded.
+        into: parts of the current state, such as ``{"model": model.state_dict()}``. The tensors
+            of these parts are overwritten and not allocated a second time; they must have the
+            same names, shapes and dtypes. All others are new ones on the CPU.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, it holds something else than data, it is
+            from a newer automicro, or it does not fit ``into``. Nothing was overwritten then,
+            unless the disk failed after the files had been verified.
+    """
+    found = _find(checkpoint)
+    structure = _structure_of(found.path)
+    current = dict(into or {})
+    found_differences = differences({name: structure.get(name) for name in current}, current)
+    if found_differences:
+        raise CheckpointError(
+            f"{found.path} does not fit: {found_differences}. Load it into what it was saved "
+            "from, or start anew with resume='never'"
+        )
+    here = tensors_of(current)
+    tensors = {
+        place: here[place] if place in here else torch.empty_like(tensor, device="cpu")
+        for place, tensor in tensors_of(structure).items()
+    }
+    _fill(found.path, tensors)
+    return LoadedCheckpoint(
+        path=found.path,
+        step=found.step,
+        metrics=found.metrics,
+        state=put_together(structure, tensors),
+    )
+
+
+def _find(checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:
+    if isinstance(checkpoint, FoundCheckpoint):
+        return checkpoint
+    path = Path(checkpoint)
+    if (path / MANIFEST).exists():
+        return FoundCheckpoint.at(path)
+    newest = find_newest(path)
+    if newest is None:
+        there = "has no checkpoint in it" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {there}; give the folder of one, or the folder of several")
+    return newest
+
+
+def _structure_of(path: Path) -> dict[str, Any]:
+    try:
+        # torch.save wrote tensors without data, so this reads no more than their shapes.
+        structure = torch.load(path / STRUCTURE, weights_only=True)
+        if type(structure) is not dict:
+            raise TypeError(f"a {type(structure).__name__} in place of a dict")
+    except Exception as error:
+        raise _refusal(path / STRUCTURE, error) from error
+    return structure
+
+
+def _fill(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    # Importing it takes half a second, which who never loads does not pay.
+    from automicro.checkpoints.tensors import read_tensors
+
+    try:
+        read_tensors(path, tensors)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be loaded as plain tensors and values ({type(error).__name__}: "
+        f"{str(error).splitlines()[0] if str(error) else 'no reason given'}); load a checkpoint "
+        "that automicro wrote"
+    )

@@ -1,0 +1,92 @@
+"""The random number generators of a process, as tensors and plain values."""
+
+import contextlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from automicro.errors import CheckpointError, CheckpointWarning
+from automicro.memory import active_budget
+from automicro.warn import warn
+
+
+def rng_state() -> dict[str, Any]:
+    """Where Python's, NumPy's and torch's generators stand, and those of all accelerators.
+
+    Example:
+        >>> state = rng_state()
+        >>> drawn = torch.rand(3)
+        >>> restore_rng_state(state)
+        >>> torch.equal(torch.rand(3), drawn)
+        True
+    """
+    version, words, gauss = random.getstate()
+    budget = active_budget()
+    with contextlib.nullcontext() if budget is None else budget.host():
+        return {
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "numpy": _to_tensors(np.random.get_state(legacy=False)),
+            "torch": torch.get_rng_state(),
+            "accelerators": [
+                torch.get_device_module(device).get_rng_state(device) for device in _accelerators()
+            ],
+        }
+
+
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back where `rng_state` found them.
+
+    Args:
+        state: what `rng_state` gave.
+
+    Raises:
+        CheckpointError: it is no such state.
+    """
+    try:
+        python = state["python"]
+        version, words, gauss = python["version"], tuple(python["words"].tolist()), python["gauss"]
+        numpy, cpu, accelerators = state["numpy"], state["torch"], state["accelerators"]
+        random.setstate((version, words, gauss))
+        np.random.set_state(_to_arrays(numpy))
+        torch.set_rng_state(cpu.cpu())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the states of the random number generators cannot be read ({error}); give what "
+            "rng_state() gave"
+        ) from error
+    devices = _accelerators()
+    if len(devices) != len(accelerators):
+        warn(
+            f"random numbers were saved for {len(accelerators)} accelerators, and here are "
+            f"{len(devices)}: the run will not draw the same ones on them",
+            CheckpointWarning,
+        )
+    for device, each in zip(devices, accelerators, strict=False):
+        torch.get_device_module(device).set_rng_state(each.cpu(), device)
+
+
+def _accelerators() -> list[torch.device]:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _to_tensors(value: Any) -> Any:
+    """NumPy's state, whatever its generator is. Its arrays are of unsigned 32 bits."""
+    if isinstance(value, dict):
+        return {key: _to_tensors(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "array": torch.from_numpy(value.astype(np.int64))}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _to_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if value.keys() == {"dtype", "array"}:
+            return value["array"].cpu().numpy().astype(value["dtype"])
+        return {key: _to_arrays(each) for key, each in value.items()}
+    return value

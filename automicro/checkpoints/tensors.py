@@ -1,0 +1,203 @@
+"""Tensors on the disk, by ``torch.distributed.checkpoint``, read back without running anything.
+
+The format's own table of contents, ``.metadata``, is a pickle: whoever reads it runs what it says.
+It is written, so that other tools can read the folder, and never read here. ``tensors.json`` says
+the same as plain text. The tensors themselves are read with ``weights_only=True``.
+
+Here, and nowhere else, stands how many processes take part: one.
+"""
+
+import io
+import json
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from automicro.checkpoints.files import NewFolder
+from automicro.errors import DamagedCheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+INDEX = "tensors.json"
+
+
+def write_tensors(new: NewFolder, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a new folder.
+
+    Args:
+        new: the folder.
+        tensors: by name.
+
+    Raises:
+        OSError: they could not be written.
+    """
+    # What `torch.distributed.checkpoint.save` does in one process, without what cannot run in a
+    # thread: it warns each time that it is alone, and a filter for that would hold everywhere.
+    writer, planner = _Writer(new), DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan())]
+    )
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+
+
+def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
+    """Read tensors from a folder into tensors that exist, on whatever device they lie.
+
+    Args:
+        folder: where `write_tensors` wrote them.
+        into: by name; of the same shapes. Tensors in the folder that have no name here are left.
+
+    Raises:
+        DamagedCheckpointError: the table of contents is not one.
+        OSError: a file cannot be read.
+        pickle.UnpicklingError: a file holds something else than a tensor.
+    """
+    reader, planner = _Reader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(into), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _DurableFiles(FileSystem):
+    """The files of a folder, through what sums them up and waits for the disk."""
+
+    def __init__(self, new: NewFolder) -> None:
+        self._new = new
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", mode
+        with self._new.create(Path(path).name) as stream:
+            yield _KeptOpen(stream)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self._new.rename(Path(path).name, Path(new_path).name)
+
+
+class _KeptOpen(io.IOBase):
+    """A stream that is flushed and closed by the block that opened it, not after each tensor."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def write(self, data: "ReadableBuffer") -> int:
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Writer(FileSystemWriter):
+    def __init__(self, new: NewFolder) -> None:
+        super().__init__(new.path, sync_files=False)
+        self._new = new
+        self.fs = _DurableFiles(new)
+
+    def storage_meta(self) -> StorageMeta:
+        # Without the name of the folder, which is about to change.
+        return StorageMeta(save_id=self.save_id)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        with self._new.create(INDEX) as stream:
+            stream.write(json.dumps(_index_of(metadata), indent=1).encode())
+
+
+def _index_of(metadata: Metadata) -> dict[str, Any]:
+    index = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), name
+        chunks = []
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            chunks.append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "shape": list(chunk.sizes),
+                    "file": place.relative_path,
+                    "start": place.offset,
+                    "length": place.length,
+                }
+            )
+        index[name] = {
+            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+            "shape": list(tensor.size),
+            "chunks": chunks,
+        }
+    return index
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a chunk lies, under the names that the reader asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / INDEX
+        try:
+            return _metadata_of(json.loads(path.read_bytes()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpointError(
+                f"{path} is no table of tensors ({error}); load another checkpoint"
+            ) from error
+
+
+def _metadata_of(index: Any) -> Metadata:
+    tensors: dict[str, Any] = {}
+    places = {}
+    for name, entry in index.items():
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name} has the dtype {entry['dtype']!r}")
+        chunks = []
+        for chunk in entry["chunks"]:
+            if Path(chunk["file"]).name != chunk["file"]:
+                raise ValueError(f"{name} lies in {chunk['file']!r}, outside of the folder")
+            offsets = torch.Size(chunk["offsets"])
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(chunk["shape"])))
+            places[MetadataIndex(name, offsets)] = _Place(
+                relative_path=chunk["file"], offset=chunk["start"], length=chunk["length"]
+            )
+        tensors[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(entry["shape"]),
+            chunks=chunks,
+        )
+    return Metadata(state_dict_metadata=tensors, storage_data=places)

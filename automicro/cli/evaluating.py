@@ -1,0 +1,59 @@
+"""The command ``automicro eval``: the loss and the metrics of a model with given weights."""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from automicro.cli.job import Job, add_inputs
+from automicro.cli.recipe import ONLY_FOR_TRAINING, Recipe
+from automicro.cli.results import results_alone, to_json, warn
+from automicro.cli.subcommand import Subcommand
+from automicro.trainer.lines import describe_number
+
+DESCRIPTION = """\
+Evaluate a config's model on its eval_data, and print the loss and the metrics, one
+per line. weights names a file with the model's state dict, such as the weights.pt
+that train leaves in run_dir. What only training needs is neither made nor looked at.
+"""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_inputs(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of lines"
+    )
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    job = Job(arguments.inputs, command="eval")
+    # How it goes is no result: it is for whoever watches.
+    with job.reading(required=("model", "eval_data")) as loaded, results_alone(True) as results:
+        config = replace(loaded.config, progress=loaded.config.progress and sys.stderr.isatty())
+        with job.making():
+            recipe = Recipe(config, without=ONLY_FOR_TRAINING)
+            trainer = recipe.make_trainer(recipe.make_model())
+        if config.weights is None:
+            warn("the model has its initial weights: add weights=PATH to evaluate trained ones")
+        values = trainer.eval()
+        if arguments.json:
+            print(to_json(values), file=results)
+        else:
+            width = max(map(len, values), default=0)
+            for name, value in values.items():
+                print(f"{name:<{width}}  {describe_number(value)}", file=results)
+    return 0
+
+
+EVAL = Subcommand(
+    name="eval",
+    brief="evaluate a config's model on its eval_data",
+    description=DESCRIPTION,
+    examples=(
+        "automicro eval job.yaml weights=runs/first/weights.pt",
+        "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
+        "automicro eval job.yaml eval_data.args.batch_size=90 memory_limit=null",
+    ),
+    exit_codes={0: "evaluated", 1: "the run failed"},
+    add_arguments=_add_arguments,
+    run=_evaluate,
+)

@@ -1,0 +1,108 @@
+"""The config files and overrides of a command line, which all but one of the commands take."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from automicro.cli.failures import summarize_error
+from automicro.cli.keys import TO_TRAIN
+from automicro.cli.loading import LoadedConfig, naming, read_config
+from automicro.errors import ConfigError
+
+FORM = "CONFIG [CONFIG …] [key=value …]"
+"""How the files and overrides are shown, which argparse cannot tell apart."""
+
+
+class Job:
+    """What a command line names, to be read and made.
+
+    Args:
+        inputs: paths of YAML files, and ``key=value``. What has ``=`` in it is a path only where
+            a separator comes first, or where there is such a file.
+        command: for whom, for messages.
+
+    Raises:
+        ConfigError: there is no file among them.
+
+    >>> Job(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train").files
+    ('base.yaml', 'runs/lr=0.1/config.yaml')
+    """
+
+    def __init__(self, inputs: Sequence[str], *, command: str) -> None:
+        self.files = tuple(each for each in inputs if _is_path(each))
+        self._overrides = [each for each in inputs if not _is_path(each)]
+        if not self.files:
+            raise ConfigError(
+                f"{command} needs a CONFIG: name a YAML file, as in automicro {command} job.yaml; "
+                f"automicro config --template prints one to start with"
+            )
+
+    @contextlib.contextmanager
+    def reading(self, required: Sequence[str] = TO_TRAIN) -> Iterator[LoadedConfig]:
+        """Read the config; meanwhile modules are found beside its files, and where we are.
+
+        Args:
+            required: the keys that the command cannot do without.
+
+        Raises:
+            ConfigError: anything wrong, or several processes.
+        """
+        _refuse_several_processes()
+        with importing_beside(*self.files):
+            yield read_config(self.files, self._overrides, required=required)
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Tell mistakes in what a config names from those of a run.
+
+        Raises:
+            ConfigError: whatever went wrong inside, but Ctrl-C.
+        """
+        with naming(*self.files):
+            try:
+                yield
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(summarize_error(error)) from error
+
+
+@contextlib.contextmanager
+def importing_beside(*paths: str) -> Iterator[None]:
+    """Let a config name modules that lie beside it, then those where the command was started."""
+    before = list(sys.path)
+    folders = [str(Path(path).resolve().parent) for path in paths]
+    sys.path[:0] = dict.fromkeys([*folders, str(Path.cwd())])
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the files and overrides to a command's arguments."""
+    parser.add_argument(
+        "inputs",
+        metavar="CONFIG",
+        nargs="*",
+        help="a YAML file; several are merged, later ones win; key=value replaces a key of them, "
+        "nested ones with dots, and the value is YAML",
+    )
+
+
+def _is_path(argument: str) -> bool:
+    before, equals, _ = argument.partition("=")
+    return not equals or os.sep in before or "/" in before or Path(argument).is_file()
+
+
+def _refuse_several_processes() -> None:
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes.strip() not in ("", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE={processes}: this is one of several processes, as torchrun starts them. "
+            f"Several devices are not supported yet, and each process would train a model of its "
+            f"own: start it as one process with automicro train"
+        )

@@ -1,0 +1,78 @@
+"""What a command found, for programs and for people."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.text import Text
+
+
+def to_json(values: Any, *, indent: int | None = None) -> str:
+    """Return values, or a dataclass, as JSON. What is NaN or infinite becomes null.
+
+    >>> to_json({"loss": float("nan"), "steps": 3})
+    '{"loss": null, "steps": 3}'
+    """
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = dataclasses.asdict(values)
+    return json.dumps(_finite(values), indent=indent, allow_nan=False, default=str)
+
+
+@contextlib.contextmanager
+def results_alone(wanted: bool) -> Iterator[TextIO]:
+    """Keep stdout for the results: meanwhile everything else goes to stderr.
+
+    Args:
+        wanted: whether to; where not, nothing changes.
+
+    >>> with results_alone(True) as results:
+    ...     print("progress")  # on stderr
+    ...     print("{}", file=results)
+    {}
+    """
+    results = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield results
+
+
+def print_yaml(text: str) -> None:
+    r"""Print YAML, coloured in a terminal.
+
+    >>> print_yaml("seed: 0\n")
+    seed: 0
+    """
+    console = Console()
+    if console.is_terminal:
+        coloured = Syntax("", "yaml", background_color="default").highlight(text)
+        console.print(coloured, soft_wrap=True, end="")
+    else:
+        sys.stdout.write(text)
+
+
+def warn(text: str) -> None:
+    """Say on stderr what is to be known and is no mistake."""
+    _say(text, "bold yellow")
+
+
+def complain(text: str) -> None:
+    """Say on stderr what went wrong."""
+    _say(text, "bold red")
+
+
+def _say(text: str, style: str) -> None:
+    line = Text.assemble(("automicro:", style), f" {text}")
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

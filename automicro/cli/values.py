@@ -1,0 +1,95 @@
+"""Whether the values in a config mean something, told before anything is made."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from automicro.checks import PRECISIONS, check_choice
+from automicro.cli.config import RunConfig
+from automicro.cli.keys import LOSS_AVERAGES
+from automicro.cli.nodes import as_yaml, is_node, show
+from automicro.compilation import check_compile
+from automicro.errors import ConfigError
+from automicro.memory import parse_bytes
+from automicro.policy import make_policy
+from automicro.slicing import BatchLayout
+from automicro.splitting import BATCHNORM_MODES
+from automicro.trainer.arguments import read_count, read_duration, read_norm
+from automicro.trainer.device import choose_device
+from automicro.trainer.finiteness import NON_FINITE_MODES
+
+SIZES = ("microbatch_size", "eval_microbatch_size")
+
+
+def check_values(config: RunConfig) -> None:
+    """Refuse what the Trainer would refuse, without making one.
+
+    Raises:
+        ConfigError: names key, value and remedy, as a config has them.
+
+    >>> check_values(RunConfig(max_duration="2ep", microbatch_size=64))
+    """
+    for key, read in _READERS.items():
+        value = getattr(config, key)
+        if value is not None:
+            _check(key, value, read)
+    _check("compile", config, _check_compile)
+
+
+def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
+    try:
+        read(value)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        if key in SIZES:  # policies have no place in a config
+            raise ConfigError(
+                f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
+                f"halving) or null (the whole batch)"
+            ) from error
+        text = as_yaml(str(error))
+        raise ConfigError(text if text.startswith(key) else f"{key}: {text}") from error
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} is outside of 0 to {2**32 - 1}: give one such as 0")
+
+
+def _check_loss_average(value: Any) -> None:
+    if is_node(value):
+        return
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            if not is_node(each):
+                check_choice(f"loss_average.{name}", each, LOSS_AVERAGES)
+        return
+    check_choice("loss_average", value, LOSS_AVERAGES)
+
+
+def _check_compile(config: RunConfig) -> None:
+    check_compile(
+        config.compile,
+        sizes_change="auto" in (config.microbatch_size, config.eval_microbatch_size),
+        device=choose_device(config.device),
+        memory_limit=config.memory_limit,
+    )
+
+
+# Where their own errors do not say which key they mean, the key is put before them.
+_READERS: Mapping[str, Callable[[Any], object]] = {
+    "max_duration": partial(read_duration, "max_duration"),
+    "eval_interval": partial(read_duration, "eval_interval"),
+    "accumulate_batches": partial(read_count, "accumulate_batches"),
+    "batch_layout": BatchLayout,
+    "microbatch_size": make_policy,
+    "eval_microbatch_size": make_policy,
+    "memory_limit": parse_bytes,
+    "loss_average": _check_loss_average,
+    "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
+    "precision": lambda value: check_choice("precision", value, PRECISIONS),
+    "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
+    "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
+    "device": choose_device,
+    "seed": _check_seed,
+}

@@ -1,0 +1,275 @@
+"""Compiled models: accepting ``torch.compile``'s options, and sizes that change under it.
+
+The size of a microbatch is free to change, and a compiler likes to build sizes into its code. So
+the dimension of the rows is marked dynamic before each forward, few-row forwards that are no
+training (the probe, lazy layers) run uncompiled, and modes that capture CUDA graphs are refused:
+a captured graph has one size, and its pool keeps the memory of sizes that failed.
+"""
+
+import contextlib
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from automicro.memory import active_budget
+from automicro.slicing import tensor_leaves
+from automicro.torch_private import (
+    compile_in_place,
+    compile_modes,
+    compile_options,
+    compiler_config,
+    compiler_is_loaded,
+    is_compiled,
+    is_wrapper,
+    mark_dynamic,
+    unmark,
+)
+
+_CUDA_GRAPHS = "triton.cudagraphs"
+_REMEDY = (
+    "use mode 'max-autotune-no-cudagraphs', or fix both sizes (microbatch_size=8, "
+    "eval_microbatch_size=8; None for whole batches)"
+)
+_WHY = (
+    "a captured graph has one size, and its pool keeps the memory of sizes that failed, so a "
+    "smaller one would not fit either"
+)
+
+CompileOptions = bool | Mapping[str, Any]
+"""False, True, or the keyword arguments of ``torch.compile``."""
+
+
+def check_compile(
+    options: CompileOptions,
+    *,
+    sizes_change: bool,
+    device: torch.device,
+    memory_limit: str | int | None = None,
+) -> dict[str, Any] | None:
+    """The keyword arguments for ``torch.compile``; None where nothing is to be compiled.
+
+    Args:
+        options: False, True, or a mapping of the keyword arguments.
+        sizes_change: whether microbatches, in training or in evaluation, may change their size.
+        device: where the model computes.
+        memory_limit: what the device's memory is limited to; None for not.
+
+    Raises:
+        TypeError: the options are none of these.
+        ValueError: an unknown keyword, mode, backend or option, CUDA graphs with sizes that change,
+            or a simulated memory limit, under which nothing runs compiled.
+
+    Example:
+        >>> check_compile({"mode": "max-autotune"}, sizes_change=False, device=torch.device("cpu"))
+        {'mode': 'max-autotune'}
+    """
+    if options is False:
+        return None
+    if options is not True and not isinstance(options, Mapping):
+        raise TypeError(
+            f"compile={options!r} is neither True or False nor a mapping; pass compile=True, or "
+            "the keyword arguments of torch.compile as {'mode': 'max-autotune-no-cudagraphs'}"
+        )
+    keywords = {} if options is True else dict(options)
+    _check_keywords(keywords)
+    capturing = _capturing(keywords)
+    if capturing is not None and sizes_change:
+        raise ValueError(
+            f"compile with {capturing} captures CUDA graphs, and the microbatch size may change: "
+            f"{_WHY}; {_REMEDY}"
+        )
+    if device.type == "cpu" and (memory_limit is not None or active_budget() is not None):
+        limit = "a MemoryBudget" if memory_limit is None else f"memory_limit={memory_limit!r}"
+        raise ValueError(
+            f"compile={options!r} together with {limit} on the CPU: the simulated device looks at "
+            "every operation, and under that torch silently runs everything uncompiled; leave "
+            "out either of them"
+        )
+    return keywords
+
+
+def compile_model(
+    model: nn.Module,
+    options: CompileOptions,
+    *,
+    sizes_change: bool,
+    device: torch.device | None = None,
+    memory_limit: str | int | None = None,
+) -> None:
+    """Compile a model in place, so that the names in its state dict stay.
+
+    Compilation itself happens at the first forward. Do it after the model was moved and its
+    memory format was changed.
+
+    Args:
+        model: the model.
+        options: see `check_compile`, also for the other arguments and for what is refused.
+        sizes_change: whether microbatches may change their size.
+        device: where the model computes; the device of its first parameter unless given.
+        memory_limit: what the device's memory is limited to.
+
+    Raises:
+        TypeError, ValueError: as `check_compile`, or the model is compiled already.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> compile_model(model, {"backend": "eager"}, sizes_change=True)
+        >>> model(torch.ones(3, 2)).shape, list(model.state_dict())
+        (torch.Size([3, 2]), ['weight', 'bias'])
+    """
+    if device is None:
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    keywords = check_compile(
+        options, sizes_change=sizes_change, device=device, memory_limit=memory_limit
+    )
+    if keywords is None:
+        return
+    if is_compiled(model):
+        raise ValueError(
+            f"compile={options!r}, but the model ({type(model).__name__}) is compiled already; "
+            "leave compile out, or pass the model as it was before torch.compile"
+        )
+    if isinstance(keywords.get("options"), Mapping):
+        keywords["options"] = dict(keywords["options"])  # torch takes entries out of it
+    compile_in_place(model, **keywords)
+
+
+def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> None:
+    """Refuse modules that somebody compiled to CUDA graphs, where sizes may change.
+
+    Args:
+        modules: the model, then further modules that take part.
+        sizes_change: whether microbatches may change their size.
+
+    Raises:
+        ValueError: one of them captures CUDA graphs. The message names it.
+
+    Example:
+        >>> refuse_cuda_graphs([nn.Linear(2, 2)], sizes_change=True)
+    """
+    if not sizes_change or not compiler_is_loaded():
+        return
+    for module in modules:
+        for name, part in module.named_modules():
+            config = compiler_config(part)
+            if config is not None and config.get(_CUDA_GRAPHS):
+                raise ValueError(
+                    f"{name or 'the model'} ({type(part).__name__}) was compiled to CUDA graphs "
+                    "(mode 'reduce-overhead' or 'max-autotune'), and the microbatch size may "
+                    f"change: {_WHY}; {_REMEDY}"
+                )
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Run everything uncompiled: forwards of a few rows that need no code of their own.
+
+    Costs microseconds, and nothing where torch's compiler was never loaded.
+
+    Example:
+        >>> with uncompiled():
+        ...     nn.Linear(2, 2)(torch.ones(1, 2)).shape
+        torch.Size([1, 2])
+    """
+    if not compiler_is_loaded():
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextlib.contextmanager
+def dynamic_rows(microbatch: Any, row_dims: Mapping[str, int]) -> Iterator[None]:
+    """Mark the rows of a microbatch as a size that changes, for forwards that may be compiled.
+
+    The mark is a wish: code that needs one size is compiled for that size. One row is special to
+    the compiler and costs a compilation of its own. A jagged, packed or registered part is not
+    marked: torch compiles a second time when its size first changes, and then for any size.
+
+    The marks are gone afterwards, because the tensors may be the caller's own.
+
+    Args:
+        microbatch: on the device, as the model will see it.
+        row_dims: the dimension of the rows by path; see `BatchLayout.row_dims`. Empty where
+            nothing is to be marked.
+
+    Example:
+        >>> batch = (torch.zeros(4, 2), torch.zeros(4))
+        >>> with dynamic_rows(batch, {"0": 0, "1": 0}):
+        ...     loss = batch[0].sum()
+    """
+    if not row_dims:
+        yield
+        return
+    # Looking for what is compiled would cost more than the marks, a microsecond each, and would
+    # miss compiled functions.
+    marked = [
+        (tensor, mark_dynamic(tensor, row_dims[path]))
+        for path, tensor in tensor_leaves(microbatch)
+        if path in row_dims and not is_wrapper(type(tensor))
+    ]
+    try:
+        yield
+    finally:
+        for tensor, names in marked:
+            unmark(tensor, names)
+
+
+def _check_keywords(keywords: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    for name in keywords:
+        if name not in known:
+            raise ValueError(
+                f"compile has the key {name!r}, which torch.compile does not take"
+                f"{_near(name, known)}; it takes {', '.join(known)}"
+            )
+    mode, options = keywords.get("mode"), keywords.get("options")
+    if mode is not None and options is not None:
+        raise ValueError(
+            f"compile has both mode={mode!r} and options={options!r}, and a mode is a set of "
+            "options; leave one of them out"
+        )
+    backend = keywords.get("backend", "inductor")
+    if isinstance(backend, str):
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if backend not in backends:
+            usual = ", ".join(torch.compiler.list_backends())
+            raise ValueError(
+                f"compile has backend={backend!r}, which torch does not know"
+                f"{_near(backend, backends)}; use one of {usual}, or a callable"
+            )
+    if backend != "inductor":
+        return
+    if mode is not None and mode not in compile_modes():
+        modes = list(compile_modes())
+        raise ValueError(
+            f"compile has mode={mode!r}, which torch.compile does not know"
+            f"{_near(mode, modes)}; use one of {', '.join(modes)}"
+        )
+    for name in options or ():
+        if str(name).replace("-", "_") not in compile_options():
+            raise ValueError(
+                f"compile has the option {name!r}, which torch.compile does not know"
+                f"{_near(name, compile_options())}; torch._inductor.list_options() lists them all"
+            )
+
+
+def _capturing(keywords: Mapping[str, Any]) -> str | None:
+    """What asks for CUDA graphs, if something does."""
+    if keywords.get("backend") == "cudagraphs":
+        return "backend='cudagraphs'"
+    if keywords.get("backend", "inductor") != "inductor":
+        return None
+    mode = keywords.get("mode")
+    if mode is not None and compile_modes()[mode].get(_CUDA_GRAPHS):
+        return f"mode={mode!r}"
+    if (keywords.get("options") or {}).get(_CUDA_GRAPHS):
+        return f"options={{{_CUDA_GRAPHS!r}: True}}"
+    return None
+
+
+def _near(name: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name).lower(), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,207 @@
+"""Python's own documentation as text: rows of bytes in their natural lengths, and bits per byte.
+
+The text is `pydoc_data.topics`, what ``help("for")`` shows. It comes with Python, so nothing is
+downloaded, and each version of Python has its own.
+"""
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pydoc_data.topics import topics as TOPICS
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+VOCABULARY = 257
+BOUNDARY = 256  # the one token that is no byte: it begins each row, and pads it behind its end
+IGNORED = -100
+
+# Families of topics by their size, the largest first: a sample of large and small ones, and never
+# the largest of all, which holds two fifths of the text.
+FIRST_HELD_OUT, HELD_OUT_EVERY = 4, 8
+QUOTED_CHARACTERS = 40
+
+_PARAGRAPH = re.compile(rb".+?(?:\n\s*\n|\Z)", re.DOTALL)
+# MPS has no float64.
+_SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64
+
+
+def loader(
+    split: str,
+    *,
+    batch_size: int,
+    max_length: int = 128,
+    seed: int | None = 0,
+    shuffle: bool | None = None,
+) -> "DataLoader[dict[str, Tensor]]":
+    """Return batches for a causal language model, as transformers takes them.
+
+    A batch maps ``input_ids``, ``attention_mask`` and ``labels`` to int64 tensors of shape
+    ``(rows, longest row)``. A row is a boundary token and the bytes of one piece of text, see
+    `pieces`, padded to the batch's longest. Labels are -100 where nothing is to be predicted: at
+    the padding and at the first token. The last batch of an epoch may be smaller; no row is
+    dropped.
+
+    Args:
+        split: ``"train"`` or ``"eval"``.
+        batch_size: rows of an optimization batch.
+        max_length: the most tokens of a row, its boundary token included.
+        seed: decides the order, in a generator of the loader's own: the same whatever else is
+            random. With None, torch's global generator decides.
+        shuffle: whether each epoch has an order of its own; True for ``"train"`` unless given.
+
+    Raises:
+        ValueError: an unknown split, or a length without room for a byte.
+
+    >>> batch = next(iter(loader("eval", batch_size=8, max_length=64)))
+    >>> batch["input_ids"].shape, batch["input_ids"][0, 0].item()
+    (torch.Size([8, 62]), 256)
+    """
+    if max_length < 2:
+        raise ValueError(
+            f"max_length={max_length} leaves no room for a byte behind the boundary token: give at "
+            "least 2"
+        )
+    data: Any = pieces(split, max_bytes=max_length - 1)
+    return DataLoader(
+        data,
+        batch_size=batch_size,
+        shuffle=split == "train" if shuffle is None else shuffle,
+        collate_fn=_collate,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+    )
+
+
+def pieces(split: str, *, max_bytes: int) -> list[bytes]:
+    """Return one part of the documentation, paragraph by paragraph.
+
+    A paragraph keeps the empty lines behind it, and is cut where it is too long: after a line, else
+    after a word, else anywhere. Whole topics are held out, together with all that quote them, so
+    that no paragraph of some length is in both parts.
+
+    Args:
+        split: ``"train"`` or ``"eval"``.
+        max_bytes: the most bytes of a piece.
+
+    Raises:
+        ValueError: an unknown split, or pieces without room for a byte.
+
+    >>> text = b"".join(pieces("eval", max_bytes=100))
+    >>> text == b"".join(pieces("eval", max_bytes=50))
+    True
+    """
+    if split not in ("train", "eval"):
+        raise ValueError(f"split={split!r} is not a part of the topics: use 'train' or 'eval'")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes} leaves no room for a byte: give at least 1")
+    return [
+        piece
+        for topic in topics_of(split)
+        for paragraph in _PARAGRAPH.findall(TOPICS[topic].encode())
+        for piece in _cut(paragraph, max_bytes)
+    ]
+
+
+@functools.cache
+def topics_of(split: str) -> tuple[str, ...]:
+    """Return the names of a part's topics, sorted.
+
+    >>> set(topics_of("train")) & set(topics_of("eval"))
+    set()
+    """
+    families = sorted(_families(), key=lambda names: (-sum(len(TOPICS[n]) for n in names), names))
+    held_out = {name for names in families[FIRST_HELD_OUT::HELD_OUT_EVERY] for name in names}
+    return tuple(sorted(held_out if split == "eval" else TOPICS.keys() - held_out))
+
+
+def _families() -> list[list[str]]:
+    """Group the topics, those that share a paragraph of some length together.
+
+    Some topics are chapters that contain others word by word.
+    """
+    home = {name: [name] for name in TOPICS}
+    quoting: dict[str, list[str]] = defaultdict(list)
+    for name, text in TOPICS.items():
+        for paragraph in _PARAGRAPH.findall(text.encode()):
+            words = " ".join(paragraph.decode().split())
+            if len(words) >= QUOTED_CHARACTERS:
+                quoting[words].append(name)
+    for first, *others in quoting.values():
+        for other in others:
+            if home[first] is not home[other]:
+                home[first].extend(home[other])
+                for name in home[other]:
+                    home[name] = home[first]
+    return [sorted(family) for name, family in home.items() if family[0] == name]
+
+
+def _cut(paragraph: bytes, max_bytes: int) -> list[bytes]:
+    cut = []
+    while len(paragraph) > max_bytes:
+        head = paragraph[:max_bytes]
+        end = head.rfind(b"\n") + 1 or head.rfind(b" ") + 1 or max_bytes
+        cut.append(paragraph[:end])
+        paragraph = paragraph[end:]
+    return [*cut, paragraph]
+
+
+def _collate(rows: Sequence[bytes]) -> dict[str, Tensor]:
+    tokens = [torch.tensor([BOUNDARY, *row]) for row in rows]
+    lengths = torch.tensor([len(row) for row in tokens])
+    input_ids = pad_sequence(tokens, batch_first=True, padding_value=BOUNDARY)
+    attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+    labels = input_ids.masked_fill(input_ids == BOUNDARY, IGNORED)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+class BitsPerByte(Metric):
+    """Cross entropy per byte in bits: how many the model needs to write the text down.
+
+    Each byte counts the same, however the rows come in batches and however long they are.
+
+    >>> metric = BitsPerByte()
+    >>> metric.update(torch.zeros(2, 9, 257), torch.zeros(2, 9, dtype=torch.int64))
+    >>> metric.compute()
+    tensor(8.0056, dtype=torch.float64)
+    """
+
+    higher_is_better = False
+    is_differentiable = False
+    full_state_update = False
+
+    nats: Tensor
+    num_bytes: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("nats", torch.zeros((), dtype=_SUM_DTYPE), dist_reduce_fx="sum")
+        self.add_state("num_bytes", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count rows.
+
+        Args:
+            logits: shape (rows, length, vocabulary); those at a position predict the next one.
+            labels: shape (rows, length), not shifted; -100 where nothing is predicted.
+        """
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()  # too coarse to take a logarithm of
+        losses = F.cross_entropy(
+            logits[:, :-1].flatten(0, 1),
+            labels[:, 1:].flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+        )
+        self.nats += losses.to(self.nats.dtype).sum()
+        self.num_bytes += (labels[:, 1:] != IGNORED).sum()
+
+    def compute(self) -> Tensor:
+        """The bits per byte of all rows so far."""
+        return self.nats / self.num_bytes / math.log(2)

@@ -1,0 +1,143 @@
+"""Telling callbacks what happens."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.observer import Observer, Subject
+
+STEP_EVENTS = (
+    "attempt_start",
+    "microbatch_start",
+    "forward_start",
+    "forward_end",
+    "loss_start",
+    "loss_end",
+    "backward_start",
+    "backward_end",
+    "microbatch_end",
+    "attempt_end",
+    "oom",
+    "resize",
+)
+"""Those inside the step of a batch, which a `Microbatcher` tells of."""
+
+EVENTS = (
+    "fit_start",
+    "epoch_start",
+    "batch_start",
+    *STEP_EVENTS,
+    "gradients_ready",
+    "batch_end",
+    "epoch_end",
+    "eval_start",
+    "eval_batch_start",
+    "eval_batch_end",
+    "eval_end",
+    "checkpoint_start",
+    "checkpoint_end",
+    "fit_end",
+)
+"""All of them."""
+
+
+class Callbacks:
+    """Several callbacks, told one after the other in the order in which they were given.
+
+    Only methods that are overridden are called, so that an event nobody listens to costs nothing.
+
+    Args:
+        callbacks: each a `Callback`.
+
+    Raises:
+        TypeError: something else.
+
+    >>> class Shout(Callback):
+    ...     def fit_start(self, run):
+    ...         raise KeyError("no")
+    >>> callbacks = Callbacks([Shout()])
+    >>> try:
+    ...     callbacks.fire("fit_start", run=None)
+    ... except KeyError as error:
+    ...     error.__notes__
+    ['automicro: in the callback Shout, at fit_start']
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self._callbacks = list(callbacks)
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                kind = "class" if inspect.isclass(callback) else type(callback).__name__
+                raise TypeError(
+                    f"callbacks holds {callback!r} (a {kind}), which is no automicro.Callback; "
+                    "pass instances of subclasses of it"
+                )
+        self._listeners: dict[str, list[tuple[Callback, Callable[..., Any]]]] = {
+            event: [
+                (callback, getattr(callback, event))
+                for callback in self._callbacks
+                if getattr(type(callback), event) is not getattr(Callback, event)
+                or event in vars(callback)
+            ]
+            for event in (*EVENTS, "transform")
+        }
+
+    def __iter__(self) -> Any:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of each callback: its class, numbered where there are several of one."""
+        names: list[str] = []
+        for callback in self._callbacks:
+            name = type(callback).__name__
+            same = sum(each.partition(" ")[0] == name for each in names)
+            names.append(f"{name} {same + 1}" if same else name)
+        return names
+
+    def listens(self, *events: str) -> bool:
+        """Whether anybody listens to any of these events."""
+        return any(self._listeners[event] for event in events)
+
+    def fire(self, event: str, run: Run, *subject: Any) -> None:
+        """Tell of an event.
+
+        Raises:
+            Exception: of a callback, with a note that names it and the event.
+        """
+        for callback, method in self._listeners[event]:
+            try:
+                method(run, *subject)
+            except BaseException as error:
+                error.add_note(f"automicro: in the callback {type(callback).__name__}, at {event}")
+                raise
+
+    def transform(self, run: Run, batch: Any) -> Any:
+        """The batch as all callbacks leave it, one after the other."""
+        for callback, method in self._listeners["transform"]:
+            try:
+                batch = method(run, batch)
+            except BaseException as error:
+                error.add_note(f"automicro: in the callback {type(callback).__name__}, transform")
+                raise
+            if batch is None:
+                raise TypeError(
+                    f"{type(callback).__name__}.transform returned None in place of a batch; "
+                    "return the batch"
+                )
+        return batch
+
+    def observer(self, run: Run) -> Observer | None:
+        """What tells of the events inside a step; None where nobody listens to them."""
+        if not self.listens(*STEP_EVENTS):
+            return None
+
+        def observe(event: str, subject: Subject) -> None:
+            self.fire(event, run, subject)
+
+        return observe

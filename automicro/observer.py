@@ -1,0 +1,162 @@
+"""What a step tells of itself while it runs: its attempts, and each microbatch of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One try at a batch. A batch that ran out of memory has several.
+
+    Attributes:
+        phase: ``"train"`` or ``"eval"``.
+        number: 1 for the first.
+        num_rows: of the whole batch.
+        microbatch_size: rows of the largest microbatch.
+        num_microbatches: into how many the batch is cut.
+    """
+
+    phase: str
+    number: int
+    num_rows: int
+    microbatch_size: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """One slice of a batch, inside an attempt that may still be undone.
+
+    Attributes:
+        attempt: it belongs to.
+        index: 0 for the first.
+        batch: its rows, on the device.
+        loss: its share of the batch's loss, detached; None before it is known.
+    """
+
+    attempt: Attempt
+    index: int
+    batch: Any
+    loss: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """An attempt that ran out of memory and was undone.
+
+    Attributes:
+        attempt: that failed.
+        message: of the error.
+        peak_bytes: the most that was allocated on the device, None where nobody counts.
+    """
+
+    attempt: Attempt
+    message: str
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resize:
+    """Another microbatch size than in the attempt before.
+
+    Attributes:
+        phase: ``"train"`` or ``"eval"``.
+        num_rows: of the batch.
+        before: rows of the largest microbatch.
+        after: the same from now on.
+    """
+
+    phase: str
+    num_rows: int
+    before: int
+    after: int
+
+
+Subject: TypeAlias = Attempt | Microbatch | OutOfMemory | Resize
+
+
+class Observer(Protocol):
+    """Told what happens inside a step. An exception of its own ends the step, undone.
+
+    The events, in order: ``attempt_start``; for each microbatch ``microbatch_start``,
+    ``forward_start``, ``forward_end``, ``loss_start``, ``loss_end``, ``backward_start``,
+    ``backward_end``, ``microbatch_end``; ``attempt_end`` where all went well. After running out
+    of memory ``oom``, and ``resize`` before the next attempt. Evaluation has no loss and backward.
+    """
+
+    def __call__(self, event: str, subject: Subject) -> None:
+        """Take note."""
+
+
+Tell: TypeAlias = Callable[..., None]
+"""Tells of an event of one microbatch: ``tell("loss_end", loss)``."""
+
+
+class Narrator:
+    """Tells an observer of one step, as it happens.
+
+    Example:
+        >>> told = []
+        >>> narrator = Narrator(lambda event, subject: told.append((event, subject)), "train")
+        >>> narrator.begin([[4, 4]])
+        >>> narrator.fail("CUDA out of memory", peak_bytes=None)
+        >>> narrator.begin([[2, 2, 2, 2]])
+        >>> [event for event, _ in told]
+        ['attempt_start', 'oom', 'resize', 'attempt_start']
+        >>> told[2][1].before, told[2][1].after, told[3][1].number
+        (4, 2, 2)
+
+    Args:
+        observer: is told.
+        phase: ``"train"`` or ``"eval"``.
+    """
+
+    def __init__(self, observer: Observer, phase: str) -> None:
+        self._observer = observer
+        self._phase = phase
+        self._attempt: Attempt | None = None
+
+    def begin(self, cuts: Sequence[Sequence[int]]) -> None:
+        """An attempt begins, with slices of these rows of each batch."""
+        earlier = self._attempt
+        attempt = Attempt(
+            phase=self._phase,
+            number=1 if earlier is None else earlier.number + 1,
+            num_rows=sum(map(sum, cuts)),
+            microbatch_size=max(sizes[0] for sizes in cuts),
+            num_microbatches=sum(map(len, cuts)),
+        )
+        if earlier is not None and earlier.microbatch_size != attempt.microbatch_size:
+            resize = Resize(
+                phase=self._phase,
+                num_rows=attempt.num_rows,
+                before=earlier.microbatch_size,
+                after=attempt.microbatch_size,
+            )
+            self._observer("resize", resize)
+        self._attempt = attempt
+        self._observer("attempt_start", attempt)
+
+    def end(self) -> None:
+        """The attempt went through."""
+        assert self._attempt is not None
+        self._observer("attempt_end", self._attempt)
+
+    def fail(self, message: str, *, peak_bytes: int | None) -> None:
+        """The attempt ran out of memory and was undone."""
+        if self._attempt is not None:  # else memory ran out before it could begin
+            failure = OutOfMemory(attempt=self._attempt, message=message, peak_bytes=peak_bytes)
+            self._observer("oom", failure)
+
+    def microbatch(self, index: int, batch: Any) -> Tell:
+        """What tells of the events of one microbatch."""
+
+        def tell(event: str, loss: Tensor | None = None) -> None:
+            assert self._attempt is not None
+            subject = Microbatch(attempt=self._attempt, index=index, batch=batch, loss=loss)
+            self._observer(event, subject)
+
+        return tell

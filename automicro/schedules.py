@@ -1,0 +1,201 @@
+"""Learning rates that warm up: for the Trainer's ``scheduler``, stepped once per optimizer step.
+
+Each is a factor on the base rates of the optimizer's groups, so these keep their proportions. The
+first of ``warmup`` steps is taken at ``1 / warmup`` of the base rate and not at zero, the last of
+them at all of it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from automicro.duration import Duration, Unit
+
+Steps: TypeAlias = int | str | Duration
+
+
+def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> LambdaLR:
+    """Rise to the base rate, and stay there.
+
+    Args:
+        optimizer: the one to schedule.
+        warmup: optimizer steps: an int, or text such as ``"50ba"``.
+
+    Raises:
+        TypeError, ValueError: ``warmup`` is not a number of steps.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    >>> constant_with_warmup(optimizer, warmup=4).get_last_lr()
+    [0.025]
+    """
+    rise = read_steps("warmup", warmup, at_least=0)
+    return LambdaLR(optimizer, _after_warmup(rise, lambda step: 1.0))
+
+
+def linear_with_warmup(
+    optimizer: Optimizer, *, warmup: Steps | float, total: Steps, final: float = 0.0
+) -> LambdaLR:
+    """Rise to the base rate, and fall in a straight line.
+
+    Args:
+        optimizer: the one to schedule.
+        warmup: optimizer steps: an int, or text such as ``"50ba"``; or a share of ``total``, a
+            float such as 0.1.
+        total: steps until the end of the fall, warm-up included: an int, or text.
+        final: the fraction of the base rate that is reached after ``total`` steps, and kept.
+
+    Raises:
+        TypeError, ValueError: steps that are none, a warm-up longer than all, or a ``final`` that
+            is no fraction.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.8)
+    >>> scheduler = linear_with_warmup(optimizer, warmup=2, total="6ba")
+    >>> rates = []
+    >>> for _ in range(7):
+    ...     rates.append(round(scheduler.get_last_lr()[0], 6))
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> rates
+    [0.4, 0.8, 0.8, 0.6, 0.4, 0.2, 0.0]
+    """
+    return _falling(optimizer, warmup, total, final, lambda share: 1 - share)
+
+
+def cosine_with_warmup(
+    optimizer: Optimizer, *, warmup: Steps | float, total: Steps, final: float = 0.0
+) -> LambdaLR:
+    """Rise to the base rate, and fall along half a cosine wave (Loshchilov and Hutter, 2017).
+
+    Args:
+        optimizer: the one to schedule.
+        warmup: optimizer steps: an int, or text such as ``"50ba"``; or a share of ``total``, a
+            float such as 0.1.
+        total: steps until the end of the fall, warm-up included: an int, or text.
+        final: the fraction of the base rate that is reached after ``total`` steps, and kept.
+
+    Raises:
+        TypeError, ValueError: steps that are none, a warm-up longer than all, or a ``final`` that
+            is no fraction.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> scheduler = cosine_with_warmup(optimizer, warmup=0, total="4ba", final=0.1)
+    >>> rates = []
+    >>> for _ in range(5):
+    ...     rates.append(round(scheduler.get_last_lr()[0], 3))
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> rates
+    [1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    return _falling(
+        optimizer, warmup, total, final, lambda share: (1 + math.cos(math.pi * share)) / 2
+    )
+
+
+def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> LambdaLR:
+    """Rise to the base rate, and fall as one over the square root of the step.
+
+    The schedule of Vaswani et al. (2017), which needs no total.
+
+    Args:
+        optimizer: the one to schedule.
+        warmup: optimizer steps, at least 1: an int, or text such as ``"50ba"``.
+
+    Raises:
+        TypeError, ValueError: ``warmup`` is not a number of steps.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> inverse_sqrt_with_warmup(optimizer, warmup="50ba").get_last_lr()
+    [0.02]
+    """
+    rise = read_steps("warmup", warmup, at_least=1)
+    return LambdaLR(optimizer, _after_warmup(rise, lambda step: math.sqrt(rise / (step + 1))))
+
+
+def read_steps(name: str, value: Steps, *, at_least: int) -> int:
+    """A number of optimizer steps, given as one or as a duration in batches.
+
+    Args:
+        name: of the argument, for errors.
+        value: as it was given.
+        at_least: the smallest number that makes sense.
+
+    Raises:
+        TypeError: neither a whole number nor text.
+        ValueError: too few, another unit, or text that is no duration.
+
+    >>> read_steps("total", "300ba", at_least=1)
+    300
+    """
+    form = f"give a whole number of at least {at_least}, or text such as '50ba' (batches)"
+    if isinstance(value, bool) or not isinstance(value, int | str | Duration):
+        raise TypeError(
+            f"{name}={value!r} is of type {type(value).__name__}, and steps are counted: {form}"
+        )
+    if isinstance(value, int):
+        if value < at_least:
+            raise ValueError(f"{name}={value} is not a number of optimizer steps: {form}")
+        return value
+    try:
+        duration = Duration.parse(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not a number of optimizer steps: {form}") from None
+    if duration.unit is not Unit.BATCHES:
+        raise ValueError(
+            f"{name}={str(value)!r} counts {duration.unit.name.lower()}, and how many optimizer "
+            f"steps these are is not known here: {form}"
+        )
+    return duration.value
+
+
+def _falling(
+    optimizer: Optimizer,
+    warmup: Steps | float,
+    total: Steps,
+    final: float,
+    shape: Callable[[float], float],
+) -> LambdaLR:
+    end = read_steps("total", total, at_least=1)
+    if isinstance(warmup, float):
+        if not 0 <= warmup < 1:
+            raise ValueError(
+                f"warmup={warmup} is not a share of the total: give a number from 0 to below 1, or "
+                "whole optimizer steps as an int or text such as '50ba'"
+            )
+        rise = round(warmup * end)
+    else:
+        rise = read_steps("warmup", warmup, at_least=0)
+    if rise > end:
+        raise ValueError(
+            f"the warm-up of {rise} steps is longer than the total of {end}: lower warmup, or "
+            "raise total"
+        )
+    if isinstance(final, bool) or not isinstance(final, int | float):
+        raise TypeError(f"final={final!r} is not a number: give a fraction from 0 to 1")
+    if not 0 <= final <= 1:
+        raise ValueError(
+            f"final={final} is not a fraction of the base rate: give a number from 0 to 1"
+        )
+
+    def fall(step: int) -> float:
+        if step >= end:
+            return final
+        return final + (1 - final) * shape((step - rise) / (end - rise))
+
+    return LambdaLR(optimizer, _after_warmup(rise, fall))
+
+
+def _after_warmup(rise: int, then: Callable[[int], float]) -> Callable[[int], float]:
+    # A function and not an object: LambdaLR would save an object's values, and a run that goes on
+    # with another total would silently keep the old one.
+    def factor(step: int) -> float:
+        return (step + 1) / rise if step < rise else then(step)
+
+    return factor

@@ -1,0 +1,353 @@
+"""Every name that this package takes from torch without torch promising to keep it.
+
+Private classes, attributes and functions of torch stand here and nowhere else, each behind a
+name of ours, so that a new version of torch can break one file only.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.batchnorm import _NormBase as AnyBatchOrInstanceNorm
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "AnyBatchNorm",
+    "AnyBatchOrInstanceNorm",
+    "AnyDropout",
+    "AnyInstanceNorm",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OperationMode",
+    "buffer_table",
+    "can_record_memory",
+    "compile_in_place",
+    "compile_modes",
+    "compile_options",
+    "compiler_config",
+    "compiler_is_loaded",
+    "dump_memory_snapshot",
+    "forget_step_hooks",
+    "forget_workers",
+    "inductor_is_deterministic",
+    "is_compiled",
+    "is_uninitialized",
+    "is_wrapper",
+    "mark_dynamic",
+    "record_memory_history",
+    "run_backward",
+    "schema_of",
+    "set_inductor_deterministic",
+    "sparse_parts",
+    "unmark",
+    "version_of",
+]
+
+
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, every operation that torch dispatches comes by `run`, one at a time.
+
+    Not those on wrappers (jagged, distributed, quantized tensors): a wrapper unpacks itself, and
+    the operations on its parts come by.
+    """
+
+    # Otherwise torch refuses flex attention and its like outright.
+    supports_higher_order_operators = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Hand an operation on to `run`."""
+        if types and any(map(is_wrapper, types)):
+            return NotImplemented
+        return self.run(func, types, args, kwargs or {})
+
+    def run(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run one operation.
+
+        Args:
+            func: the operation.
+            types: of its tensors, where they are subclasses.
+            args: its arguments.
+            kwargs: its further arguments.
+        """
+        return func(*args, **kwargs)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether ``torch.compile`` was applied to this module itself, in any of its three ways.
+
+    >>> is_compiled(nn.Linear(2, 2))
+    False
+    """
+    # Importing dynamo takes seconds, and without it nothing can have been compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    return (
+        isinstance(module, dynamo.OptimizedModule)  # torch.compile(module)
+        or getattr(module, "_compiled_call_impl", None) is not None  # module.compile()
+        # module.forward = torch.compile(module.forward)
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def compiler_is_loaded() -> bool:
+    """Tell whether something in this process could have been compiled by now.
+
+    Whoever compiles has loaded torch's compiler; so have others, an optimizer for one.
+
+    >>> isinstance(compiler_is_loaded(), bool)
+    True
+    """
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> list[str]:
+    """Ask the compiler, who is loaded, not to build one size of a dimension into its code.
+
+    A wish: code that needs the one size is compiled for it without an error. Returns what
+    `unmark` takes the mark away by.
+    """
+    table = vars(tensor)
+    before = set(table)
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return [name for name in table if name not in before]
+
+
+def unmark(tensor: Tensor, names: Iterable[str]) -> None:
+    """Take a mark away again."""
+    table = vars(tensor)
+    for name in names:
+        table.pop(name, None)
+
+
+def compile_in_place(module: nn.Module, **keywords: Any) -> None:
+    """Compile a module as ``module.compile`` does, also one whose ``forward`` is torch's own.
+
+    The compiler skips functions that stand in torch's files until one of somebody else's calls
+    them, so that ``nn.Sequential(…).compile()`` runs uncompiled for ever, without a word.
+    """
+    if type(module).forward.__module__.split(".")[0] != "torch":
+        module.compile(**keywords)
+        return
+    call: Callable[..., Any] = module._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace()  # compiled code is kept, and limited in number, per code
+    module._compiled_call_impl = torch.compile(run, **keywords)
+
+
+def compile_modes() -> dict[str, dict[str, Any]]:
+    """What each mode of ``torch.compile`` stands for.
+
+    >>> compile_modes()["reduce-overhead"]
+    {'triton.cudagraphs': True}
+    """
+    import torch._inductor as inductor
+
+    modes: dict[str, dict[str, Any]] = inductor.list_mode_options()
+    return modes
+
+
+def compile_options() -> list[str]:
+    """Every option of ``torch.compile`` with its own backend.
+
+    >>> "triton.cudagraphs" in compile_options()
+    True
+    """
+    import torch._inductor as inductor
+
+    return [*inductor.list_options(), "guard_filter_fn", "use_aoti"]  # the last two go elsewhere
+
+
+def compiler_config(module: nn.Module) -> Mapping[str, Any] | None:
+    """What torch's own backend was told where a module itself was compiled; else None.
+
+    >>> compiler_config(nn.Linear(2, 2)) is None
+    True
+    """
+    if not is_compiled(module):
+        return None
+    for where in (
+        getattr(module, "_compiled_call_impl", None),
+        module,
+        vars(module).get("forward"),
+    ):
+        read = getattr(where, "get_compiler_config", None)
+        if read is not None:
+            config: Mapping[str, Any] | None = read()
+            return config
+    return None
+
+
+def inductor_is_deterministic() -> bool:
+    """Tell whether compiled code is to be deterministic, beside what is not compiled.
+
+    >>> inductor_is_deterministic()
+    False
+    """
+    import torch._inductor.config as config
+
+    return bool(getattr(config, "deterministic", False))
+
+
+def set_inductor_deterministic(value: bool) -> None:
+    """Say whether compiled code is to be deterministic."""
+    import torch._inductor.config as config
+
+    if hasattr(config, "deterministic"):
+        config.deterministic = value
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Tell whether a lazy module's tensor still waits for its shape.
+
+    >>> is_uninitialized(nn.LazyLinear(2).weight), is_uninitialized(nn.Linear(2, 2).weight)
+    (True, False)
+    """
+    return isinstance(tensor, UninitializedTensorMixin)
+
+
+def is_wrapper(tensor_type: type) -> bool:
+    """Tell whether tensors of a type hold other tensors: jagged, distributed, quantized ones.
+
+    >>> is_wrapper(torch.Tensor)
+    False
+    """
+    return hasattr(tensor_type, "__tensor_flatten__")
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to in place, as far as autograd was told.
+
+    >>> version_of(torch.zeros(2).add_(1))
+    1
+    """
+    return tensor._version
+
+
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
+    """Indices and values of a sparse COO tensor, coalesced or not.
+
+    >>> len(sparse_parts(torch.eye(2).to_sparse()))
+    2
+    """
+    return [tensor._indices(), tensor._values()]
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that a module itself holds, by name; writing to it registers and removes them.
+
+    >>> list(buffer_table(nn.BatchNorm1d(2)))
+    ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    return module._buffers
+
+
+def schema_of(operation: Any) -> Any:
+    """What an operation takes, gives, writes to and aliases; None for a higher-order operator.
+
+    >>> schema_of(torch.ops.aten.add_.Tensor).is_mutable
+    True
+    """
+    return getattr(operation, "_schema", None)
+
+
+def can_record_memory(device: torch.device) -> bool:
+    """Tell whether the device's allocator can say what it holds, and what it did.
+
+    >>> can_record_memory(torch.device("cpu"))
+    False
+    """
+    memory = torch.cuda.memory
+    names = ("_record_memory_history", "_dump_snapshot")
+    return device.type == "cuda" and all(hasattr(memory, name) for name in names)
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Have CUDA's allocator take down what it does, so many entries at most; None ends that."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(None)
+    else:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what CUDA's allocator holds, and its history if that was taken down, to a file."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Give a shallow copy of an optimizer no hooks, without taking them from the original.
+
+    >>> forget_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+    """
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def forget_workers(loader: object) -> None:
+    """Let a data loader with persistent workers start new ones with its next pass.
+
+    Args:
+        loader: any; others are left as they are.
+
+    >>> forget_workers([1, 2])
+    """
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None  # type: ignore[attr-defined]
+
+
+def run_backward(
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Tensor] = (),
+) -> None:
+    """Run autograd's engine past ``torch.autograd.backward``, which asks function modes.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> run_backward(
+    ...     [weight.sum()], [torch.tensor(3.0)], retain_graph=False, create_graph=False
+    ... )
+    >>> weight.grad.tolist()
+    [3.0, 3.0]
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(tensors),
+        tuple(gradients),
+        retain_graph,
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

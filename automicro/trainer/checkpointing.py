@@ -1,0 +1,128 @@
+"""When checkpoints are saved, and going on from one."""
+
+from pathlib import Path
+
+from automicro.checkpoints import CheckpointConfig, CheckpointStore, LoadedCheckpoint
+from automicro.duration import Duration
+from automicro.errors import CheckpointError, CheckpointWarning
+from automicro.events import Callbacks, LoopState, Run
+from automicro.trainer.interval import Interval
+from automicro.trainer.progress import Progress
+from automicro.trainer.snapshot import Snapshot
+from automicro.transfer import on_host
+from automicro.warn import warn
+
+
+def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
+    """The config, or None.
+
+    Raises:
+        TypeError: anything else.
+
+    >>> read_checkpoint(None) is None
+    True
+    """
+    if checkpoint is None or isinstance(checkpoint, CheckpointConfig):
+        return checkpoint
+    raise TypeError(
+        f"checkpoint is {checkpoint!r}; pass CheckpointConfig(folder=…), or None for no checkpoints"
+    )
+
+
+class Checkpointer:
+    """Saves a run at its interval and at its end, and takes it up again.
+
+    A save that fails (a full disk) is a warning, and the next one is tried: the older checkpoints
+    are as they were.
+
+    Args:
+        config: where, how often, and which stay.
+        snapshot: gathers and puts back the run.
+        callbacks: told of it.
+        run: what asks for a checkpoint, and has the metrics.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, snapshot: Snapshot, *, callbacks: Callbacks, run: Run
+    ) -> None:
+        self._config = config
+        self._snapshot = snapshot
+        self._callbacks = callbacks
+        self._run = run
+        self._interval = Interval(
+            None if config.interval is None else Duration.parse(config.interval)
+        )
+        self._store = CheckpointStore.of(config)
+        self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
+
+    def saved_in(self, state: LoopState) -> Path | None:
+        """Where the state as it is was saved; None where that failed."""
+        is_saved = self._saved_at == (state.batch, state.epoch)
+        return self._store.folder if is_saved else None
+
+    def resume(self, state: LoopState, progress: Progress) -> dict[str, object] | None:
+        """Go on from a checkpoint, if the config says so and there is one; what was loaded.
+
+        Random numbers are left for the caller to put back, after whatever else draws some.
+
+        Raises:
+            CheckpointError: it is of another run, or all are damaged, or the one that was asked
+                for is not there.
+        """
+        if self._config.resume == "never":
+            return None
+        with on_host():
+            loaded = self._load()
+        if loaded is None:
+            return None
+        self._snapshot.restore(loaded.state)
+        self._interval.catch_up(state)
+        self._saved_at = (state.batch, state.epoch)
+        progress.line(f"resumed from {loaded.path}, after batch {state.batch}")
+        return loaded.state
+
+    def _load(self) -> LoadedCheckpoint | None:
+        into = self._snapshot.in_place()
+        if self._config.resume != "auto":
+            return self._store.load(self._config.resume, into=into)
+        found = self._store.newest()
+        return None if found is None else self._store.load(found, into=into)
+
+    def save_if_due(self, state: LoopState, progress: Progress) -> None:
+        """Save if the interval or a callback asks for it."""
+        is_due = self._interval.is_due(state)
+        if self._run.take_checkpoint_request() or is_due:
+            self.save(state, progress)
+
+    def save(self, state: LoopState, progress: Progress) -> None:
+        """Save the run as it is, unless that was done."""
+        if self._saved_at == (state.batch, state.epoch):
+            return
+        self._callbacks.fire("checkpoint_start", self._run)
+        snapshot = self._snapshot.gather()
+        # Values of an earlier evaluation are not those of the weights that are saved.
+        is_evaluated = state.batch in state.evaluated_at.values()
+        values = self._run.values if is_evaluated else {}
+        metrics = {name: value for name, value in values.items() if name.startswith("eval/")}
+        try:
+            if self._config.asynchronous:
+                self._store.save_async(snapshot, step=state.batch, metrics=metrics)
+                path = self._store.folder
+            else:
+                path = self._store.save(snapshot, step=state.batch, metrics=metrics)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise  # a state that no checkpoint can hold will be one next time, too
+            warn(f"no checkpoint after batch {state.batch}: {error}", CheckpointWarning)
+            return
+        self._saved_at = (state.batch, state.epoch)
+        progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
+        self._callbacks.fire("checkpoint_end", self._run, path)
+
+    def finish(self) -> None:
+        """Wait for what is written in the background; a failure is a warning."""
+        try:
+            self._store.wait()
+        except CheckpointError as error:
+            self._saved_at = None
+            warn(f"the last checkpoint was not written: {error}", CheckpointWarning)

@@ -1,0 +1,254 @@
+"""For users of Composer: the metrics of its models, and where its Trainer's arguments went."""
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+
+
+def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
+    """The metrics by name that a model with Composer's interface has.
+
+    Args:
+        model: any; one with ``loss``, ``eval_forward`` and ``get_metrics`` is asked.
+        is_train: whether those of training are wanted, or those of evaluation.
+
+    Returns:
+        None where it is another model, or has no metrics.
+
+    Raises:
+        TypeError: ``get_metrics`` gave something else than metrics.
+
+    Example:
+        >>> model_metrics(nn.Linear(2, 1), is_train=True) is None
+        True
+    """
+    interface = ("loss", "eval_forward", "get_metrics")
+    if not all(callable(getattr(model, name, None)) for name in interface):
+        return None
+    metrics = model.get_metrics(is_train=is_train)
+    if metrics is None:
+        return None
+    if isinstance(metrics, Mapping | nn.ModuleDict):  # a MetricCollection is one, too
+        return dict(metrics.items()) or None
+    if isinstance(metrics, list | tuple):
+        return {type(metric).__name__: metric for metric in metrics} or None
+    if hasattr(metrics, "update"):
+        return {type(metrics).__name__: metrics}
+    raise TypeError(
+        f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}; return a "
+        "mapping from names to metrics"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterpart:
+    """What stands here for an argument of Composer's Trainer.
+
+    Attributes:
+        ours: the argument of our `Trainer`; None where there is none.
+        hint: how to say it here, or why there is nothing.
+    """
+
+    ours: str | None = None
+    hint: str
+
+
+def _ours(name: str, hint: str) -> Counterpart:
+    return Counterpart(ours=name, hint=hint)
+
+
+def _none(hint: str) -> Counterpart:
+    return Counterpart(hint=hint)
+
+
+_ONE_DEVICE = _none("training on several devices is not there yet")
+_LOAD_YOURSELF = _none(
+    'load the weights into the model before: `load_checkpoint(path, into={"modules": '
+    "[model.state_dict()]})`"
+)
+
+COUNTERPARTS: Mapping[str, Counterpart] = {
+    "model": _ours("model", "the same; any other module works, too"),
+    "train_dataloader": _ours(
+        "train_dataloader", "any iterable of whole batches; of a DataSpec, its dataloader"
+    ),
+    "train_dataloader_label": _none("values of training are called `train/…`"),
+    "train_subset_num_batches": _none("give a loader that has fewer batches"),
+    "spin_dataloaders": _none("a loader is always brought to where it stood"),
+    "max_duration": _ours("max_duration", 'text with a unit: `"2ep"`, `"500ba"`, `"1e6tok"`'),
+    "algorithms": _ours(
+        "callbacks", "freezing, averages of weights and growing inputs are callbacks here"
+    ),
+    "algorithm_passes": _ours("callbacks", "they are called in the order in which they are given"),
+    "optimizers": _ours(
+        "optimizer", "one optimizer, or a callable that makes it: `torch.optim.AdamW`"
+    ),
+    "schedulers": _ours(
+        "scheduler", "one of torch's, several as a `SequentialLR` or a `ChainedScheduler`"
+    ),
+    "scale_schedule_ratio": _none("scale `max_duration` and the scheduler's own numbers"),
+    "step_schedulers_every_batch": _ours(
+        "scheduler", "always stepped after every batch; count batches in it, not epochs"
+    ),
+    "eval_dataloader": _ours(
+        "eval_dataloader", "a loader, an `Evaluator`, or a mapping from names to these"
+    ),
+    "eval_interval": _ours("eval_interval", 'text with a unit: `"1ep"`, `"100ba"`'),
+    "eval_subset_num_batches": _ours("eval_dataloader", "`Evaluator(max_batches=…)`"),
+    "callbacks": _ours("callbacks", "instances of subclasses of `automicro.Callback`"),
+    "loggers": _ours("loggers", "those of `automicro.loggers`, or your own"),
+    "run_name": _none("name the folders of the checkpoints and of the loggers"),
+    "progress_bar": _ours("progress", "True or False"),
+    "log_to_console": _ours("loggers", "`ConsoleLogger()` prints every value"),
+    "console_stream": _ours("loggers", "`ConsoleLogger(file=…)`; progress goes to stdout"),
+    "console_log_interval": _ours("loggers", "`ConsoleLogger(interval_seconds=…)`"),
+    "log_traces": _none("decisions are logged through `logging`, as automicro"),
+    "auto_log_hparams": _ours("loggers", "each is told the settings of the run when it starts"),
+    "load_path": _ours("checkpoint", "`CheckpointConfig(folder=…, resume=path)`"),
+    "load_object_store": _none("checkpoints lie in folders; copy them there first"),
+    "load_weights_only": _LOAD_YOURSELF,
+    "load_strict_model_weights": _LOAD_YOURSELF,
+    "load_progress_bar": _ours("progress", "says what a run was resumed from"),
+    "load_ignore_keys": _LOAD_YOURSELF,
+    "load_exclude_algorithms": _LOAD_YOURSELF,
+    "save_folder": _ours("checkpoint", "`CheckpointConfig(folder=…)`"),
+    "save_filename": _none("a checkpoint is a folder, named after its number and its batch"),
+    "save_latest_filename": _none("the newest good checkpoint is found without a link to it"),
+    "save_overwrite": _none("checkpoints count up, and none is overwritten"),
+    "save_interval": _ours("checkpoint", '`CheckpointConfig(interval="500ba")`'),
+    "save_weights_only": _none("save `model.state_dict()` when training has ended"),
+    "save_ignore_keys": _none("a checkpoint has all that a run needs to go on"),
+    "save_num_checkpoints_to_keep": _ours(
+        "checkpoint", "`CheckpointConfig(keep_last=…)`, and `keep_best` besides"
+    ),
+    "save_metrics": _ours("checkpoint", "the values of the evaluation are always saved with it"),
+    "autoresume": _ours("checkpoint", '`CheckpointConfig(resume="auto")`, which is the default'),
+    "parallelism_config": _ONE_DEVICE,
+    "fsdp_config": _ONE_DEVICE,
+    "deepspeed_config": _ONE_DEVICE,
+    "dist_timeout": _ONE_DEVICE,
+    "ddp_sync_strategy": _ONE_DEVICE,
+    "device": _ours("device", '`"gpu"` is `"cuda"`, or leave it `"auto"`'),
+    "precision": _ours("precision", '`"amp_bf16"` is `"bf16"`, `"amp_fp16"` is `"fp16"`'),
+    "precision_config": _none("there is no 8-bit precision"),
+    "device_train_microbatch_size": _ours(
+        "microbatch_size", 'rows, or `"auto"`, which is the default and never changes a gradient'
+    ),
+    "grad_accum": _ours(
+        "microbatch_size", "how many rows a microbatch has, not how many microbatches there are"
+    ),
+    "accumulate_train_batch_on_tokens": _ours(
+        "loss_average", '`"tokens"`; `"auto"` reads it off most losses'
+    ),
+    "grad_clip_norm": _ours("grad_clip_norm", "None for none, where Composer has -1"),
+    "seed": _ours("seed", "the same"),
+    "deterministic_mode": _ours("deterministic", "True or False; it does not seed"),
+    "profiler": _none("run `fit()` inside of `torch.profiler.profile()`"),
+    "python_log_level": _none('`logging.getLogger("automicro").setLevel(…)`'),
+    "compile_config": _ours("compile", "True, or the keyword arguments of `torch.compile`"),
+}
+"""By name, each argument of Composer's Trainer, some of older versions among them."""
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "precision": {"amp_bf16": "bf16", "amp_fp16": "fp16", "amp": "fp16"},
+    "device": {"gpu": "cuda"},
+}
+"""What values are called here that Composer has another name for, by argument."""
+
+
+def refuse_unknown(arguments: Mapping[str, object], *, kind: type) -> None:
+    """Refuse keyword arguments that a class has not got, and values of Composer's.
+
+    Args:
+        arguments: by name, as they were given.
+        kind: the `Trainer`, or a subclass; one that takes any argument is left alone.
+
+    Raises:
+        TypeError: arguments that it has not got, each with what was probably meant.
+        ValueError: a value that Composer calls otherwise.
+
+    Example:
+        >>> class Trainer:
+        ...     def __init__(self, *, microbatch_size="auto"):
+        ...         pass
+        >>> refuse_unknown({"device_train_microbatch_size": 8}, kind=Trainer)
+        Traceback (most recent call last):
+            ...
+        TypeError: Trainer has no argument 'device_train_microbatch_size': Composer's; here it is
+        microbatch_size (rows, or "auto", which is the default and never changes a gradient)
+    """
+    _refuse_values(arguments)
+    # Not of the class itself: that would be the signature of __new__, which takes anything.
+    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    unknown = [name for name in arguments if name not in parameters]
+    if not unknown:
+        return
+    own = [name for name in parameters if name != "self"]
+    lines = [f"{name!r}{_describe(name, own)}" for name in unknown]
+    if len(lines) == 1:
+        raise TypeError(f"{kind.__name__} has no argument {lines[0]}")
+    raise TypeError(f"{kind.__name__} has no arguments\n  " + "\n  ".join(lines))
+
+
+def refusing_unknown(kind: type[T]) -> type[T]:
+    """Decorate a class so that `refuse_unknown` sees its keyword arguments first.
+
+    For type checkers and for ``help`` the class keeps the arguments that it has.
+
+    Args:
+        kind: whose ``__init__`` says what is known.
+
+    Example:
+        >>> @refusing_unknown
+        ... class Trainer:
+        ...     def __init__(self, *, optimizer=None):
+        ...         pass
+        >>> inspect.signature(Trainer)
+        <Signature (*, optimizer=None)>
+        >>> Trainer(optimisers=None)
+        Traceback (most recent call last):
+            ...
+        TypeError: Trainer has no argument 'optimisers': did you mean 'optimizer'?
+    """
+
+    def new(cls: type[T], *_: object, **arguments: object) -> T:
+        refuse_unknown(arguments, kind=cls)
+        return object.__new__(cls)
+
+    new.__signature__ = inspect.signature(kind.__init__)  # type: ignore[attr-defined]
+    kind.__new__ = staticmethod(new)  # type: ignore[assignment]
+    return kind
+
+
+def _describe(name: str, own: Collection[str]) -> str:
+    counterpart = COUNTERPARTS.get(name)
+    if counterpart is not None:
+        hint = counterpart.hint.replace("`", "")
+        if counterpart.ours is None:
+            return f": Composer's, and not there; {hint}"
+        return f": Composer's; here it is {counterpart.ours} ({hint})"
+    near = difflib.get_close_matches(name.lower(), own, n=1)
+    if near:
+        return f": did you mean {near[0]!r}?"
+    foreign = difflib.get_close_matches(name.lower(), COUNTERPARTS, n=1, cutoff=0.85)
+    if foreign:
+        return f": {foreign[0]!r} was meant?" + _describe(foreign[0], own).removeprefix(":")
+    return "; it has " + ", ".join(own)
+
+
+def _refuse_values(arguments: Mapping[str, object]) -> None:
+    for name, values in VALUES.items():
+        given = arguments.get(name)
+        ours = values.get(given.lower()) if isinstance(given, str) else None
+        if ours is not None:
+            raise ValueError(
+                f"{name}={given!r} is Composer's name for {ours!r}; pass {name}={ours!r}"
+            )

@@ -1,0 +1,38 @@
+"""The options of the `Trainer` that are plain values, for those who read them from somewhere."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Every option of the `Trainer` that text can say, with the same default.
+
+    The `Trainer` explains them. What has to be made (a model, a loader, an optimizer) is left to
+    whoever makes it.
+
+    >>> TrainerConfig(max_duration="2ep").microbatch_size
+    'auto'
+    """
+
+    max_duration: str = "1ep"
+    eval_interval: str | None = "1ep"
+    accumulate_batches: int = 1
+    batch_layout: Any = 0
+    microbatch_size: int | str | None = "auto"
+    eval_microbatch_size: int | str | None = "auto"
+    strict_divisible: bool = False
+    memory_limit: int | str | None = None
+    loss_average: Any = "auto"
+    batchnorm: str = "warn"
+    probe: bool = True
+    precision: str = "fp32"
+    grad_clip_norm: float | None = None
+    parameter_groups: Any = ()
+    non_finite: str = "stop"
+    channels_last: bool = False
+    compile: Any = False
+    deterministic: bool = False
+    device: str = "auto"
+    seed: int | None = None
+    progress: bool = True

@@ -1,0 +1,86 @@
+"""What to evaluate on: one data set or several, each with a name, metrics and a size of its own."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from automicro.duration import Duration
+from automicro.policy import Policy
+from automicro.trainer.arguments import read_count, read_duration
+from automicro.trainer.loading import check_loader
+
+INHERITED = "inherited"
+"""Stands for what the `Trainer` was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """One of several evaluations of a `Trainer`: ``eval_dataloader={"name": Evaluator(…)}``.
+
+    Attributes:
+        dataloader: an iterable of whole batches that can be passed over again.
+        metrics: as for the `Trainer`; its own unless given, None for none.
+        microbatch_size: rows: an int, ``"auto"``, None (the whole batch), or a policy; found on
+            its own. The trainer's ``eval_microbatch_size`` unless given.
+        max_batches: how many batches of the loader to evaluate on; None for all.
+        interval: how often; the trainer's ``eval_interval`` unless given, None for never.
+
+    Raises:
+        TypeError, ValueError: values that make no sense, each with its remedy.
+
+    >>> Evaluator(dataloader=[1, 2, 3], max_batches=2).max_batches
+    2
+    """
+
+    dataloader: Iterable[Any]
+    metrics: Any = INHERITED
+    microbatch_size: int | str | Policy | None = INHERITED
+    max_batches: int | None = None
+    interval: str | Duration | None = INHERITED
+
+    def __post_init__(self) -> None:
+        check_loader("Evaluator(dataloader=…)", self.dataloader)
+        if self.dataloader is None:
+            raise TypeError("Evaluator(dataloader=None) has nothing to evaluate on; pass a loader")
+        if self.max_batches is not None:
+            read_count("max_batches", self.max_batches)
+        if self.interval is not None and self.interval != INHERITED:
+            read_duration("interval", self.interval)
+
+
+def read_evaluators(name: str, given: Any) -> dict[str, Evaluator]:
+    """The evaluators by name; one that has none is ``""``.
+
+    Args:
+        name: of the argument, for errors.
+        given: a loader, an `Evaluator`, a mapping from names to these, or None.
+
+    Raises:
+        TypeError: something cannot be iterated over.
+        ValueError: a mapping without entries, or a name that is no text or holds a slash.
+
+    >>> list(read_evaluators("eval_dataloader", {"seen": [1], "new": [2]}))
+    ['seen', 'new']
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return {"": _read(name, given)}
+    if not given:
+        raise ValueError(f"{name} is an empty mapping; name an evaluation, or pass None for none")
+    for each in given:
+        if not isinstance(each, str) or not each or "/" in each:
+            raise ValueError(
+                f"{name} has the name {each!r}; names are text without '/', because values are "
+                "logged as eval/name/metric"
+            )
+    return {each: _read(f"{name}[{each!r}]", value) for each, value in given.items()}
+
+
+def _read(name: str, given: Any) -> Evaluator:
+    if isinstance(given, Evaluator):
+        return given
+    if given is None:
+        raise TypeError(f"{name} is None; pass a loader, or leave the name out")
+    check_loader(name, given)
+    return Evaluator(dataloader=given)

@@ -1,0 +1,272 @@
+"""Passes over a data loader that can be taken up again in the middle."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from automicro.checkpoints import restore_rng_state, rng_state
+from automicro.errors import CheckpointWarning, DataLoaderError
+from automicro.torch_private import forget_workers
+from automicro.trainer.generators import generator_states, restore_generators
+from automicro.trainer.loading import (
+    announce_epoch,
+    begin,
+    empty,
+    has_persistent_workers,
+    num_batches,
+    rest,
+)
+from automicro.warn import warn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Pass:
+    """A pass, and how to begin it again.
+
+    Attributes:
+        epoch: that was announced.
+        rng: where the generators of the process stood before it.
+        generators: where those of the loader stood before it.
+        given: batches so far.
+        is_complete: whether there are no more.
+    """
+
+    epoch: int
+    rng: Mapping[str, Any]
+    generators: Mapping[str, Any]
+    given: int = 0
+    is_complete: bool = False
+
+
+class Feed:
+    """Gives the batches of a loader, pass after pass, and says where it stands.
+
+    A loader with a ``state_dict`` of its own (torchdata's StatefulDataLoader) is asked for it.
+    With any other, the pass begins once more from the same random numbers, and the batches that
+    were given are made and thrown away, so that the rest is the same to the bit. Random numbers
+    are drawn meanwhile and put back: whoever restores those of a checkpoint does so before.
+
+    Two things are not repeated. A loader that goes on drawing random numbers of the process for an
+    order that it keeps (a shuffle buffer without workers, without a generator of its own) draws
+    others, because training draws in between. And torchdata's state has the order of the rows, but
+    not the random numbers of its workers.
+
+    Args:
+        loader: gives batches.
+        name: of its argument, for errors.
+
+    Example:
+        >>> feed = Feed([1, 2, 3], "train_dataloader")
+        >>> batches = feed.batches(epoch=0)
+        >>> next(batches)
+        1
+        >>> later = Feed([1, 2, 3], "train_dataloader")
+        >>> later.load_state_dict(feed.state_dict())
+        >>> list(later.batches(epoch=0))
+        [2, 3]
+    """
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader = loader
+        self._name = name
+        # Persistent workers go on with their random numbers, so all passes since they started
+        # count; otherwise only the last one does.
+        self._passes: list[_Pass] = []
+        self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of a pass, or the rest of the one that was loaded.
+
+        A pass that was loaded is taken up if it is of this epoch and has not ended; the rest may
+        be no batch at all. Nothing happens before the first batch is asked for.
+
+        Args:
+            epoch: which is announced to whatever shuffles by it.
+
+        Raises:
+            DataLoaderError: a new pass gave no batch, or the loader is not the one that was saved.
+        """
+        iterator = None
+        if self._loaded is not None:
+            iterator = self._take_up(epoch)
+            self._loaded = None
+        if iterator is None:
+            iterator = self._begin(epoch)
+        current = self._passes[-1]
+        for batch in rest(iterator):
+            current.given += 1
+            yield batch
+            del batch
+        current.is_complete = True
+        if current.given == 0:
+            raise empty(self._loader, iterator, self._name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands, as tensors and plain values."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        # Asking before a pass has begun makes torchdata's loader begin one.
+        own = self._loader.state_dict() if self._passes and _keeps_state(self._loader) else None
+        return {
+            "num_batches": num_batches(self._loader),
+            "persistent": has_persistent_workers(self._loader),
+            "generators": generator_states(self._loader),
+            "passes": [dict(vars(each)) for each in self._passes],
+            "loader": own,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there with the next `batches`.
+
+        Args:
+            state: what `state_dict` gave.
+
+        Raises:
+            DataLoaderError: the loader is not the one that was saved.
+
+        Warns:
+            CheckpointWarning: it has become longer, or cannot begin again.
+        """
+        passes = [_Pass(**each) for each in state["passes"]]
+        if state["loader"] is not None and not _keeps_state(self._loader):
+            raise DataLoaderError(
+                f"the checkpoint holds the position of a {self._name} that kept its own, and this "
+                f"{type(self._loader).__name__} has no load_state_dict; pass the same kind of "
+                "loader, or go on from a checkpoint that was made with this kind"
+            )
+        if passes and not passes[-1].is_complete:
+            self._check_length(state["num_batches"], passes[-1].given)
+        if passes and state["persistent"] != has_persistent_workers(self._loader):
+            was, now = ("with", "without") if state["persistent"] else ("without", "with")
+            raise DataLoaderError(
+                f"the checkpoint was made {was} persistent workers, and {self._name} is {now}: "
+                "its batches would come in another order; pass persistent_workers="
+                f"{state['persistent']}"
+            )
+        self._passes, self._loaded = passes, state
+        restore_generators(self._loader, state["generators"])
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        if not has_persistent_workers(self._loader):
+            self._passes.clear()
+        start = _Pass(epoch=epoch, rng=rng_state(), generators=generator_states(self._loader))
+        self._passes.append(start)
+        announce_epoch(self._loader, epoch)
+        return begin(self._loader)
+
+    def _take_up(self, epoch: int) -> Iterator[Any] | None:
+        """The pass of an epoch where it was left, if it was left in the middle."""
+        assert self._loaded is not None
+        last = self._passes[-1] if self._passes else None
+        is_in_the_middle = last is not None and not last.is_complete and last.epoch == epoch
+        here = rng_state()
+        iterator = None
+        try:
+            if self._loaded["loader"] is not None:
+                assert last is not None
+                iterator = self._load_position(last, is_in_the_middle=is_in_the_middle)
+            elif has_persistent_workers(self._loader):
+                forget_workers(self._loader)
+                self._warn_of_repetition(is_in_the_middle=is_in_the_middle)
+                for number, each in enumerate(self._passes, start=1):
+                    iterator = self._repeat(each, number)
+            elif is_in_the_middle:
+                assert last is not None
+                self._check_repeatable(last.given)
+                iterator = self._repeat(last, 1)
+        finally:
+            restore_generators(self._loader, self._loaded["generators"])
+            restore_rng_state(here)
+        return iterator if is_in_the_middle else None
+
+    def _load_position(self, last: _Pass, *, is_in_the_middle: bool) -> Iterator[Any] | None:
+        """Hand a loader its own state; a new pass is left to begin by itself if it can."""
+        assert self._loaded is not None
+        own = self._loaded["loader"]
+        self._loader.load_state_dict(own)
+        # torchdata's begins twice after the state of a pass that has ended, and would draw twice.
+        has_ended = isinstance(own, Mapping) and own.get("_iterator_finished", False)
+        if not is_in_the_middle and last.is_complete and not has_ended:
+            return None
+        restore_rng_state(last.rng)
+        announce_epoch(self._loader, last.epoch)
+        iterator = begin(self._loader)
+        if not is_in_the_middle and not last.is_complete:
+            for batch in rest(iterator):  # its end has not been seen
+                del batch
+        return iterator
+
+    def _repeat(self, start: _Pass, number: int) -> Iterator[Any]:
+        """Begin a pass once more and throw away the batches that it gave."""
+        logger.info(
+            "%s: making the %d batches of pass %d of %d again that were trained on",
+            self._name,
+            start.given,
+            number,
+            len(self._passes),
+        )
+        restore_rng_state(start.rng)
+        restore_generators(self._loader, start.generators)
+        announce_epoch(self._loader, start.epoch)
+        iterator = begin(self._loader)
+        batches = rest(iterator)
+        for given in range(start.given):
+            if next(batches, _END) is _END:
+                raise DataLoaderError(
+                    f"{self._name} ended after {given} batches, and {start.given} of this pass "
+                    "were trained on when the checkpoint was made; pass the same data, or go on "
+                    "from a checkpoint of the end of an epoch"
+                )
+        if start.is_complete:
+            next(batches, _END)
+        return iterator
+
+    def _warn_of_repetition(self, *, is_in_the_middle: bool) -> None:
+        earlier = len(self._passes) - is_in_the_middle
+        if earlier > 0:
+            logger.warning(
+                "%s: persistent workers go on with their random numbers from pass to pass, so the "
+                "earlier ones are made again (%d); a run with persistent_workers=False need not",
+                self._name,
+                earlier,
+            )
+
+    def _check_repeatable(self, given: int) -> None:
+        # Only an iterator is its own iterator; asking a loader for one may start workers.
+        if isinstance(self._loader, Iterator):
+            warn(
+                f"{self._name} is an iterator ({type(self._loader).__name__}), which cannot begin "
+                f"again: {given} batches are taken from it and thrown away, which is right only "
+                "if it is new and gives the same ones. Pass what can begin again, such as a "
+                "DataLoader, or give it state_dict and load_state_dict",
+                CheckpointWarning,
+            )
+
+    def _check_length(self, saved: int | None, given: int) -> None:
+        length = num_batches(self._loader)
+        if saved is None or length is None or saved == length:
+            return
+        numbers = (
+            f"{self._name} has {length} batches, and had {saved} when the checkpoint was made, "
+            f"after {given} of them"
+        )
+        if length < saved:
+            raise DataLoaderError(
+                f"{numbers}; pass the same data and batch size, or go on from a checkpoint of the "
+                "end of an epoch"
+            )
+        warn(
+            f"{numbers}: a shuffled order is another one now, so rows may come twice or not at "
+            "all in this epoch; pass the same data and batch size to avoid it",
+            CheckpointWarning,
+        )
+
+
+_END = object()
+
+
+def _keeps_state(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

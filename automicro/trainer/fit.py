@@ -1,0 +1,197 @@
+"""One call of `Trainer.fit`: going on from a checkpoint, the loop, and a proper end."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from automicro.checkpoints import CheckpointConfig
+from automicro.events import Callbacks, LoopState, Run
+from automicro.memory import peak_bytes, reset_peak
+from automicro.trainer.checkpointing import Checkpointer
+from automicro.trainer.clock import TimeLimit
+from automicro.trainer.evaluation import Evaluation
+from automicro.trainer.feed import Feed
+from automicro.trainer.fitting import FitLoop
+from automicro.trainer.interruption import catching_signals
+from automicro.trainer.lines import RunSettings, count_of
+from automicro.trainer.loading import num_batches
+from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.progress import Progress
+from automicro.trainer.recording import Recorder
+from automicro.trainer.snapshot import HOST_PART, Part, Snapshot, restore_random_numbers
+from automicro.trainer.step import TrainingStep
+from automicro.trainer.summary import FitSummary, summarize
+
+
+class Fit:
+    """Runs the loop from where training stands.
+
+    Args:
+        loop: trains.
+        step: of the loop.
+        state: where training stands.
+        run: as callbacks see it.
+        recorder: logs the numbers.
+        checkpointer: saves and resumes; None for no checkpoints.
+        max_seconds: how long one call may take; None for as long as it takes.
+        settings: what runs, for the first line and for the loggers.
+    """
+
+    def __init__(
+        self,
+        loop: FitLoop,
+        *,
+        step: TrainingStep,
+        state: LoopState,
+        run: Run,
+        recorder: Recorder,
+        checkpointer: Checkpointer | None,
+        max_seconds: float | None,
+        settings: RunSettings,
+    ) -> None:
+        self.loop = loop
+        self._step = step
+        self._state = state
+        self._run = run
+        self._recorder = recorder
+        self._checkpointer = checkpointer
+        self._max_seconds = max_seconds
+        self._settings = settings
+
+    def require_more(self) -> None:
+        """Refuse to train where all is done.
+
+        Raises:
+            ValueError: ``max_duration`` is reached.
+        """
+        if self.loop.has_reached_duration:
+            raise ValueError(
+                f"fit() has trained for max_duration='{self._settings.max_duration}' already "
+                f"({count_of(self._state.batch, 'batch')}); to go on, make a new Trainer with the "
+                "same model and optimizer, or give a longer max_duration from the start"
+            )
+
+    def __call__(self, progress: Progress) -> FitSummary:
+        """Train, and sum up.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, after the batch that ran is done and saved.
+            SystemExit: SIGTERM, the same.
+        """
+        state = self._state
+        reset_peak(self._run.device)
+        self._run.resume()
+        self._step.clear_gradients()  # an interrupted fit leaves those of its last batch
+        progress.line(self._settings.line(self.loop.num_batches))
+        resume_step = self._resume(progress)
+        if not self._run.model.training:
+            self._run.model.train()
+        time_limit = TimeLimit(self._max_seconds)
+        try:
+            self._recorder.start(self._settings.values(), resume_step=resume_step)
+            with catching_signals(saves=self._checkpointer is not None) as interruption:
+
+                def is_stopped() -> bool:
+                    return interruption.name is not None or time_limit.is_over
+
+                self.loop.run(progress, is_stopped)
+        finally:
+            self._recorder.close()
+            if self._checkpointer is not None:
+                self._checkpointer.finish()
+        if interruption.name is not None:
+            where = f"after batch {state.batch}"
+            folder = None if self._checkpointer is None else self._checkpointer.saved_in(state)
+            progress.line(interruption.describe(where=where, checkpoint=folder))
+            interruption.raise_if_interrupted(where=where, checkpoint=folder)
+        reason = self._run.stop_reason
+        if not self.loop.is_finished:
+            reason = "max_time is over"
+        if reason is not None:
+            progress.line(f"training stopped: {reason}")
+        summary = summarize(
+            state, stop_reason=reason, peak_memory_bytes=peak_bytes(self._run.device)
+        )
+        progress.line(f"\n{summary}")
+        return summary
+
+    def _resume(self, progress: Progress) -> int | None:
+        """Go on from a checkpoint where training has not begun; the batches done before."""
+        if self._checkpointer is None or self._state.batch:
+            return self._state.batch or None
+        saved = self._checkpointer.resume(self._state, progress)
+        if saved is None:
+            return None
+        self.loop.catch_up()
+        restore_random_numbers(saved)
+        return self._state.batch
+
+
+def assemble_fit(
+    loader: Iterable[Any],
+    *,
+    step: TrainingStep,
+    parts: Mapping[str, Part | None],
+    state: LoopState,
+    run: Run,
+    callbacks: Callbacks,
+    recorder: Recorder,
+    evaluations: Sequence[Evaluation],
+    metrics: MetricSet,
+    accumulate_batches: int,
+    checkpoint: CheckpointConfig | None,
+    max_seconds: float | None,
+    settings: RunSettings,
+) -> Fit:
+    """Put together what trains: data, loop, checkpoints.
+
+    Args:
+        loader: of the data to train on.
+        step: trains on one optimization batch.
+        parts: what has a state to be saved besides model, optimizer, data and progress, by name.
+        state: where training stands.
+        run: as callbacks see it.
+        callbacks: told of every event.
+        recorder: logs the numbers.
+        evaluations: what to evaluate on.
+        metrics: of training.
+        accumulate_batches: how many of the loader's make up an optimization batch.
+        checkpoint: where and how often to save; None for never.
+        max_seconds: how long one call may take; None for as long as it takes.
+        settings: what runs.
+    """
+    feed = Feed(loader, "train_dataloader")
+    checkpointer = None
+    if checkpoint is not None:
+        sizes = {f"sizes of {each.name}": each.microbatcher for each in evaluations if each.name}
+        saved = {**parts, **sizes, HOST_PART: feed}
+        snapshot = Snapshot(
+            run,
+            parts={name: part for name, part in saved.items() if part is not None},
+            callbacks=callbacks,
+            state=state,
+        )
+        checkpointer = Checkpointer(checkpoint, snapshot, callbacks=callbacks, run=run)
+    loop = FitLoop(
+        step,
+        feed,
+        count_batches=partial(num_batches, loader),
+        accumulate_batches=accumulate_batches,
+        evaluations=evaluations,
+        metrics=metrics,
+        state=state,
+        callbacks=callbacks,
+        run=run,
+        recorder=recorder,
+        checkpointer=checkpointer,
+    )
+    return Fit(
+        loop,
+        step=step,
+        state=state,
+        run=run,
+        recorder=recorder,
+        checkpointer=checkpointer,
+        max_seconds=max_seconds,
+        settings=settings,
+    )

@@ -1,0 +1,96 @@
+"""An optimizer's state by the names of parameters, as checkpoints keep it.
+
+torch numbers parameters in the order of the groups. A name says which one is meant, so that a
+checkpoint of another model or other groups is told, and never loaded into the wrong place.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from automicro.errors import CheckpointError
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]
+) -> dict[str, Any]:
+    """The state of each parameter by its name, and the options of each group.
+
+    Args:
+        optimizer: of parameters of these modules.
+        modules: the model, then further modules.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> optimizer_state(sgd, [model])["groups"][0]["names"]
+        ['weight', 'bias']
+    """
+    names = _names(optimizer, modules)
+    saved = optimizer.state_dict()
+    return {
+        "state": {names[index]: dict(values) for index, values in saved["state"].items()},
+        "groups": [
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "names": [names[index] for index in group["params"]],
+            }
+            for group in saved["param_groups"]
+        ],
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
+) -> None:
+    """Go on with the state and the options that `optimizer_state` gave.
+
+    Raises:
+        CheckpointError: the groups hold other parameters.
+    """
+    names = _names(optimizer, modules)
+    indices = {name: index for index, name in enumerate(names)}
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    listed = [name for group in state["groups"] for name in group["names"]]
+    there = [len(group["names"]) for group in state["groups"]]
+    if listed != names or there != here:
+        raise CheckpointError(
+            f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
+            f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
+            "of the run that saved it, or start anew with resume='never'"
+        )
+    optimizer.load_state_dict(
+        {
+            "state": {indices[name]: dict(values) for name, values in state["state"].items()},
+            "param_groups": [
+                {
+                    **{name: value for name, value in group.items() if name != "names"},
+                    "params": [indices[name] for name in group["names"]],
+                }
+                for group in state["groups"]
+            ],
+        }
+    )
+
+
+def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
+    """Of the optimizer's parameters, in torch's order."""
+    named = {
+        id(parameter): f"{prefix}{name}"
+        for prefix, module in zip(_prefixes(modules), modules, strict=True)
+        for name, parameter in module.named_parameters()
+    }
+    return [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
+    return ["", *(f"modules[{index}]." for index in range(len(modules) - 1))]
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    for saved, here in zip(one, other, strict=False):
+        if saved != here:
+            return f", with {saved!r} where this one has {here!r}"
+    return ""

@@ -1,0 +1,38 @@
+"""A small config to be changed in one place, and what is said of it."""
+
+from pathlib import Path
+
+import pytest
+
+from automicro.cli.config import CallConfig, RunConfig
+from automicro.cli.loading import load_config
+from automicro.cli.training import build_trainer
+from automicro.errors import ConfigError
+
+JOB = """\
+model: {call: torch.nn.Linear, args: {in_features: 8, out_features: 2}}
+train_data: {call: torch.utils.data.DataLoader, args: {dataset: [1, 2, 3], batch_size: 2}}
+loss: {call: torch.nn.CrossEntropyLoss}
+optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
+"""
+
+
+def job(*overrides: str, text: str = JOB) -> RunConfig:
+    """Write a config where we are, and load it."""
+    Path("job.yaml").write_text(text, encoding="utf-8")
+    return load_config("job.yaml", overrides)
+
+
+def complaint(*overrides: str, text: str = JOB) -> str:
+    """What is said of a config that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        build_trainer(job(*overrides, text=text))
+    return str(caught.value)
+
+
+def args_of(config: RunConfig, key: str) -> dict[str, object]:
+    """The arguments of a node, which the config has to have."""
+    node = getattr(config, key)
+    assert isinstance(node, CallConfig)
+    assert node.args is not None
+    return node.args

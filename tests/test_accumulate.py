@@ -1,0 +1,123 @@
+"""Several batches as one step: one denominator, one transaction."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from automicro import LossAverageWarning, MemoryBudget, Microbatcher
+from tests.cases import masked_mean
+
+ROWS = (7, 4, 1)
+
+
+def batch(rows: int, ignored: int = 0) -> tuple[Tensor, Tensor]:
+    targets = torch.arange(rows) % 3
+    targets[:ignored] = -100
+    return torch.randn(rows, 6, dtype=torch.float64), targets
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)),
+        nn.CrossEntropyLoss(reduction="sum"),
+    ],
+    ids=["mean", "class weights", "sum"],
+)
+def test_uneven_batches_have_the_gradient_of_all_their_rows_at_once(
+    loss_fn: nn.Module, size: int
+) -> None:
+    batches = [batch(rows, ignored) for rows, ignored in zip(ROWS, (3, 0, 0), strict=True)]
+    network = model()
+    whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    expected = loss_fn(network(whole[0]), whole[1])
+    expected.backward()
+    ours = copy.deepcopy(network)
+    ours.zero_grad()
+    result = Microbatcher(ours, loss_fn=loss_fn, microbatch_size=size).accumulate(batches)
+    for mine, theirs in zip(ours.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-12, atol=0)
+    assert result.num_samples == sum(ROWS)
+    assert result.num_microbatches == sum(-(-rows // size) for rows in ROWS)
+
+
+def test_a_batch_in_which_nothing_counts_does_not_change_the_others() -> None:
+    batches = [batch(4), batch(3, ignored=3)]
+    one, other = model(), model()
+    Microbatcher(one, loss_fn=nn.CrossEntropyLoss()).accumulate(batches)
+    Microbatcher(other, loss_fn=nn.CrossEntropyLoss()).backward(batches[0])
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
+
+
+class FailsOnce:
+    """A loss that runs out of memory at its n-th call."""
+
+    def __init__(self, at: int) -> None:
+        self.calls = 0
+        self.at = at
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(at: int) -> None:
+    batches = [batch(rows) for rows in (8, 6, 4)]
+    seen = MeanMetric()
+    ours, fixed = model(), model()
+    options: dict[str, Any] = {
+        "loss_average": "samples",
+        "probe": False,
+        "update_metric": lambda metric, outputs, microbatch: metric.update(
+            outputs.sum(), weight=len(microbatch[1])
+        ),
+    }
+    result = Microbatcher(ours, loss_fn=FailsOnce(at), **options).accumulate(batches, seen)
+    assert (result.attempts, result.failed_sizes) == (2, (8,))
+    assert (result.microbatch_size, result.num_microbatches) == (4, 5)
+    assert seen.weight == 18
+    same = Microbatcher(fixed, loss_fn=FailsOnce(0), microbatch_size=4, **options)
+    same.accumulate(batches)
+    for mine, theirs in zip(ours.parameters(), fixed.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_memory_does_not_grow_with_the_number_of_batches() -> None:
+    peaks = []
+    for count in (2, 6):  # the second batch is the first to lie beside gradients
+        network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 3))
+        batches = [(torch.randn(32, 64), torch.randint(3, (32,))) for _ in range(count)]
+        with MemoryBudget(None) as budget:
+            Microbatcher(network, loss_fn=nn.CrossEntropyLoss(), probe=False).accumulate(batches)
+        peaks.append(budget.peak_bytes)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_found_even_where_no_batch_is_split() -> None:
+    torch.manual_seed(0)
+    batches = [batch(4, ignored=2), batch(4)]
+    with pytest.warns(LossAverageWarning, match="ignored"):
+        Microbatcher(model(), loss_fn=masked_mean, microbatch_size=None).accumulate(batches)
+
+
+def test_no_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="there is no batch to accumulate; pass at least one"):
+        Microbatcher(model(), loss_fn=nn.CrossEntropyLoss()).accumulate([])

@@ -1,0 +1,254 @@
+"""Damaged checkpoints are passed over, and what is in one is never run."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from automicro.checkpoints import CheckpointStore, files, load_checkpoint
+from automicro.checkpoints.files import FileSum, NewFolder
+from automicro.checkpoints.manifest import MANIFEST, write_manifest
+from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+
+FILES = (".metadata", "__0_0.distcp", "tensors.json", "state.pt", "manifest.json")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the disk when is for the tests of faults."""
+    monkeypatch.setattr(files, "sync", lambda _: None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (1, 2):
+        store.save({"model": {"w": torch.full((50,), float(step))}, "step": step}, step=step)
+    return store
+
+
+def newest_folder(store: CheckpointStore) -> Path:
+    return max(store.folder.iterdir())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def blank(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" " if path.name != MANIFEST else b"[]")
+
+
+def into_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = (cut, halve, empty, flip, blank, lengthen, Path.unlink, into_a_folder)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_passed_over_and_the_file_named(
+    store: CheckpointStore, name: str, damage: Callable[[Path], None]
+) -> None:
+    assert {path.name for path in newest_folder(store).iterdir()} == set(FILES)
+    path = newest_folder(store) / name
+    damage(path)
+    with pytest.warns(CheckpointWarning) as caught:
+        loaded = store.load()
+    assert loaded.state["step"] == 1
+    assert torch.equal(loaded.state["model"]["w"], torch.ones(50))
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert "00001-step-1, the newest good one" in str(caught[0].message)
+    with pytest.raises(DamagedCheckpointError if path.parent / MANIFEST != path else Exception):
+        load_checkpoint(newest_folder(store))
+
+
+def test_every_single_byte_matters(store: CheckpointStore) -> None:
+    for name in FILES:
+        path = newest_folder(store) / name
+        whole = path.read_bytes()
+        # Every byte of the small ones; of the others, as many.
+        for at in range(0, len(whole), max(1, len(whole) // 150)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(DamagedCheckpointError):
+                load_checkpoint(path.parent)
+        path.write_bytes(whole)
+    assert load_checkpoint(newest_folder(store)).step == 2
+
+
+def test_a_half_filled_folder_and_a_temporary_one_are_passed_over(store: CheckpointStore) -> None:
+    half = store.folder / "00003-step-3"
+    half.mkdir()
+    shutil.copy(newest_folder(store).parent / "00002-step-2" / "state.pt", half)
+    shutil.copytree(store.folder / "00002-step-2", store.folder / ".tmp-host-1-abc")
+    with pytest.warns(CheckpointWarning, match=r"00003-step-3/manifest\.json cannot be read"):
+        assert store.load().step == 2
+
+
+def test_only_temporary_folders_are_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-host-1-abc").mkdir()
+    assert CheckpointStore(tmp_path).newest() is None
+
+
+def test_where_all_are_damaged_the_error_lists_them(store: CheckpointStore) -> None:
+    for folder in store.folder.iterdir():
+        cut(folder / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="all 2 checkpoints") as caught:
+        store.newest()
+    assert "00001-step-1/__0_0.distcp has" in str(caught.value)
+    assert "00002-step-2/__0_0.distcp has" in str(caught.value)
+    assert "another folder" in str(caught.value)
+
+
+def test_damaged_ones_do_not_count_among_those_that_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        store.save({}, step=step)
+    (tmp_path / "00003-step-3" / MANIFEST).unlink()
+    store.save({}, step=4)
+    # Two good ones stay. The damaged one is younger than the older of them.
+    assert sorted(os.listdir(tmp_path)) == ["00002-step-2", "00003-step-3", "00004-step-4"]
+    store.save({}, step=5)
+    assert sorted(os.listdir(tmp_path)) == ["00004-step-4", "00005-step-5"]
+
+
+def test_a_damaged_best_one_is_passed_over(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=None)
+    for step, loss in enumerate([0.3, 0.1, 0.2], start=1):
+        store.save({"x": torch.ones(3)}, step=step, metrics={"eval/loss": loss})
+    flip(tmp_path / "00002-step-2" / "__0_0.distcp")
+    with pytest.warns(CheckpointWarning, match="was the best one"):
+        best = store.best()
+    assert best is not None
+    assert best.step == 3
+
+
+class Bomb:
+    """A pickle of it makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self._path,))
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> Bomb:
+    return Bomb(tmp_path / "exploded")
+
+
+def exploded(bomb: Bomb) -> bool:
+    return Path(bomb._path).exists()
+
+
+def as_pickle(bomb: Bomb, path: Path) -> None:
+    path.write_bytes(pickle.dumps(bomb))
+
+
+def as_archive(bomb: Bomb, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({"model": bomb}, file)
+
+
+def forge_manifest(folder: Path) -> None:
+    """Make a manifest that matches whatever is in the folder."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    new = NewFolder(folder)
+    new.sums = {path.name: FileSum.of(path) for path in folder.iterdir()}
+    write_manifest(new, step=2, metrics={})
+
+
+@pytest.mark.parametrize("plant", [as_pickle, as_archive])
+@pytest.mark.parametrize("name", FILES)
+def test_a_planted_pickle_is_refused_and_does_not_run(
+    store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]
+) -> None:
+    plant(bomb, newest_folder(store) / name)
+    with pytest.raises(DamagedCheckpointError, match=name):
+        load_checkpoint(newest_folder(store))
+    assert not exploded(bomb)
+
+
+@pytest.mark.parametrize("plant", [as_pickle, as_archive])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "tensors.json", "state.pt"])
+def test_a_planted_pickle_with_a_forged_manifest_is_refused_and_does_not_run(
+    store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]
+) -> None:
+    folder = newest_folder(store)
+    plant(bomb, folder / name)
+    if name == "__0_0.distcp":
+        index = json.loads((folder / "tensors.json").read_bytes())
+        index["model.w"]["chunks"][0] |= {"start": 0, "length": (folder / name).stat().st_size}
+        (folder / "tensors.json").write_text(json.dumps(index))
+    forge_manifest(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(folder)
+    assert str(folder) in str(caught.value)
+    assert not exploded(bomb)
+
+
+def test_the_table_that_is_a_pickle_is_never_read(store: CheckpointStore, bomb: Bomb) -> None:
+    folder = newest_folder(store)
+    as_pickle(bomb, folder / ".metadata")
+    forge_manifest(folder)
+    assert torch.equal(load_checkpoint(folder).state["model"]["w"], torch.full((50,), 2.0))
+    assert not exploded(bomb)
+
+
+def test_the_bomb_is_one_for_readers_that_unpickle(store: CheckpointStore, bomb: Bomb) -> None:
+    folder = newest_folder(store)
+    as_pickle(bomb, folder / ".metadata")
+    with suppress(AttributeError):
+        FileSystemReader(folder).read_metadata()
+    assert exploded(bomb)
+
+
+@pytest.mark.parametrize("file", ["../00001-step-1/__0_0.distcp", "/etc/hostname"])
+def test_a_table_that_leads_out_of_the_folder_is_refused(store: CheckpointStore, file: str) -> None:
+    folder = newest_folder(store)
+    index = json.loads((folder / "tensors.json").read_bytes())
+    index["model.w"]["chunks"][0]["file"] = file
+    (folder / "tensors.json").write_text(json.dumps(index))
+    forge_manifest(folder)
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        load_checkpoint(folder)
+
+
+def test_a_table_that_does_not_fit_the_structure_is_refused(store: CheckpointStore) -> None:
+    folder = newest_folder(store)
+    index = json.loads((folder / "tensors.json").read_bytes())
+    for change in ({"shape": [7]}, {"dtype": "save"}, {"chunks": None}, {"dtype": "no_dtype"}):
+        changed = {"model.w": index["model.w"] | change}
+        (folder / "tensors.json").write_text(json.dumps(changed))
+        forge_manifest(folder)
+        with pytest.raises(CheckpointError, match=r"automicro wrote|no table of tensors"):
+            load_checkpoint(folder)

@@ -1,0 +1,209 @@
+"""A store of checkpoints: which is the newest, which stay, and saving beside the training."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from automicro.checkpoints import CheckpointConfig, CheckpointStore, files, load_checkpoint, writing
+from automicro.checkpoints.manifest import FORMAT, MANIFEST, write_manifest
+from automicro.errors import CheckpointError, CheckpointWarning
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "runs" / "checkpoints", keep_last=None)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the disk when is for the tests of faults."""
+    monkeypatch.setattr(files, "sync", lambda _: None)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_a_newer_format_is_refused_and_not_skipped_or_removed(
+    store: CheckpointStore, mocker
+) -> None:
+    store.save({"x": 1}, step=1)
+    mocker.patch("automicro.checkpoints.manifest.FORMAT", FORMAT + 1)
+    store.save({"x": 2}, step=2)
+    mocker.stopall()
+    with pytest.raises(CheckpointError, match=f"format {FORMAT + 1}.*install the newer"):
+        store.newest()
+    assert load_checkpoint(store.folder / "00001-step-1").state == {"x": 1}
+
+    CheckpointStore(store.folder, keep_last=1).save({"x": 3}, step=3)
+    assert names(store) == ["00002-step-2", "00003-step-3"]
+
+
+def test_the_newest_is_the_one_saved_last_not_the_one_of_the_highest_step(
+    store: CheckpointStore,
+) -> None:
+    for step in (10, 20, 5, 10):
+        store.save({"x": step}, step=step)
+    assert names(store) == ["00001-step-10", "00002-step-20", "00003-step-5", "00004-step-10"]
+    newest = store.newest()
+    assert newest is not None
+    assert (newest.step, newest.path.name) == (10, "00004-step-10")
+
+
+def test_a_name_taken_meanwhile_by_another_process_is_passed_over(
+    store: CheckpointStore, mocker
+) -> None:
+    store.save({"x": 1}, step=1)
+    mocker.patch.object(writing, "list_checkpoints", return_value=[])
+    assert store.save({"x": 2}, step=1).name == "00002-step-1"
+
+
+def test_only_the_last_and_the_best_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=2)
+    losses = [0.9, 0.1, 0.5, float("nan"), 0.3, 0.8, 0.7]
+    for step, loss in enumerate(losses, start=1):
+        store.save({"step": step}, step=step, metrics={"eval/loss": loss})
+    assert [name.partition("-")[2] for name in names(store)] == [
+        f"step-{step}" for step in (2, 5, 6, 7)
+    ]
+    best = store.best()
+    assert best is not None
+    assert best.step == 2
+
+
+def test_the_best_may_be_the_highest(tmp_path: Path) -> None:
+    store = CheckpointStore(
+        tmp_path, keep_last=1, keep_best=1, best_metric="accuracy", best_mode="max"
+    )
+    for step, accuracy in enumerate([0.2, 0.9, 0.9, 0.4], start=1):
+        store.save({}, step=step, metrics={"accuracy": accuracy})
+    assert names(store) == ["00003-step-3", "00004-step-4"]
+
+
+def test_a_metric_that_is_never_there_is_told_once(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_best=1, best_metric="accurracy")
+    store.save({}, step=0)
+    with pytest.warns(CheckpointWarning, match="no metric 'accurracy'.*there are: accuracy"):
+        store.save({}, step=1, metrics={"accuracy": 0.5})
+    store.save({}, step=2, metrics={"accuracy": 0.5})
+
+
+def test_saving_in_the_background_writes_the_state_of_the_call(
+    store: CheckpointStore, mocker
+) -> None:
+    may_write = threading.Event()
+    write = writing.write_checkpoint
+
+    def held(*args, **kwargs):
+        may_write.wait(30)
+        return write(*args, **kwargs)
+
+    mocker.patch("automicro.checkpoints.store.write_checkpoint", held)
+    tensor, a_list, a_set, count = torch.ones(3), [1], {1}, Counter([1])
+    store.save_async({"x": tensor, "list": a_list, "set": a_set, "count": count}, step=1)
+    tensor.fill_(5)
+    a_list.append(2)
+    a_set.add(2)
+    count[1] = 7
+    assert store.newest() is None
+    may_write.set()
+    store.wait()
+
+    state = store.load().state
+    assert torch.equal(state.pop("x"), torch.ones(3))
+    assert state == {"list": [1], "set": {1}, "count": Counter([1])}
+
+
+def test_one_save_runs_at_a_time(store: CheckpointStore, mocker) -> None:
+    write = writing.write_checkpoint
+    running: list[int] = []
+    most: list[int] = []
+
+    def counted(*args, **kwargs):
+        running.append(1)
+        most.append(len(running))
+        try:
+            return write(*args, **kwargs)
+        finally:
+            running.pop()
+
+    mocker.patch("automicro.checkpoints.store.write_checkpoint", counted)
+    for step in range(1, 5):
+        store.save_async({"x": torch.full((1000,), float(step))}, step=step)
+    store.save({"x": torch.full((1000,), 5.0)}, step=5)
+    assert most == [1] * 5
+    assert [name.partition("-")[2] for name in names(store)] == [f"step-{i}" for i in range(1, 6)]
+
+
+def test_a_failed_save_in_the_background_is_told_once(store: CheckpointStore, mocker) -> None:
+    full = OSError(28, "No space left")
+    failing = mocker.patch("automicro.checkpoints.store.write_checkpoint")
+    failing.side_effect = [full, full, full]
+    store.save_async({"x": 1}, step=1)
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written.*No space left"):
+        store.wait()
+    store.wait()
+
+    store.save_async({"x": 1}, step=2)
+    # The next one is not lost because of it: it is tried, and fails on its own.
+    with (
+        pytest.warns(CheckpointWarning, match="step 2 could not be written"),
+        pytest.raises(CheckpointError, match="step 3 could not be written"),
+    ):
+        store.save({"x": 3}, step=3)
+
+
+def test_metrics_may_be_tensors_and_any_float(store: CheckpointStore) -> None:
+    store.save({}, step=1, metrics={"a": torch.tensor(0.5), "b": float("inf"), "c": 3})
+    assert store.load().metrics == {"a": 0.5, "b": float("inf"), "c": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_last": 0}, "keep_last=0 would leave nothing"),
+        ({"keep_last": True}, "keep_last=True"),
+        ({"keep_best": -1}, "keep_best=-1"),
+        ({"best_metric": ""}, "best_metric=''"),
+        ({"best_mode": "maximum"}, r"did you mean 'max'"),
+        ({"interval": "1 epoch"}, "is no duration"),
+        ({"resume": "Auto"}, r"did you mean 'auto'"),
+        ({"resume": "last"}, "use 'auto', 'never' or the folder"),
+        ({"resume": ""}, "resume='' is no path"),
+        ({"folder": " "}, "folder=' ' is no path"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CheckpointConfig(**{"folder": "checkpoints"} | options)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "runs/other/checkpoints", Path("anything")])
+def test_options_that_can_be_meant_are_taken(resume: Path | str) -> None:
+    assert CheckpointConfig(folder="checkpoints", interval=None, resume=resume).resume == resume
+
+
+def test_a_bare_number_is_no_interval() -> None:
+    with pytest.raises(TypeError, match="has no unit"):
+        CheckpointConfig(folder="checkpoints", interval=100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
+def test_a_step_is_a_whole_number_from_zero(store: CheckpointStore, step: int) -> None:
+    with pytest.raises(ValueError, match="counts no batches"):
+        store.save({}, step=step)
+
+
+def test_the_manifest_is_written_last(store: CheckpointStore, mocker) -> None:
+    written: list[set[str]] = []
+
+    def spy(new, **kwargs):
+        written.append(set(new.sums))
+        write_manifest(new, **kwargs)
+
+    mocker.patch.object(writing, "write_manifest", spy)
+    path = store.save({"x": torch.ones(2)}, step=1)
+    assert written == [{each.name for each in path.iterdir()} - {MANIFEST}]

@@ -1,0 +1,151 @@
+"""Looking at configs and keys, and starting a config from the template."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from automicro.cli import main
+from automicro.cli.keys import KEYS
+from automicro.cli.loading import load_config
+from automicro.cli.reading import read_yaml
+from automicro.cli.reference import markdown_page
+from tests.cli_jobs import enter_folder_with_job
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["config", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_every_key_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "job.yaml", "seed=3", "train_data.args.batch_size=${seed}")
+    Path("again.yaml").write_text(out, encoding="utf-8")
+    tree = read_yaml(Path("again.yaml"))
+    assert set(tree) == set(KEYS) - {"global_batch_size", "eval_global_batch_size"}
+    assert tree["train_data"]["args"] == {"batch_size": 3}
+    assert load_config("again.yaml") == load_config(
+        "job.yaml", ["seed=3", "train_data.args.batch_size=3"]
+    )
+
+
+def test_with_set_only_the_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "job.yaml", "seed=3", "--set")
+    Path("again.yaml").write_text(out, encoding="utf-8")
+    assert set(read_yaml(Path("again.yaml"))) == {
+        *("model", "train_data", "loss", "optimizer", "device", "seed"),
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "model.call=torch.nn.Linaer",
+        "optimizer.args.learning_rate=1",
+        "max_duration=3",
+        "non_finite=halt",
+        "weights=none.pt",
+        "metrics.a={call: no.such}",
+    ],
+)
+def test_all_that_train_would_check_is_checked_with_the_same_words(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "job.yaml", wrong]) == 2
+    by_train = capsys.readouterr()
+    assert main(["config", "job.yaml", wrong]) == 2
+    assert capsys.readouterr() == by_train
+
+
+def test_nothing_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = []
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda module: made.append(module))
+    printed(capsys, "job.yaml", "loss={call: cli_job.bug}", "run_dir=here")
+    assert made == []
+    assert not Path("here").exists()
+
+
+def test_all_keys_are_listed_with_type_default_and_meaning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = printed(capsys, "--keys")
+    for key in KEYS:
+        assert out.count(f"\n{key}: ") == 1
+    assert "\nseed: a whole number or null, default null\n    seeds Python" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("pattern", "keys"),
+    {
+        "eval_": ["eval_data", "eval_global_batch_size", "eval_interval", "eval_microbatch_size"],
+        "*_data": ["train_data", "eval_data"],
+        "seed": ["seed"],
+    }.items(),
+)
+def test_keys_are_found_by_part_of_a_name_or_by_pattern(
+    pattern: str, keys: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed(capsys, "--keys", pattern)
+    assert [line.split(":")[0] for line in out.splitlines() if line[:1].islower()] == keys
+
+
+def test_the_page_of_the_documentation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--keys", "--markdown") == markdown_page()
+
+
+MY_MODULE = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class MyModel(torch.nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
+        )
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def make_loader(batch_size):
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(rows, rows[:, :2].argmax(1)), batch_size=batch_size)
+"""
+
+
+def test_the_template_filled_in_with_a_users_module_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    template = printed(capsys, "--template")
+    assert len(template.splitlines()) < 45
+    Path("mine.yaml").write_text(template, encoding="utf-8")
+    assert main(["train", "mine.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "automicro: mine.yaml: model.call, train_data.call are '???', to be filled in: write them "
+        "there, or add model.call=VALUE train_data.call=VALUE"
+    )
+    Path("template_module.py").write_text(MY_MODULE, encoding="utf-8")
+    for name in ("MyModel", "make_loader"):
+        template = template.replace("call: ???", f"call: template_module.{name}", 1)
+    assert "???" not in template.replace("each ???", "")
+    Path("mine.yaml").write_text(template, encoding="utf-8")
+    for command in ("config", "verify", "train"):
+        assert main([command, "mine.yaml"]) == 0
+    assert "final microbatch size: 32 rows (1 × 32 of 32) in train" in capsys.readouterr().out
+
+
+def test_every_key_of_the_template_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text(printed(capsys, "--template"), encoding="utf-8")
+    assert set(read_yaml(Path("mine.yaml"))) < set(KEYS)

@@ -1,0 +1,77 @@
+"""Evaluating with weights from a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from automicro.cli import main
+from tests.cli_jobs import enter_folder_with_job
+
+ACCURACY = "{call: torchmetrics.classification.MulticlassAccuracy, args: {num_classes: 2}}"
+DATA = "eval_data={call: cli_job.loader, args: {batch_size: 8}}"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+
+
+def save_perfect_weights() -> str:
+    weight = torch.zeros(2, 1024)
+    weight[0, 0] = weight[1, 1] = 100.0
+    torch.save({"weight": weight, "bias": torch.zeros(2)}, "perfect.pt")
+    return "weights=perfect.pt"
+
+
+def test_loss_and_metrics_are_printed_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = save_perfect_weights()
+    assert main(["eval", "job.yaml", DATA, f"metrics.accuracy={ACCURACY}", weights]) == 0
+    out, err = capsys.readouterr()
+    values = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert list(values) == ["loss", "accuracy"]
+    assert float(values["accuracy"]) == 1
+    assert err == ""
+
+
+def test_as_json_the_values_are_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [DATA, f"metrics.accuracy={ACCURACY}", save_perfect_weights(), "--json"]
+    assert main(["eval", "job.yaml", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out)["accuracy"] == 1
+
+
+def test_initial_weights_are_warned_of_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "job.yaml", DATA]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("loss  ")
+    assert err == (
+        "automicro: the model has its initial weights: add weights=PATH to evaluate trained ones\n"
+    )
+
+
+def test_what_only_training_needs_is_neither_required_nor_looked_at() -> None:
+    broken = ["optimizer.call=no.such", "scheduler={call: no.such}", "train_data.call=no.such"]
+    assert main(["eval", "job.yaml", DATA, *broken]) == 0
+    Path("small.yaml").write_text(
+        "model: {call: torch.nn.Linear, args: {in_features: 1024, out_features: 2}}\n"
+        "loss: {call: torch.nn.CrossEntropyLoss}\n",
+        encoding="utf-8",
+    )
+    groups = "parameter_groups=[{params: '*.bias'}]"
+    assert main(["eval", "small.yaml", DATA, groups]) == 0
+
+
+def test_training_starts_from_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = save_perfect_weights()
+    still = ["optimizer.args.lr=0.0", f"metrics.accuracy={ACCURACY}", weights, "--json"]
+    assert main(["train", "job.yaml", *still]) == 0
+    assert json.loads(capsys.readouterr().out)["train_metrics"]["accuracy"] == 1
+    assert main(["verify", "job.yaml", weights]) == 0
+
+
+def test_a_loss_that_is_not_a_number_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "job.yaml", DATA, "loss.call=cli_job.nan_loss", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] is None

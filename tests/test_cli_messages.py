@@ -1,0 +1,218 @@
+"""Wrong command lines, and wrong configs as the command line tells of them: whole messages."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from automicro.cli import main
+from automicro.cli.weights import SAVE
+from tests.cli_jobs import enter_folder_with_job
+
+ALL = "train, eval, verify, config, torture"
+DEBUG = "(--debug shows the traceback)"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+
+
+WRONG_COMMANDS = {
+    (): f"no command was given: say one of {ALL}, such as automicro train job.yaml",
+    ("trian", "job.yaml"): f"there is no command 'trian' (did you mean 'train'?): say one of {ALL}",
+    ("job.yaml",): f"there is no command 'job.yaml': say one of {ALL}",
+    ("evaluate", "job.yaml"): (
+        f"there is no command 'evaluate' (did you mean 'eval'?): say one of {ALL}"
+    ),
+    ("--quiet",): (
+        "unknown option '--quiet': use some of --version, --debug; options of a config are "
+        "key=value"
+    ),
+    ("train", "job.yaml", "--debgu"): (
+        "unknown option '--debgu' (did you mean '--debug'?): use some of --json, --debug; options "
+        "of a config are key=value"
+    ),
+    ("train", "job.yaml", "--seed=1"): (
+        "unknown option '--seed=1' (did you mean 'seed=1'?): use some of --json, --debug; options "
+        "of a config are key=value"
+    ),
+    ("train", "job.yaml", "--seed", "1"): (
+        "unknown option '--seed' (did you mean 'seed=VALUE'?): use some of --json, --debug; "
+        "options of a config are key=value"
+    ),
+    ("verify", "job.yaml", "--json"): (
+        "unknown option '--json': use some of --debug; options of a config are key=value"
+    ),
+    ("torture", "a.b", "c.d"): "unknown argument 'c.d': torture takes one SUBJECT and options",
+    ("torture",): "the following arguments are required: SUBJECT",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_COMMANDS.items(), ids=str)
+def test_a_wrong_command_line_is_answered_with_the_usage_and_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    usage, line = err.rstrip().rsplit("\n", 1)
+    assert usage.startswith("usage: automicro")
+    who, _, said = line.partition(": error: ")
+    assert who in ("automicro", f"automicro {' '.join(arguments[:1])}")
+    assert said == message
+    assert out == ""
+
+
+def needs_config(command: str) -> str:
+    return (
+        f"{command} needs a CONFIG: name a YAML file, as in automicro {command} job.yaml; "
+        "automicro config --template prints one to start with"
+    )
+
+
+WRONG_USES = {
+    ("train",): needs_config("train"),
+    ("eval", "weights=weights.pt"): needs_config("eval"),
+    ("verify",): needs_config("verify"),
+    ("config", "--set"): needs_config("config"),
+    ("train", "job.yaml", "seed", "1"): (
+        "there is no file 'seed': to set this key, say seed=VALUE"
+    ),
+    ("train", "job2.yaml"): "there is no file 'job2.yaml': did you mean 'job.yaml'?",
+    ("config", "--keys", "lern_rate"): (
+        "no key matches 'lern_rate': give part of a name, a pattern such as '*_size', or none for "
+        "all keys"
+    ),
+    ("config", "--keys", "optimzer"): (
+        "no key matches 'optimzer' (did you mean 'optimizer'?): give part of a name, a pattern "
+        "such as '*_size', or none for all keys"
+    ),
+    ("config", "--markdown"): (
+        "--markdown is a form of --keys: say automicro config --keys --markdown"
+    ),
+    ("config", "job.yaml", "--template"): (
+        "--template looks at no config, but 'job.yaml' was given: leave it out, or leave out "
+        "--template to print that config"
+    ),
+    ("eval", "job.yaml"): (
+        "job.yaml: eval_data is missing: write at the top level eval_data: {call: "
+        "my_package.make_loader, args: {batch_size: 512}}"
+    ),
+    ("train", "job.yaml", "optimzer.call=x"): (
+        "the override 'optimzer.call=x': unknown key 'optimzer' (did you mean 'optimizer'?): "
+        "correct it"
+    ),
+    ("train", "job.yaml", "model.call=torch.nn.Linaer"): (
+        "job.yaml: model.call='torch.nn.Linaer': 'torch.nn' exists, but has no 'Linaer' (did you "
+        "mean 'Linear'?): correct the path"
+    ),
+    ("train", "job.yaml", "optimizer.args.lr=-1"): (
+        "job.yaml: ValueError: Invalid learning rate: -1\n"
+        "  while making optimizer (torch.optim.SGD) with lr=-1"
+    ),
+    (
+        "train",
+        "job.yaml",
+        "loss={call: cli_job.loss_of_kind, args: {kind: abc, weight: {call: torch.tensor, args: "
+        "{data: 1}}}}",
+    ): (
+        "job.yaml: ValueError: no such kind\n"
+        "  while making loss (cli_job.loss_of_kind) with kind='abc', weight=a Tensor"
+    ),
+    ("train", "job.yaml", "batchnorm=wran"): (
+        "job.yaml: batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, "
+        "disable, ignore"
+    ),
+    ("train", "job.yaml", "model={call: cli_job.bug}"): (
+        "job.yaml: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)"
+    ),
+    ("train", "job.yaml", "model={call: cli_job.nan_loss}", "weights=good.pt"): (
+        "job.yaml: model.call='cli_job.nan_loss' made a function, which can hold no weights: name "
+        "a torch.nn.Module"
+    ),
+    ("train", "job.yaml", "weights=none.pt"): (
+        "job.yaml: weights='none.pt': there is no such file: give a path from the folder where "
+        "the command is started, such as runs/first/weights.pt"
+    ),
+    ("train", "job.yaml", "weights=text.pt"): (
+        f"job.yaml: weights='text.pt' is no file of tensors alone (it is damaged, or holds objects "
+        f"that would run code when they are read): {SAVE}"
+    ),
+    ("train", "job.yaml", "weights=code.pt"): (
+        f"job.yaml: weights='code.pt' is no file of tensors alone (it is damaged, or holds objects "
+        f"that would run code when they are read): {SAVE}"
+    ),
+    ("train", "job.yaml", "weights=list.pt"): (
+        f"job.yaml: weights='list.pt' holds a list and no state dict: {SAVE}"
+    ),
+    ("train", "job.yaml", "weights=checkpoint.pt"): (
+        "job.yaml: weights='checkpoint.pt' holds a checkpoint with model, epoch and not a state "
+        "dict itself: save the model's part alone, such as torch.save(checkpoint['model'], path)"
+    ),
+    ("train", "job.yaml", "weights=shape.pt"): (
+        "job.yaml: weights='shape.pt' does not fit the Linear: size mismatch for weight: copying "
+        "a param with shape torch.Size([2, 8]) from checkpoint, the shape in current model is "
+        "torch.Size([2, 1024]): give weights of this very model, or change model.args to those "
+        "that it was saved with"
+    ),
+    ("train", "job.yaml", "weights=names.pt"): (
+        "job.yaml: weights='names.pt' does not fit the Linear: 2 missing (weight, bias), 4 "
+        "unexpected (0.weight, 0.bias, 1.weight and 1 more): give weights of this very model, or "
+        "change model to the one that they were saved from"
+    ),
+    ("train", "job.yaml", "weights=wrapped.pt"): (
+        "job.yaml: weights='wrapped.pt' does not fit the Linear: 2 missing (weight, bias), 2 "
+        "unexpected (module.weight, module.bias): they were saved from inside "
+        "DistributedDataParallel: save the state dict of the model in it"
+    ),
+    ("train", "job.yaml", "run_dir=job.yaml"): (
+        "job.yaml: run_dir='job.yaml' cannot be written ([Errno 17] File exists: 'job.yaml'): give "
+        "a folder that can"
+    ),
+}
+
+
+@pytest.fixture
+def weights_of_all_kinds() -> None:
+    linear = torch.nn.Linear(1024, 2).state_dict()
+    torch.save(linear, "good.pt")
+    Path("text.pt").write_text("weights", encoding="utf-8")
+    torch.save({"weight": os.system}, "code.pt")
+    torch.save([1, 2], "list.pt")
+    torch.save({"model": linear, "epoch": 3}, "checkpoint.pt")
+    torch.save(torch.nn.Linear(8, 2).state_dict(), "shape.pt")
+    two = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    torch.save(two.state_dict(), "names.pt")
+    torch.save({f"module.{name}": value for name, value in linear.items()}, "wrapped.pt")
+
+
+@pytest.mark.usefixtures("weights_of_all_kinds")
+@pytest.mark.parametrize(("arguments", "message"), WRONG_USES.items(), ids=str)
+def test_a_mistake_ends_with_2_and_one_message(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert err == f"automicro: {message}\n{DEBUG}\n"
+    assert out == ""
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "verify", "config"])
+def test_one_of_several_processes_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([command, "job.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "automicro: WORLD_SIZE=2: this is one of several processes, as torchrun starts them. "
+        "Several devices are not supported yet, and each process would train a model of its own: "
+        f"start it as one process with automicro train\n{DEBUG}\n"
+    )
+
+
+def test_one_process_of_torchrun_is_a_process_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["config", "job.yaml"]) == 0

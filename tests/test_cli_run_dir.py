@@ -1,0 +1,156 @@
+"""The folder that a run leaves: complete, loadable, never overwritten."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from automicro.cli import main
+from automicro.cli.loading import load_config
+from automicro.cli.run_dir import Folder
+from automicro.trainer import FitSummary, Trainer
+from tests.cli_jobs import enter_folder_with_job
+
+ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+
+
+def train(*overrides: str) -> int:
+    return main(["train", "job.yaml", "seed=0", "progress=false", *overrides])
+
+
+def test_a_run_leaves_its_config_summary_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run_dir=runs/first") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "wrote config.yaml, summary.json and weights.pt into runs/first"
+    folder = Path("runs/first")
+    names = sorted(each.name for each in folder.iterdir())
+    assert names == ["config.yaml", "summary.json", "weights.pt"]
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    state = torch.load(folder / "weights.pt", weights_only=True)
+    assert {name: value.shape for name, value in state.items()} == {
+        "weight": (2, 1024),
+        "bias": (2,),
+    }
+
+
+def test_by_default_nothing_is_written() -> None:
+    before = set(Path().iterdir())
+    assert train() == 0
+    assert set(Path().iterdir()) - before <= {Path("__pycache__")}
+
+
+def test_the_config_that_is_left_gives_the_same_run_again() -> None:
+    sizes = ["global_batch_size=8", "train_data.args.batch_size=${global_batch_size}"]
+    assert train("run_dir=a", *sizes, "accumulate_batches=2") == 0
+    again = load_config("a/config.yaml")
+    assert again.train_data is not None
+    assert again.train_data.args == {"batch_size": 4}
+    assert main(["train", "a/config.yaml", "run_dir=b"]) == 0
+    first, second = (
+        torch.load(f"{name}/weights.pt", weights_only=True)["weight"] for name in ("a", "b")
+    )
+    assert torch.equal(first, second)
+
+
+def test_the_weights_that_are_left_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    data = "eval_data=${train_data}"
+    assert train("run_dir=a", data, "max_duration=3ep", "--json") == 0
+    trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
+    assert main(["eval", "a/config.yaml", "weights=a/weights.pt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(trained, rel=1e-6)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    capsys.readouterr()
+    assert train(*overrides) == 2
+    return capsys.readouterr().err.splitlines()[0].removeprefix("automicro: job.yaml: ")
+
+
+def test_another_run_in_the_folder_is_named_by_what_differs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run_dir=a") == 0
+    assert complaint(capsys, "run_dir=a", "optimizer.args={lr: 0.2, momentum: 0.9}", "seed=1") == (
+        "run_dir='a' holds another run (optimizer.args.lr: 0.1 → 0.2, seed: 0 → 1, "
+        f"optimizer.args.momentum: not set → 0.9): {ANOTHER}"
+    )
+
+
+def test_a_finished_run_of_the_same_config_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run_dir=a") == 0
+    written = {each: each.read_bytes() for each in Path("a").iterdir()}
+    message = f"run_dir='a' holds the summary.json and the weights.pt of a run already: {ANOTHER}"
+    assert complaint(capsys, "run_dir=a") == message
+    # The same folder under another name is no difference between the runs.
+    message = message.replace("'a'", f"'{Path('a').resolve()}'")
+    assert complaint(capsys, f"run_dir={Path('a').resolve()}") == message
+    assert {each: each.read_bytes() for each in Path("a").iterdir()} == written
+
+
+def test_an_interrupted_run_leaves_its_config_and_can_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(trainer: Trainer) -> FitSummary:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "fit", interrupt)
+        assert train("run_dir=a") == 130
+    assert os.listdir("a") == ["config.yaml"]
+    assert train("run_dir=a") == 0
+
+
+def test_a_model_that_cannot_be_made_leaves_no_folder() -> None:
+    assert train("run_dir=a", "model={call: cli_job.bug}") == 2
+    assert not Path("a").exists()
+
+
+def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_disk(state: object, file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = Folder(Path("a"), {"seed": 0})
+    folder.begin()
+    monkeypatch.setattr(torch, "save", run_out_of_disk)
+    with pytest.raises(OSError, match="No space left"):
+        folder.end(nn.Linear(1, 1), None)  # type: ignore[arg-type]
+    assert os.listdir("a") == ["config.yaml"]
+
+
+def test_every_file_is_on_the_disk_before_it_has_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synced: list[int] = []
+    real_sync, real_replace = os.fsync, os.replace
+    order: list[str] = []
+
+    def sync(number: int) -> None:
+        order.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "file")
+        synced.append(number)
+        real_sync(number)
+
+    def replace(old: str, new: Path) -> None:
+        order.append(new.name)
+        real_replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    Folder(Path("a"), {"seed": 0}).begin()
+    assert order == ["file", "config.yaml", "folder"]
+
+
+def test_the_files_are_as_readable_as_any_other() -> None:
+    Folder(Path("a"), {"seed": 0}).begin()
+    Path("other").touch()
+    assert Path("a/config.yaml").stat().st_mode == Path("other").stat().st_mode

@@ -1,0 +1,83 @@
+"""Times as text, and a limit on them."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automicro.trainer.clock import TimeLimit, parse_time
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2h30m", 9000),
+        ("90s", 90),
+        ("1d", 86400),
+        ("45m", 2700),
+        ("1d2h3m4s", 93784),
+        (" 2h 30 m ", 9000),
+        ("2H30M", 9000),
+        ("100m", 6000),
+        ("0h5m", 300),
+        ("1:30:00", 5400),
+        ("100:00:01", 360001),
+        ("1-12:00:00", 129600),
+        (timedelta(minutes=1.5), 90),
+    ],
+)
+def test_a_time_is_read(text: str | timedelta, seconds: int) -> None:
+    assert parse_time(text) == seconds
+
+
+@given(st.integers(1, 10**9))
+def test_every_whole_number_of_seconds_can_be_written(seconds: int) -> None:
+    minutes, rest = divmod(seconds, 60)
+    assert parse_time(f"{seconds}s") == parse_time(f"{minutes}m{rest}s") == seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (90, TypeError, "90 has no unit: say '90s'"),
+        (1.5, TypeError, "1.5 has no unit"),
+        (True, TypeError, "True is no time"),
+        (None, TypeError, "None is no time: write it like"),
+        ("90", ValueError, "'90' is no time: it has no unit; write it like"),
+        ("", ValueError, "is no time: write it like"),
+        ("1:30", ValueError, "hours and minutes, or minutes and seconds"),
+        ("1:60:00", ValueError, "is no time"),
+        ("1.5h", ValueError, "whole, so half an hour is '30m'"),
+        ("30m2h", ValueError, "is no time"),
+        ("2h2h", ValueError, "is no time"),
+        ("2ep", ValueError, "'2ep' is no time"),
+        ("-5m", ValueError, "is no time"),
+        ("0s", ValueError, "'0s' ends before it begins: give at least '1s'"),
+        (timedelta(seconds=-1), ValueError, "ends before it begins"),
+    ],
+)
+def test_what_is_no_time_is_refused_with_the_remedy(
+    value: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        parse_time(value)
+
+
+def test_a_limit_counts_from_its_construction() -> None:
+    now = 1000.0
+    limit = TimeLimit(60.0, clock=lambda: now)
+    assert not limit.is_over
+    now += 59.9
+    assert not limit.is_over
+    now += 0.2
+    assert limit.is_over
+    assert not TimeLimit(60.0, clock=lambda: now).is_over
+
+
+def test_no_limit_never_asks_for_the_time() -> None:
+    def fail() -> float:
+        raise AssertionError
+
+    assert not TimeLimit(None, clock=fail).is_over

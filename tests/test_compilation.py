@@ -1,0 +1,512 @@
+"""Compiled models: how often they are compiled, what is refused, and that nothing else changes."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
+from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
+from automicro.slicing import BatchLayout
+
+CPU = torch.device("cpu")
+FEATURES, CLASSES = 6, 3
+ROWS = (64, 61, 50, 64)
+ROOM = 8
+
+# Torch's compiler looks at the gradient of what lies between two graphs, and warns of that.
+between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Dropout, so that random numbers matter, and a break in the graph where asked for."""
+
+    def __init__(self, *, dropout: float = 0.0, breaks: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(16, CLASSES)
+        self.breaks = breaks
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.dropout(torch.relu(self.first(inputs)))
+        if self.breaks:
+            torch._dynamo.graph_break()
+            hidden = hidden * 2
+        return self.last(hidden)
+
+
+class OneOfMany(nn.CrossEntropyLoss):
+    """Cross entropy that runs out of memory with too many rows."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        super().__init__()
+        self.room = room
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.requires_grad and len(outputs) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(outputs, targets)
+
+
+def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return (
+        torch.randn(rows, FEATURES, generator=generator),
+        torch.randint(CLASSES, (rows,), generator=generator),
+    )
+
+
+def compiled(model: nn.Module, backend: str = "eager", **options: Any) -> Any:
+    """Compile in place; the counter tells how many graphs were compiled."""
+    counter = CompileCounterWithBackend(backend)
+    compile_model(model, {"backend": counter, **options}, sizes_change=True)
+    return counter
+
+
+def train(model: nn.Module, rows: tuple[int, ...] = ROWS, **options: Any) -> list[int]:
+    """The microbatch sizes that a run over batches of these rows ended with."""
+    microbatcher = Microbatcher(model, **{"loss_fn": OneOfMany(), **options})
+    return [microbatcher.backward(batch_of(count)).microbatch_size for count in rows]
+
+
+def train_without_marks(model: nn.Module) -> None:
+    """The sizes that `train` tries, from the largest on."""
+    inputs, targets = batch_of(64)
+    for size in (64, 32, 16, 8, 7, 8):
+        nn.functional.cross_entropy(model(inputs[:size]), targets[:size]).backward()
+
+
+# How often
+
+
+def test_one_compilation_serves_every_size_of_training() -> None:
+    model = Net()
+    counter = compiled(model)
+    assert train(model) == [8, 8, 8, 8]  # 64 → 32 → 16 → 8, then 61 as 8 … 7 and 50 as 8 … 7
+    assert counter.frame_count == 1
+
+
+def test_without_marks_the_same_sizes_compile_more_often() -> None:
+    model = Net()
+    counter = compiled(model)
+    train_without_marks(model)
+    assert counter.frame_count == 2  # torch notices the change and compiles for any size then
+
+
+def test_without_marks_and_automatic_dynamic_shapes_each_size_compiles() -> None:
+    counts = []
+    for run in (train_without_marks, train):
+        model = Net()
+        counter = compiled(model, dynamic=False)
+        run(model)
+        counts.append(counter.frame_count)
+        torch._dynamo.reset()
+    assert counts == [5, 1]
+
+
+def test_fixed_sizes_are_compiled_as_they_are() -> None:
+    model = Net()
+    counter = compiled(model)
+    passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
+    for sizes_change, compilations in ((False, 1), (True, 2)):
+        (cut,) = passes.cut([batch_of(16)], [[8, 8]], sizes_change=sizes_change)
+        passes.evaluate(cut.microbatches[0], None)
+        assert counter.frame_count == compilations
+        is_symbolic = any(
+            isinstance(size, torch.SymInt)
+            for node in counter.graphs[-1].graph.nodes
+            if isinstance(node.meta.get("example_value"), Tensor)
+            for size in node.meta["example_value"].shape
+        )
+        assert is_symbolic is sizes_change
+
+
+def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
+    model = Net()
+    counter = compiled(model)
+    train(model)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=Halving(initial=9)
+    )
+    for rows in ROWS:
+        microbatcher.evaluate(batch_of(rows))
+    assert counter.frame_count == 2
+
+
+def test_a_single_row_costs_one_compilation_of_its_own() -> None:
+    model = Net()
+    counter = compiled(model)
+    train(model, (8, 1, 7, 1, 5))
+    assert counter.frame_count == 2
+
+
+def test_rows_in_another_dimension_are_compiled_at_most_twice() -> None:
+    class Transposed(Net):
+        def forward(self, inputs: Tensor) -> Any:
+            return super().forward(inputs.mT)
+
+    model = Transposed()
+    counter = compiled(model)
+    microbatcher = Microbatcher(model, loss_fn=OneOfMany(), batch_layout={"0": 1})
+    for rows in ROWS:
+        inputs, targets = batch_of(rows)
+        microbatcher.backward((inputs.T.contiguous(), targets))
+    assert counter.frame_count <= 2  # whole batches and parts of them have other strides
+
+
+@between_graphs
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_each_graph_of_a_model_with_breaks_is_compiled_at_most_twice(backend: str) -> None:
+    model = Net(breaks=True)
+    counter = compiled(model, backend)
+    train(model)
+    assert 2 <= counter.frame_count <= 3
+    settled = counter.frame_count
+    train(model, (40, 33, 64))
+    assert counter.frame_count == settled
+
+
+def in_a_wrapper(net: Net, counter: Any) -> nn.Module:
+    return torch.compile(net, backend=counter)  # type: ignore[return-value]
+
+
+def in_place(net: Net, counter: Any) -> nn.Module:
+    net.compile(backend=counter)
+    return net
+
+
+def as_forward(net: Net, counter: Any) -> nn.Module:
+    net.forward = torch.compile(net.forward, backend=counter)  # type: ignore[method-assign]
+    return net
+
+
+def in_part(net: Net, counter: Any) -> nn.Module:
+    net.compile(backend=counter)
+    return nn.Sequential(net, nn.Tanh())
+
+
+@pytest.mark.parametrize("compile_it", [in_a_wrapper, in_place, as_forward, in_part])
+def test_models_that_their_owner_compiled_are_served_too(
+    compile_it: Callable[[Net, Any], nn.Module],
+) -> None:
+    counter = CompileCounterWithBackend("eager")
+    assert train(compile_it(Net(), counter)) == [8, 8, 8, 8]
+    assert counter.frame_count == 1
+
+
+def test_compiled_functions_are_served_too() -> None:
+    counter = CompileCounterWithBackend("eager")
+    model, loss_fn = Net(), nn.CrossEntropyLoss()
+    run = torch.compile(lambda inputs, targets: loss_fn(model(inputs), targets), backend=counter)
+
+    def forward(_: Any, microbatch: Any) -> Tensor:
+        if len(microbatch[1]) > ROOM:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss: Tensor = run(*microbatch)
+        return loss
+
+    assert train(model, loss_fn=None, forward=forward, loss_average="samples") == [8, 8, 8, 8]
+    assert counter.frame_count == 1
+
+
+def test_a_mapping_with_what_all_rows_share_is_compiled_once() -> None:
+    class Scaled(Net):
+        def forward(self, inputs: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(inputs) * scale
+
+    model = Scaled()
+    counter = compiled(model)
+    microbatcher = Microbatcher(
+        model, loss_fn=OneOfMany(), batch_layout={"0.scale": "shared"}, probe=False
+    )
+    for rows in ROWS:
+        inputs, targets = batch_of(rows)
+        microbatcher.backward(({"inputs": inputs, "scale": torch.ones(1, CLASSES)}, targets))
+    assert counter.frame_count == 1
+
+
+def test_the_probe_compiles_nothing() -> None:
+    counts = []
+    for probe in (False, True):
+        model = Net(dropout=0.5)
+        counter = compiled(model)
+
+        def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(outputs, targets)
+
+        train(model, loss_fn=loss_fn, loss_average="samples", probe=probe)
+        counts.append(counter.frame_count)
+        torch._dynamo.reset()
+    assert counts == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES)),
+        nn.Linear(FEATURES, CLASSES),
+    ],
+    ids=["Sequential", "Linear"],
+)
+def test_models_made_of_torchs_own_modules_alone_are_compiled(model: nn.Module) -> None:
+    in_torchs_own_way = copy.deepcopy(model)
+    counter = CompileCounterWithBackend("eager")
+    in_torchs_own_way.compile(backend=counter)
+    in_torchs_own_way(batch_of(8)[0])
+    assert counter.frame_count == 0  # once this fails, compile_in_place is no longer needed
+    counter = compiled(model)
+    assert train(model) == [8, 8, 8, 8]
+    assert counter.frame_count == 1
+    assert copy.deepcopy(model)._compiled_call_impl is None
+
+
+def test_lazy_layers_take_their_shapes_uncompiled() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES))
+    counter = compiled(model)
+    assert train(model) == [8, 8, 8, 8]
+    assert counter.frame_count == 1
+
+
+def test_the_callers_tensors_carry_no_mark_afterwards() -> None:
+    inputs, targets = batch = batch_of(8)
+    with dynamic_rows(batch, BatchLayout(0).row_dims(batch)):
+        assert vars(inputs)
+        assert vars(targets)
+    model = Net()
+    compiled(model)
+    Microbatcher(model, loss_fn=nn.CrossEntropyLoss()).backward(batch)
+    assert not vars(inputs)
+    assert not vars(targets)
+
+
+def test_a_mark_of_the_callers_own_stays() -> None:
+    inputs, _ = batch = batch_of(8)
+    torch._dynamo.mark_static(inputs, 1)
+    own = dict(vars(inputs))
+    with dynamic_rows(batch, {"0": 0}):
+        assert vars(inputs) != own
+    assert vars(inputs) == own
+
+
+def test_row_dims_leave_out_what_has_no_rows_or_lies_in_single_rows() -> None:
+    batch = {
+        "x": torch.zeros(5, 4, 2),
+        "mask": torch.ones(4, 4),
+        "images": [torch.zeros(3, 3)] * 4,
+        "parts": (torch.zeros(4), torch.zeros(4, 2)),
+        "sparse": torch.eye(4).to_sparse(),
+    }
+    layout = BatchLayout({"x": -2, "mask": "shared", "images": "items", "parts": "fields"})
+    assert layout.row_dims(batch) == {"x": 1, "parts.0": 0, "parts.1": 0}
+
+
+# Exactness
+
+
+@between_graphs
+@pytest.mark.parametrize("breaks", [False, True])
+def test_compiled_gradients_equal_those_of_the_whole_batch(breaks: bool) -> None:
+    model = Net(breaks=breaks).double()
+    expected = copy.deepcopy(model)
+    compiled(model, "aot_eager")
+    microbatcher = Microbatcher(model, loss_fn=OneOfMany())
+    for rows in ROWS:
+        inputs, targets = batch_of(rows)
+        microbatcher.backward((inputs.double(), targets))
+        nn.functional.cross_entropy(expected(inputs.double()), targets).backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_retry_draws_the_same_dropout_as_a_run_at_the_final_size() -> None:
+    gradients = []
+    for policy in ("auto", Fixed(8)):
+        torch.manual_seed(3)
+        model = Net(dropout=0.5)
+        compiled(model, "aot_eager")
+        assert set(train(model, microbatch_size=policy)) == {8}
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        torch._dynamo.reset()
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_that_runs_out_inside_compiled_code_is_retried() -> None:
+    def small_device(graph: Any, _: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            rows = next(each for each in inputs if isinstance(each, int))
+            if rows > ROOM:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return graph(*inputs)
+
+        return run
+
+    model = Net()
+    compile_model(model, {"backend": small_device}, sizes_change=True)
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+    result = microbatcher.backward(batch_of(64))
+    assert (result.microbatch_size, result.ooms) == (8, 3)
+
+
+def test_another_error_while_compiling_is_not_taken_for_memory() -> None:
+    def broken(graph: Any, _: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    model = Net()
+    compile_model(model, {"backend": broken}, sizes_change=True)
+    with pytest.raises(RuntimeError, match="no compiler") as caught:
+        Microbatcher(model, loss_fn=nn.CrossEntropyLoss()).backward(batch_of(8))
+    assert not is_out_of_memory(caught.value)
+
+
+# What is accepted and refused
+
+
+def test_compiling_in_place_keeps_the_names_of_the_state() -> None:
+    model = Net()
+    names = list(model.state_dict())
+    compile_model(model, {"backend": "eager"}, sizes_change=True)
+    assert list(model.state_dict()) == names
+
+
+def test_false_compiles_nothing() -> None:
+    model = Net()
+    compile_model(model, False, sizes_change=True, memory_limit="1MiB")
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"options": {"triton.cudagraphs": True}},
+        {"backend": "cudagraphs"},
+    ],
+    ids=str,
+)
+def test_cuda_graphs_need_fixed_sizes(options: dict[str, Any]) -> None:
+    name, value = next(iter(options.items()))
+    said = re.escape(f"compile with {name}={value!r} captures CUDA graphs")
+    remedy = "keeps the memory of sizes that failed.*max-autotune-no-cudagraphs.*microbatch_size=8"
+    with pytest.raises(ValueError, match=f"{said}.*{remedy}"):
+        check_compile(options, sizes_change=True, device=CPU)
+    assert check_compile(options, sizes_change=False, device=CPU) == options
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
+    net = Net()
+    net.last.compile(mode="reduce-overhead")
+    with pytest.raises(ValueError, match=r"last \(Linear\) was compiled to CUDA graphs"):
+        refuse_cuda_graphs([net], sizes_change=True)
+    refuse_cuda_graphs([net], sizes_change=False)
+    whole = torch.compile(Net(), options={"triton.cudagraphs": True})
+    with pytest.raises(ValueError, match=r"the model .* was compiled to CUDA graphs"):
+        refuse_cuda_graphs([whole], sizes_change=True)  # type: ignore[list-item]
+    refuse_cuda_graphs([Net(), nn.Sequential(in_place(Net(), "eager"))], sizes_change=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ("max-autotune", TypeError, "compile='max-autotune' is neither True or False nor a mapp"),
+        (None, TypeError, "compile=None is neither True or False nor a mapping; pass"),
+        ({"moed": "default"}, ValueError, r"key 'moed', which .* \(did you mean 'mode'\?\); it"),
+        (
+            {"mode": "max-autotune-no-cudagraph"},
+            ValueError,
+            r"mode='max-autotune-no-cudagraph'.*\(did you mean 'max-autotune-no-cudagraphs'\?\)",
+        ),
+        (
+            {"backend": "inducter"},
+            ValueError,
+            r"\(did you mean 'inductor'\?\); use one of .*a call",
+        ),
+        (
+            {"options": {"max_autotun": True}},
+            ValueError,
+            r"option 'max_autotun'.*\(did you mean 'max_autotune'\?\)",
+        ),
+        ({"mode": "default", "options": {}}, ValueError, "both mode=.*leave one of them out"),
+    ],
+)
+def test_wrong_options_are_named(options: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        check_compile(options, sizes_change=False, device=CPU)
+
+
+def test_a_simulated_device_cannot_see_compiled_code() -> None:
+    with pytest.raises(ValueError, match=r"compile=True together with memory_limit='24MiB' on the"):
+        compile_model(Net(), True, sizes_change=True, memory_limit="24MiB")
+    with (
+        MemoryBudget("1MiB"),
+        pytest.raises(ValueError, match=r"with a MemoryBudget on the CPU.*leave out either"),
+    ):
+        compile_model(Net(), True, sizes_change=True)
+    real = torch.device("cuda")
+    assert check_compile(True, sizes_change=True, device=real, memory_limit="1GiB") == {}
+
+
+def test_a_model_is_not_compiled_twice() -> None:
+    with pytest.raises(ValueError, match=r"model \(Net\) is compiled already; leave compile out"):
+        compile_model(in_place(Net(), "eager"), True, sizes_change=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_the_callers_options_are_left_alone() -> None:
+    options = {"options": {"guard_filter_fn": list, "max_autotune": True}}
+    compile_model(Net(), options, sizes_change=False)
+    assert options == {"options": {"guard_filter_fn": list, "max_autotune": True}}
+
+
+# A language model
+
+
+@between_graphs
+@pytest.mark.slow
+def test_gpt2_is_compiled_once_for_training_and_once_for_evaluation() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).double()
+    model.loss_type = "ForCausalLM"  # else it logs, once per forward, and that breaks the graph
+    expected = copy.deepcopy(model)
+    counter = compiled(model, "aot_eager")
+    room = 8
+
+    def forward(model: Any, microbatch: Any) -> Any:
+        if torch.is_grad_enabled() and len(microbatch["labels"]) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        output = model(**microbatch)
+        return output.loss, output.logits
+
+    microbatcher = Microbatcher(model, forward=forward, loss_average="samples")
+    for rows in ROWS:
+        ids = torch.randint(50, (rows, 12))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        microbatcher.backward(batch)
+        expected(**batch).loss.backward()
+    assert counter.frame_count == 1
+    for rows in (24, 31):
+        microbatcher.evaluate({"input_ids": ids[:rows], "labels": ids[:rows]})
+    assert counter.frame_count == 2
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        # Its loss is computed in float32, whatever the weights are.
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-8)

@@ -1,0 +1,239 @@
+"""Models written for Composer, and its Trainer's arguments."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from automicro import Trainer
+from automicro.trainer.composer import (
+    COUNTERPARTS,
+    VALUES,
+    model_metrics,
+    refuse_unknown,
+    refusing_unknown,
+)
+from tests.trainer_runs import CLASSES, FEATURES, adam, assert_same, make_loader
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "composer.md"
+PARAMETERS = inspect.signature(Trainer.__init__).parameters
+ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|–) \| (.*) \|$", re.MULTILINE)
+
+
+class Classifier(nn.Module):
+    """As a ComposerClassifier is, with metrics that a test chooses."""
+
+    def __init__(self, metrics: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+        self.asked: list[bool] = []
+        self._metrics = (metrics,)
+
+    def forward(self, batch: Any) -> Tensor:
+        inputs, _ = batch
+        outputs: Tensor = self.net(inputs)
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        _, targets = batch
+        return F.cross_entropy(outputs, targets)
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool) -> Any:
+        self.asked.append(is_train)
+        return self._metrics[0]
+
+    def update_metric(self, batch: Any, outputs: Tensor, metric: Metric) -> None:
+        _, targets = batch
+        metric.update(outputs, targets)
+
+
+def accuracy() -> Metric:
+    return MulticlassAccuracy(num_classes=CLASSES, average="micro")
+
+
+def train_on(model: nn.Module, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"optimizer": adam, "device": "cpu", "progress": False}
+    return Trainer(model, make_loader(), **{**settings, **options})
+
+
+def test_a_model_of_composers_trains_as_one_with_a_loss_function() -> None:
+    model = Classifier()
+    train_on(model, max_duration="2ep").fit()
+    other = Classifier()
+    train_on(other.net, loss_fn=nn.CrossEntropyLoss(), max_duration="2ep").fit()
+    assert_same(model, other)
+
+
+def test_it_survives_running_out_of_memory() -> None:
+    model = Classifier()
+    summary = train_on(model, memory_limit="32KiB").fit()
+    assert summary.train_ooms > 0
+    other = Classifier()
+    train_on(other, microbatch_size=summary.microbatch_size).fit()
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        ({"accuracy": accuracy()}, ["accuracy"]),
+        (accuracy(), ["MulticlassAccuracy"]),
+        ([accuracy(), MulticlassF1Score(CLASSES)], ["MulticlassAccuracy", "MulticlassF1Score"]),
+        (MetricCollection({"a": accuracy()}), ["a"]),
+        (nn.ModuleDict({"a": accuracy()}), ["a"]),
+    ],
+    ids=["mapping", "metric", "list", "collection", "modules"],
+)
+@pytest.mark.parametrize("is_train", [True, False])
+def test_the_metrics_of_a_model_are_found(metrics: Any, names: list[str], is_train: bool) -> None:
+    model = Classifier(metrics)
+    found = model_metrics(model, is_train=is_train)
+    assert found is not None
+    assert list(found) == names
+    assert all(isinstance(metric, Metric) for metric in found.values())
+    assert model.asked == [is_train]
+
+
+@pytest.mark.parametrize("metrics", [None, {}, [], MetricCollection({})])
+def test_a_model_without_metrics_has_none(metrics: Any) -> None:
+    assert model_metrics(Classifier(metrics), is_train=True) is None
+
+
+def test_only_composers_interface_is_asked_for_metrics() -> None:
+    class Other(nn.Module):
+        def get_metrics(self, is_train: bool) -> Any:
+            raise AssertionError
+
+    assert model_metrics(Other(), is_train=False) is None
+
+
+def test_what_is_no_metric_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Classifier.get_metrics\(is_train=True\) returned 3"):
+        model_metrics(Classifier(3), is_train=True)
+
+
+def test_the_trainer_takes_the_metrics_of_the_model_unless_it_is_given_others() -> None:
+    model = Classifier({"accuracy": accuracy()})
+    values = train_on(model, eval_dataloader=make_loader()).eval()
+    assert set(values) == {"accuracy"}
+    values = train_on(model, eval_dataloader=make_loader(), metrics={"mine": accuracy()}).eval()
+    assert set(values) == {"mine"}
+
+
+@pytest.mark.parametrize("name", sorted(set(COUNTERPARTS) - set(PARAMETERS)))
+def test_an_argument_of_composers_is_refused_with_what_stands_for_it(name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        refuse_unknown({name: None}, kind=Trainer)
+    message = str(caught.value)
+    counterpart = COUNTERPARTS[name]
+    assert message.startswith(f"Trainer has no argument {name!r}: Composer's")
+    assert counterpart.hint.replace("`", "") in message
+    assert counterpart.ours is None or f"here it is {counterpart.ours} (" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_durations", "did you mean 'max_duration'"),
+        ("Callbacks", "did you mean 'callbacks'"),
+        ("save_foldr", "'save_folder' was meant\\? Composer's; here it is checkpoint"),
+        ("zebra", "has no argument 'zebra'; it has model, train_dataloader, eval_"),
+    ],
+)
+def test_a_mistyped_argument_is_refused_with_what_was_meant(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        refuse_unknown({name: None}, kind=Trainer)
+
+
+def test_several_are_named_together() -> None:
+    with pytest.raises(TypeError) as caught:
+        refuse_unknown({"optimizers": 1, "progress": True, "schedulers": 2}, kind=Trainer)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "Trainer has no arguments",
+        "  'optimizers'",
+        "  'schedulers'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ours"),
+    [(name, given, ours) for name, values in VALUES.items() for given, ours in values.items()],
+)
+def test_a_value_of_composers_is_refused_with_ours(name: str, given: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='{given}' is Composer's .* pass {name}='{ours}'"):
+        refuse_unknown({name: given}, kind=Trainer)
+    refuse_unknown({name: ours}, kind=Trainer)
+
+
+def test_the_trainer_itself_refuses_them() -> None:
+    with pytest.raises(TypeError, match="here it is microbatch_size"):
+        train_on(Classifier(), device_train_microbatch_size="auto")
+    with pytest.raises(ValueError, match="pass precision='bf16'"):
+        train_on(Classifier(), precision="amp_bf16")
+    assert list(inspect.signature(Trainer).parameters) == list(PARAMETERS)[1:]
+
+
+@refusing_unknown
+class Small:
+    def __init__(self, first: int, *, second: int = 2) -> None:
+        self.values = (first, second)
+
+
+class Wider(Small):
+    def __init__(self, first: int, *, third: int) -> None:
+        super().__init__(first)
+        self.third = third
+
+
+class Open(Small):
+    def __init__(self, first: int, **options: Any) -> None:
+        super().__init__(first, **options)
+
+
+def test_a_decorated_class_is_as_before() -> None:
+    assert Small(1, second=3).values == (1, 3)
+    assert Small(first=1).values == (1, 2)
+    assert str(inspect.signature(Small)) == "(first: int, *, second: int = 2) -> None"
+    with pytest.raises(TypeError, match="required positional argument"):
+        Small(second=1)  # type: ignore[call-arg]
+
+
+def test_a_subclass_may_take_other_arguments() -> None:
+    assert Wider(1, third=3).third == 3
+    assert Open(1, second=3).values == (1, 3)
+    with pytest.raises(TypeError, match="Wider has no argument 'thrid': did you mean 'third'"):
+        Wider(1, thrid=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'optimizers'"):
+        Open(1, optimizers=3)
+
+
+def rows_of_the_page() -> Iterator[tuple[str, str | None, str]]:
+    for name, ours, hint in ROW.findall(PAGE.read_text(encoding="utf-8")):
+        yield name, ours or None, hint
+
+
+def test_the_page_has_every_argument_as_the_errors_have_it() -> None:
+    expected = [(name, each.ours, each.hint) for name, each in COUNTERPARTS.items()]
+    assert list(rows_of_the_page()) == expected
+
+
+@pytest.mark.parametrize("name", sorted({each.ours for each in COUNTERPARTS.values() if each.ours}))
+def test_what_stands_for_an_argument_exists(name: str) -> None:
+    assert name in PARAMETERS
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_values_are_of_arguments_that_exist(name: str) -> None:
+    assert name in PARAMETERS

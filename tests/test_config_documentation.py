@@ -1,0 +1,82 @@
+"""Every example of docs/configuration.md runs, and does what the page says."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from automicro.cli import main
+from automicro.cli.command import COMMANDS
+from automicro.cli.keys import KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+FILES = re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SHELL = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line.partition(" #")[0].partition(" > ")[0] for line in "".join(SHELL).splitlines()]
+MISTAKES = re.findall(r"^\$ automicro (.*)\n(automicro: .*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_the_documented_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.delitem(sys.modules, "my_data", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, text in FILES:
+        Path(name).write_text(text, encoding="utf-8")
+
+
+def test_the_files_are_there() -> None:
+    assert [name for name, _ in FILES] == ["job.yaml", "my_data.py", "small.yaml"]
+
+
+def test_every_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(LINES) >= 15
+    for line in LINES:
+        program, *arguments = shlex.split(line)
+        assert program == "automicro"
+        assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+
+
+def test_the_documented_job_runs_out_of_memory_and_survives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "job.yaml"]) == 0
+    survived = re.search(
+        r"OOMs survived: \d+ \((\d+) in train, (\d+) in eval\)", capsys.readouterr().out
+    )
+    assert survived is not None
+    assert int(survived[1]) >= 1
+    assert int(survived[2]) >= 1
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES)
+def test_every_mistake_is_answered_as_shown(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(command)) == 2
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said.startswith(message.removesuffix("…").rstrip())
+
+
+def test_three_mistakes_are_shown() -> None:
+    assert len(MISTAKES) == 3
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_row(name: str) -> None:
+    assert f"\n| `{name}` | " in PAGE
+
+
+def test_exit_codes_are_those_of_the_help() -> None:
+    documented = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))
+    used = {code for command in COMMANDS.values() for code in command.exit_codes}
+    assert documented == used | {2, 130, 141}
+
+
+def test_keys_in_the_prose_exist() -> None:
+    for name in re.findall(r"`\$\{([a-z_]+)(?:\.[a-z_.]+)?\}`", PAGE):
+        assert name in KEYS or name == "key"

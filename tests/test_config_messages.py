@@ -1,0 +1,362 @@
+"""The message for each way to get a config wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from automicro.cli.loading import load_config
+from automicro.errors import ConfigError
+from tests.config_jobs import JOB, complaint
+
+FORM = "write {call: dotted.path, args: {name: value}}"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+WRONG_OVERRIDES = {
+    # unknown keys, wrong types
+    "optimzer.call=x": "unknown key 'optimzer' (did you mean 'optimizer'?): correct it",
+    "Model=null": "unknown key 'Model' (did you mean 'model'?): correct it",
+    "1=2": "unknown key '1': automicro config --keys lists all that there are",
+    "lr=0.3": "unknown key 'lr' (did you mean 'optimizer.args.lr'?): correct it",
+    "optimizer.lr=0.3": (
+        "optimizer has an unknown key 'lr': arguments belong below it, as optimizer.args.lr"
+    ),
+    "seed=many": "seed='many' (text): expected a whole number or null",
+    "seed=1.5": "seed=1.5 (a decimal number): expected a whole number or null",
+    "grad_clip_norm=big": "grad_clip_norm='big' (text): expected a number or null",
+    "strict_divisible=maybe": "strict_divisible='maybe' (text): expected true or false",
+    "device=[cpu]": "device=['cpu'] (a list): expected text",
+    "max_duration={a: 1}": (
+        "max_duration={'a': 1} (a mapping): expected text such as 2ep, 500ba, 10000sp or 1e6tok"
+    ),
+    "microbatch_size=1.5": (
+        "microbatch_size=1.5 (a decimal number): expected a whole number, auto or null"
+    ),
+    "eval_microbatch_size=true": (
+        "eval_microbatch_size=true: expected a whole number, auto or null"
+    ),
+    "memory_limit=1.5": (
+        "memory_limit=1.5 (a decimal number): expected text such as 24MiB, a whole number of "
+        "bytes, or null"
+    ),
+    # values that mean nothing
+    "max_duration=2": (
+        "max_duration='2' has no unit; say '2ep' (epochs), '2ba' (batches), '2sp' (samples) or "
+        "'2tok' (tokens)"
+    ),
+    "microbatch_size=0": (
+        "microbatch_size=0 (a whole number): give a whole number of at least 1, auto (found by "
+        "halving) or null (the whole batch)"
+    ),
+    "grad_clip_norm=-1": (
+        "grad_clip_norm=-1.0 must be above 0; pass a number such as 1.0, or null"
+    ),
+    "memory_limit=lots": (
+        "memory_limit: cannot read 'lots' as an amount of memory: write a positive number and one "
+        "of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
+        "'24MiB'"
+    ),
+    "global_batch_size=0": (
+        "global_batch_size=0 has no rows: give the rows of a batch over all devices, at least 1"
+    ),
+    "eval_global_batch_size=0": (
+        "eval_global_batch_size=0 has no rows: give the rows of a batch over all devices, at least "
+        "1"
+    ),
+    "eval_global_batch_size=many": (
+        "eval_global_batch_size='many' (text): expected a whole number or null"
+    ),
+    "accumulate_batches=0": "accumulate_batches=0 must be at least 1; pass an int such as 1",
+    "accumulate_batches=null": "accumulate_batches=null: expected a whole number",
+    "non_finite=halt": "non_finite='halt' is not known; use one of stop, skip, ignore",
+    "precision=bf61": (
+        "precision='bf61' is not known (did you mean 'bf16'?); use one of fp32, bf16, fp16"
+    ),
+    "batchnorm=wran": (
+        "batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, disable, "
+        "ignore"
+    ),
+    "loss_average=sample": (
+        "loss_average='sample' is not known (did you mean 'samples'?); use one of auto, samples, "
+        "tokens, none"
+    ),
+    "loss_average={language: token}": (
+        "loss_average.language='token' is not known (did you mean 'tokens'?); use one of auto, "
+        "samples, tokens, none"
+    ),
+    "channels_last=sometimes": "channels_last='sometimes' (text): expected true or false",
+    "deterministic=1.5": "deterministic=1.5 (a decimal number): expected true or false",
+    "probe=never": "probe='never' (text): expected true or false",
+    "compile=fast": "compile='fast' (text): expected true, false or a mapping",
+    "compile=null": "compile=null: expected true, false or a mapping",
+    "eval_interval=0ep": (
+        "eval_interval='0ep' is not a whole number of epochs, batches, samples or tokens, at least "
+        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok'"
+    ),
+    "max_duration=10xp": (
+        "max_duration='10xp' is not a whole number of epochs, batches, samples or tokens, at least "
+        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok'"
+    ),
+    "loss_average=3": (
+        "loss_average=3 (a whole number): expected auto, samples, tokens, none, a node, or a "
+        "mapping of these by name"
+    ),
+    "batch_layout=rows": "batch_layout='rows' (text): expected a whole number or a mapping",
+    "seed=-1": "seed=-1 is outside of 0 to 4294967295: give one such as 0",
+    "weights=none.pt": (
+        "weights='none.pt': there is no such file: give a path from the folder where the command "
+        "is started, such as runs/first/weights.pt"
+    ),
+    "run_dir=[a]": "run_dir=['a'] (a list): expected text or null",
+    # groups of parameters
+    "parameter_groups=null": (
+        "parameter_groups=null is not a list: write [] for none, or a list in which each group is "
+        "a mapping such as {params: '*.bias', weight_decay: 0.0}"
+    ),
+    "parameter_groups=[bias]": (
+        "parameter_groups.0='bias' (text) is not a mapping: write {params: '*.bias', weight_decay: "
+        "0.0}: names of parameters, then options"
+    ),
+    "parameter_groups=[{param: bias}]": (
+        "parameter_groups.0={'param': 'bias'} (a mapping) has no params: write {params: '*.bias', "
+        "weight_decay: 0.0}: names of parameters, then options"
+    ),
+    "parameter_groups=[{params: 3}]": (
+        "parameter_groups.0.params=3 (a whole number) is no pattern of names: write text such as "
+        "'*.bias', or a list of such"
+    ),
+    # nodes that are not well formed
+    "model=torch.nn.Linear": (
+        "model='torch.nn.Linear' (text) is not a mapping: write {call: torch.nn.Linear, args: "
+        "{name: value}}"
+    ),
+    "model=null": (
+        "model is missing: write at the top level model: {call: my_package.MyModel, args: "
+        "{width: 64}}"
+    ),
+    "model.cal=x": f"model has an unknown key 'cal' (did you mean 'call'?): {FORM}",
+    "model={args: {}}": (
+        "model.call is missing: write call: and the dotted path of a class or a function directly "
+        "under model:"
+    ),
+    "model.call=3": (
+        "model.call=3 (a whole number) is not a dotted path: write one such as torch.optim.AdamW"
+    ),
+    "model.args=[1]": (
+        "model.args=[1] (a list) is not a mapping: write {name: value}, the names being those of "
+        "the arguments of torch.nn.Linear"
+    ),
+    "model.args={1: 2}": (
+        "model.args has the name 1 (a whole number), which is not text: use the name of an "
+        "argument of torch.nn.Linear"
+    ),
+    "model.args.device={call: torch.device, arg: 1}": (
+        f"model.args.device has an unknown key 'arg' (did you mean 'args'?): {FORM}"
+    ),
+    "metrics=[1]": (
+        "metrics=[1] (a list) is not a mapping: write {name: {call: dotted.path, args: {…}}}, or "
+        "{} for none"
+    ),
+    "metrics.accuracy=high": f"metrics.accuracy='high' (text) is not a mapping: {FORM}",
+    "count_tokens=len": f"count_tokens='len' (text) is not a mapping: {FORM}",
+    # dotted paths
+    "model.call=torch.nn.linear": (
+        "model.call='torch.nn.linear': 'torch.nn' exists, but has no 'linear' "
+        "(did you mean 'Linear'?): correct the path"
+    ),
+    "model.call=torch.optimm.AdamW": (
+        "model.call='torch.optimm.AdamW': 'torch' exists, but has no 'optimm' "
+        "(did you mean 'optim'?): correct the path"
+    ),
+    "model.call=torhc.nn.Linear": (
+        "model.call='torhc.nn.Linear': there is no module 'torhc' (did you mean 'torch'?): install "
+        "it, or put it beside the config"
+    ),
+    "model.call=argprase.Net": (  # no model is in the standard library
+        "model.call='argprase.Net': there is no module 'argprase': install it, or put it beside "
+        "the config"
+    ),
+    "model.call=torch/nn": (
+        "model.call='torch/nn' is not a dotted path: write names joined by dots, such as "
+        "torch.optim.AdamW"
+    ),
+    "model.call=dict": "model.call='dict' is a builtin: say builtins.dict",
+    "model.call=torch.nn": (
+        "model.call='torch.nn' is a module, which cannot be called: name a class or a function"
+    ),
+    "optimizer.call=torch.optim.adamw": (
+        "optimizer.call='torch.optim.adamw' is a module, which cannot be called "
+        "(did you mean 'torch.optim.adamw.AdamW'?): name a class or a function"
+    ),
+    "model.call=torch.pi": (
+        "model.call='torch.pi' is a float, which cannot be called: name a class or a function"
+    ),
+    # arguments that do not fit
+    "model.args.in_feature=3": (
+        "model: torch.nn.Linear takes no argument 'in_feature' (did you mean 'in_features'?): it "
+        "takes in_features, out_features, bias, device, dtype"
+    ),
+    "model.args=null": (
+        "model: torch.nn.Linear needs 'in_features', 'out_features': write them under model.args; "
+        "it takes in_features, out_features, bias, device, dtype"
+    ),
+    "scheduler.call=torch.optim.lr_scheduler.StepLR": (
+        "scheduler: torch.optim.lr_scheduler.StepLR needs 'step_size': write it under "
+        "scheduler.args; it takes step_size, gamma, last_epoch"
+    ),
+    "optimizer.args.params=[]": (
+        "optimizer.args.params is not yours to give: torch.optim.SGD is handed the model's "
+        "parameters there; remove it"
+    ),
+    "optimizer={call: gc.collect_all}": (
+        "optimizer.call='gc.collect_all': 'gc' exists, but has no 'collect_all' "
+        "(did you mean 'collect'?): correct the path"
+    ),
+    "optimizer={call: time.get_clock_info.missing}": (
+        "optimizer.call='time.get_clock_info.missing': 'time.get_clock_info' exists, but has no "
+        "'missing': correct the path"
+    ),
+    "optimizer={call: shutil.get_archive_formats}": (
+        "optimizer: shutil.get_archive_formats takes no argument without a name, but is handed the "
+        "model's parameters first: name a class or a function that takes them"
+    ),
+    # interpolations
+    "train_data.args.batch_size=${global_batch_size}": (
+        "train_data.args.batch_size refers to ${global_batch_size}, which is not set: write "
+        "global_batch_size: … at the top level"
+    ),
+    "train_data.args.batch_size=${global_batch}": (
+        "train_data.args.batch_size refers to ${global_batch}, which does not exist "
+        "(did you mean 'global_batch_size'?): use a key of the config, from its top level"
+    ),
+    "run_dir=${when:%Y}": (
+        "run_dir uses ${when:…}, which does not exist: use ${key}, ${oc.env:NAME} or "
+        "${now:%Y-%m-%d}"
+    ),
+    "seed=${max_duration}": "seed='1ep' (text): expected a whole number or null",
+    "model=???": "model is '???', to be filled in: write it there, or add model=VALUE",
+    "model.args={in_features: '???', out_features: '???'}": (
+        "model.args.in_features, model.args.out_features are '???', to be filled in: write them "
+        "there, or add model.args.in_features=VALUE model.args.out_features=VALUE"
+    ),
+    "model.args.bias=???": (
+        "model.args.bias is '???', to be filled in: write it there, or add model.args.bias=VALUE"
+    ),
+    "eval_data=${model.args}": (
+        "eval_data has an unknown key 'in_features': arguments belong below it, as "
+        "eval_data.args.in_features"
+    ),
+    # overrides themselves
+    "max_duration": (
+        "the override 'max_duration' has no '=': write key=value, such as max_duration=2ep"
+    ),
+    "=3": (
+        "the override '=3' has no key before '=', or an empty part in it: write key=value, such as "
+        "optimizer.args.lr=0.001"
+    ),
+    "optimizer.args={lr: [": (
+        "the override 'optimizer.args={lr: [' has a value that is not YAML (did not find expected "
+        "node content): quote it as a whole for the shell, such as 'optimizer.args={lr: 0.1}'"
+    ),
+    "optimizer.args.lr.x=1": (
+        "the override 'optimizer.args.lr.x=1' goes below optimizer.args.lr, which is 0.1 and holds "
+        "no keys: replace it as a whole with optimizer.args.lr=VALUE"
+    ),
+    "train_data.args.dataset.3=1": (
+        "the override 'train_data.args.dataset.3=1' asks for '3' in train_data.args.dataset, a "
+        "list of 3: use a number from 0 to 2, or replace the list with "
+        "'train_data.args.dataset=[…]'"
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
+def test_a_wrong_value_is_named_with_its_key_and_the_remedy(override: str, message: str) -> None:
+    # What can be told of an override alone names it, the rest is told of the config.
+    source = rf"(the override {re.escape(repr(override))}: |job\.yaml: |)"
+    assert re.fullmatch(source + re.escape(message), complaint(override))
+
+
+def test_a_mistake_names_where_it_was_brought_in() -> None:
+    Path("base.yaml").write_text(JOB, encoding="utf-8")
+    Path("gpu.yaml").write_text("divice: cuda\n", encoding="utf-8")
+    wrong = {
+        ("base.yaml", "gpu.yaml"): (
+            "gpu.yaml: unknown key 'divice' (did you mean 'device'?): correct it"
+        ),
+        ("base.yaml", "sede=1"): (
+            "the override 'sede=1': unknown key 'sede' (did you mean 'seed'?): correct it"
+        ),
+        ("base.yaml", "base.yaml", "seed=${sede}"): (
+            "base.yaml + base.yaml: seed refers to ${sede}, which does not exist (did you mean "
+            "'seed'?): use a key of the config, from its top level"
+        ),
+    }
+    for arguments, message in wrong.items():
+        files = [each for each in arguments if each.endswith(".yaml")]
+        overrides = [each for each in arguments if "=" in each]
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            load_config(files, overrides)
+
+
+def test_an_unknown_option_of_the_compiler_is_answered_with_those_it_has() -> None:
+    message = complaint("compile={mod: default}")
+    assert message.startswith(
+        "compile has the key 'mod', which torch.compile does not take (did you mean 'mode'?); it "
+        "takes fullgraph, "
+    )
+
+
+def test_compiling_is_refused_where_memory_is_simulated_and_where_graphs_are_captured() -> None:
+    message = complaint("compile=true", "memory_limit=1MiB", "device=cpu")
+    assert message.startswith("compile=True together with memory_limit='1MiB' on the CPU: ")
+    message = complaint("compile={mode: reduce-overhead}")
+    assert message.startswith("compile with mode='reduce-overhead' captures CUDA graphs, ")
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    message = complaint("device=cuda:99")
+    assert message.startswith("device='cuda:99' cannot be used here (")
+    assert message.endswith("; pass 'auto', 'cpu' or a device that torch can see")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    {
+        "": (
+            "job.yaml: model is missing: write at the top level model: {call: my_package.MyModel, "
+            "args: {width: 64}}"
+        ),
+        "model: {call: a.b}\ntrain_data: {call: a.b}": (
+            "job.yaml: optimizer is missing: write at the top level optimizer: {call: "
+            "torch.optim.AdamW, args: {lr: 0.001}}"
+        ),
+        "model: [1\nseed: 2": (
+            "job.yaml:2:5: not valid YAML: did not find expected ',' or ']'; correct this line or "
+            "the one above it"
+        ),
+        "seed: 1\nseed: 2": (
+            "job.yaml:2:1: not valid YAML: found duplicate key seed; correct this line or the one "
+            "above it"
+        ),
+        "model:\n  call: ${\n": (
+            "job.yaml: model.call: no viable alternative at input '${': correct it; an "
+            "interpolation is written ${name}"
+        ),
+        "- 1": (
+            "job.yaml holds a list and not a mapping: write keys at its top level, such as model: "
+            "{call: my_package.MyModel}"
+        ),
+        "train": (
+            "job.yaml holds text and not a mapping: write keys at its top level, such as model: "
+            "{call: my_package.MyModel}"
+        ),
+    }.items(),
+)
+def test_a_file_that_is_no_config_says_where_and_why(text: str, message: str) -> None:
+    assert complaint(text=text) == message

@@ -1,0 +1,69 @@
+"""Configs that are not there, and code in them that fails."""
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from automicro.cli.loading import load_config
+from automicro.cli.training import build_trainer
+from automicro.errors import ConfigError
+from tests.config_jobs import complaint, job
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    {
+        "jobs.yaml": "there is no file 'jobs.yaml': did you mean 'job.yaml'?",
+        "configs/digitz.yaml": (
+            "there is no file 'configs/digitz.yaml': did you mean 'configs/digits.yaml'?"
+        ),
+        "nothing.txt": (
+            "there is no file 'nothing.txt': give the path of a YAML file, such as "
+            "configs/digits.yaml, job.yaml"
+        ),
+        "seed": "there is no file 'seed': to set this key, say seed=VALUE",
+        ".": ". cannot be read ([Errno 21] Is a directory: '.'): give a YAML file",
+    }.items(),
+)
+def test_a_file_that_is_not_there_is_answered_with_those_that_are(path: str, message: str) -> None:
+    Path("configs").mkdir()
+    Path("configs/digits.yaml").touch()
+    Path("job.yaml").touch()
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_config(path)
+
+
+def test_without_any_config_nearby_the_error_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"give the path of a YAML file; there is none here$"):
+        load_config("job.yaml")
+
+
+def test_an_error_inside_a_callable_passes_through_with_the_key_as_a_note() -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate: -1") as caught:
+        build_trainer(job("optimizer.args.lr=-1"))
+    assert not isinstance(caught.value, ConfigError)
+    assert caught.value.__notes__ == ["while making optimizer (torch.optim.SGD) with lr=-1"]
+
+
+def test_an_error_while_a_module_is_imported_passes_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("broken_job.py").write_text("import no_such_module_anywhere")
+    monkeypatch.syspath_prepend(".")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere") as caught:
+        build_trainer(job("model.call=broken_job.Model"))
+    assert caught.value.__notes__ == ["while importing model.call (broken_job.Model)"]
+
+
+def test_mistakes_are_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda module: made.append(module))
+    assert complaint("scheduler.call=torch.optim.lr_scheduler.Step").startswith("scheduler.call=")
+    assert made == []

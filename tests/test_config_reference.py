@@ -1,0 +1,134 @@
+"""The keys: the same as the Trainer's options, each documented once."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from automicro.cli.config import RunConfig
+from automicro.cli.keys import GROUPS, KEYS, defaults, type_in_words
+from automicro.cli.loading import load_config
+from automicro.cli.reference import documentation, markdown_page, read_entries
+from automicro.cli.training import build_trainer
+from automicro.microbatcher import Microbatcher
+from automicro.trainer import Trainer
+from automicro.trainer.config import TrainerConfig
+from tests.config_jobs import JOB
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = inspect.signature(Trainer).parameters
+
+# What a config cannot say as a value: it is made, by nodes of its own.
+MADE = {
+    "model": "model",
+    "train_dataloader": "train_data",
+    "eval_dataloader": "eval_data",
+    "loss_fn": "loss",
+    "forward": "forward",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "metrics": "metrics",
+    "update_metric": "update_metric",
+    "count_tokens": "count_tokens",
+}
+# Further modules would have to be shared with the forward: nodes make things of their own.
+# Keys for the others are still to come.
+ONLY_IN_PYTHON = {"modules", "callbacks", "checkpoint", "loggers", "max_time"}
+
+
+def test_every_plain_option_of_the_trainer_is_there_with_the_same_default() -> None:
+    plain = {each.name: each.default for each in fields(TrainerConfig)}
+    options = {
+        name: option.default
+        for name, option in OPTIONS.items()
+        if name not in MADE and name not in ONLY_IN_PYTHON
+    }
+    assert plain == options
+
+
+def test_every_plain_option_of_the_primitive_is_there() -> None:
+    known = {each.name for each in fields(TrainerConfig)} | set(MADE) | ONLY_IN_PYTHON
+    # The Trainer scales the loss itself, for fp16, and listens itself.
+    assert set(inspect.signature(Microbatcher).parameters) - known <= {"backward", "observer"}
+
+
+def test_everything_that_is_made_has_a_key() -> None:
+    keys = {each.name for each in fields(RunConfig)}
+    assert set(MADE) <= set(OPTIONS)
+    assert set(MADE.values()) <= keys
+    of_a_run = {"weights", "global_batch_size", "eval_global_batch_size", "run_dir"}
+    assert keys - {each.name for each in fields(TrainerConfig)} - set(MADE.values()) == of_a_run
+
+
+def test_each_key_stands_in_one_group() -> None:
+    assert sorted(KEYS) == sorted({each.name for each in fields(RunConfig)})
+    assert sum(len(keys) for keys in GROUPS.values()) == len(KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_explained_in_the_words_of_a_config(key: str) -> None:
+    meaning = documentation()[key]
+    assert len(meaning) > 20
+    assert "None" not in meaning
+    assert "``" not in meaning
+    assert "see `Microbatcher`" not in meaning
+    assert type_in_words(key)
+
+
+def test_entries_are_read_whole_and_in_one_line() -> None:
+    class Documented:
+        """Something.
+
+        Args:
+            first: begins here,
+                goes on: here, and ``{a: b}`` too.
+            second: is short.
+
+        Raises:
+            ValueError: never.
+        """
+
+    assert read_entries(Documented) == {
+        "first": "begins here, goes on: here, and ``{a: b}`` too.",
+        "second": "is short.",
+    }
+
+
+def test_the_page_in_the_documentation_is_current() -> None:
+    written = (ROOT / "docs" / "configuration_keys.md").read_text(encoding="utf-8")
+    assert written == markdown_page(), (
+        "run python -m automicro config --keys --markdown > docs/configuration_keys.md"
+    )
+
+
+def test_the_page_has_a_row_for_every_key() -> None:
+    page = markdown_page()
+    for key in KEYS:
+        assert page.count(f"\n| `{key}` | ") == 1
+    for group in GROUPS:
+        assert f"\n## {group}\n" in page
+
+
+def test_defaults_are_those_of_a_config_that_sets_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    config = load_config("job.yaml")
+    for key, default in defaults().items():
+        if f"{key}:" not in JOB:
+            value = getattr(config, key)
+            assert (list(value) if isinstance(value, tuple) else value) == default, key
+
+
+def test_every_plain_option_reaches_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    taken: dict[str, object] = {}
+    monkeypatch.setattr("automicro.cli.recipe.Trainer", lambda *_, **options: taken.update(options))
+    build_trainer(load_config("job.yaml", ["accumulate_batches=2", "non_finite=skip"]))
+    assert set(taken) == set(OPTIONS) - {"model", "train_dataloader"} - ONLY_IN_PYTHON
+    assert (taken["accumulate_batches"], taken["non_finite"]) == (2, "skip")

@@ -1,0 +1,543 @@
+"""A pass over a loader, left anywhere and taken up again: the rest is the undisturbed run's."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+
+from automicro.checkpoints import CheckpointStore, restore_rng_state, rng_state
+from automicro.errors import CheckpointWarning, DataLoaderError
+from automicro.memory import MemoryBudget
+from automicro.trainer.feed import Feed
+from automicro.trainer.generators import find_generators, generator_states, restore_generators
+from automicro.trainer.loading import fetch
+
+ROWS, BATCH_SIZE = 8, 2
+BATCHES = ROWS // BATCH_SIZE
+PASSES = 2
+
+
+def augmented(row: int) -> Tensor:
+    """Return a row with noise from every generator of the process."""
+    noise = (torch.rand(()).item(), random.random(), np.random.rand())
+    return torch.tensor([float(row), *noise], dtype=torch.float64)
+
+
+class Augmented(Dataset):
+    """Draws from the generators of the process and from one of its own."""
+
+    def __init__(self) -> None:
+        self.noise = torch.Generator().manual_seed(11)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Tensor:
+        return augmented(row) + torch.rand((), generator=self.noise)
+
+
+class Streamed(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(augmented, range(ROWS))
+
+
+class PlainShuffle:
+    """A loader of one's own, with generators that are not torch's."""
+
+    def __init__(self) -> None:
+        self.order = random.Random(3)
+        self.noise = np.random.default_rng(4)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rows = list(range(ROWS))
+        self.order.shuffle(rows)
+        for start in range(0, ROWS, BATCH_SIZE):
+            yield torch.tensor(rows[start : start + BATCH_SIZE]) + self.noise.random()
+
+
+class KeepsItsPosition:
+    """As torchdata's StatefulDataLoader: a state in the middle of a pass, or of its end."""
+
+    def __init__(self) -> None:
+        self.passes = self.position = 0
+        self.skips_at_start = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        torch.rand(())  # DataLoader draws a seed whenever a pass begins
+        self.position, self.skips_at_start = self.skips_at_start, 0
+        return self._rest()
+
+    def _rest(self) -> Iterator[Tensor]:
+        order = np.random.default_rng(self.passes).permutation(ROWS)
+        while self.position < BATCHES:
+            start = BATCH_SIZE * self.position
+            self.position += 1
+            yield torch.from_numpy(order[start : start + BATCH_SIZE]) + torch.rand(BATCH_SIZE)
+        self.passes, self.position = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.skips_at_start = state["passes"], state["position"]
+
+
+def load(**options: Any) -> DataLoader:
+    settings: dict[str, Any] = {"batch_size": BATCH_SIZE} if "batch_sampler" not in options else {}
+    return DataLoader(Augmented(), **settings, **options)
+
+
+def own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def random_batches() -> BatchSampler:
+    # With replacement the sampler draws from its generator all through the pass.
+    sampler = RandomSampler(Augmented(), replacement=True, generator=own_generator())
+    return BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffle by the process": lambda: load(shuffle=True),
+    "shuffle by its own generator": lambda: load(shuffle=True, generator=own_generator()),
+    "sampler by epoch": lambda: load(
+        sampler=DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=7)
+    ),
+    "batch sampler": lambda: load(batch_sampler=random_batches()),
+    "list": lambda: list(torch.arange(ROWS).split(BATCH_SIZE)),
+    "iterable dataset": lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE),
+    "no DataLoader": PlainShuffle,
+    "keeps its position": KeepsItsPosition,
+    "workers": lambda: load(shuffle=True, num_workers=2),
+    "persistent workers": lambda: load(shuffle=True, num_workers=2, persistent_workers=True),
+}
+
+
+def train(feed: Feed, epoch: int, most: int = BATCHES + 1) -> list[Tensor]:
+    """Return the batches of a pass, up to a number, while a step draws random numbers."""
+    seen: list[Tensor] = []
+    if most == 0:
+        return seen
+    for batch in feed.batches(epoch):
+        seen.append(batch)
+        torch.rand(3), random.random(), np.random.rand()
+        if len(seen) == most:
+            break
+    return seen
+
+
+def state_of(loader: object) -> Any:
+    return rng_state(), generator_states(loader)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare nested containers of tensors and plain values, to the bit."""
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert_same(list(one.items()), list(other.items()))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for each in zip(one, other, strict=True):
+            assert_same(*each)
+    else:
+        assert one == other
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def undisturbed(make: Callable[[], Any]) -> tuple[list[list[Tensor]], Any]:
+    seed(1)
+    loader = make()
+    feed = Feed(loader, "train_dataloader")
+    passes = [train(feed, epoch) for epoch in range(PASSES)]
+    return passes, state_of(loader)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("given", [0, 1, 2, BATCHES])
+@pytest.mark.parametrize("epoch", range(PASSES))
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_rest_is_that_of_the_undisturbed_run(
+    name: str, epoch: int, given: int, references: dict[str, Any]
+) -> None:
+    make = LOADERS[name]
+    if name not in references:
+        references[name] = undisturbed(make)
+    passes, end = references[name]
+
+    seed(1)
+    feed = Feed(make(), "train_dataloader")
+    for earlier in range(epoch):
+        train(feed, earlier)
+    assert_same(train(feed, epoch, given), passes[epoch][:given])
+    position, numbers = feed.state_dict(), rng_state()
+
+    seed(2)  # another process
+    loader = make()
+    feed = Feed(loader, "train_dataloader")
+    feed.load_state_dict(position)
+    restore_rng_state(numbers)
+    assert_same(train(feed, epoch), passes[epoch][given:])
+    for later in range(epoch + 1, PASSES):
+        assert_same(train(feed, later), passes[later])
+    assert_same(state_of(loader), end)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_run_may_be_interrupted_twice_and_saved_before_it_goes_on(name: str) -> None:
+    make = LOADERS[name]
+    passes, _ = undisturbed(make)
+    seed(1)
+    feed = Feed(make(), "train_dataloader")
+    seen = train(feed, 0, 1)
+    for _ in range(2):
+        position, numbers = feed.state_dict(), rng_state()
+        seed(2)
+        feed = Feed(make(), "train_dataloader")
+        feed.load_state_dict(position)
+        assert feed.state_dict() == position
+        restore_rng_state(numbers)
+        seen += train(feed, 0, 1)
+    assert_same(seen, passes[0][:3])
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_position_goes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
+    make = LOADERS[name]
+    passes, _ = undisturbed(make)
+    seed(1)
+    feed = Feed(make(), "train_dataloader")
+    train(feed, 0, 3)
+    store = CheckpointStore(tmp_path)
+    store.save({"feed": feed.state_dict(), "rng": rng_state()}, step=3)
+
+    seed(2)
+    state = store.load().state
+    feed = Feed(make(), "train_dataloader")
+    feed.load_state_dict(state["feed"])
+    restore_rng_state(state["rng"])
+    assert_same(train(feed, 0), passes[0][3:])
+
+
+@pytest.mark.parametrize("name", ["shuffle by the process", "keeps its position"])
+def test_a_pass_whose_end_nobody_waited_for_is_over_with_the_next_epoch(name: str) -> None:
+    make = LOADERS[name]
+    passes, _ = undisturbed(make)
+    seed(1)
+    feed = Feed(make(), "train_dataloader")
+    train(feed, 0, BATCHES)
+    position, numbers = feed.state_dict(), rng_state()
+    feed = Feed(make(), "train_dataloader")
+    feed.load_state_dict(position)
+    restore_rng_state(numbers)
+    assert_same(train(feed, 1), passes[1])
+
+
+@pytest.mark.parametrize(("epoch", "given", "earlier"), [(0, 2, 0), (1, 0, 1), (1, 2, 1)])
+def test_it_is_said_that_earlier_passes_are_made_again(
+    epoch: int, given: int, earlier: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = LOADERS["persistent workers"]
+    feed = Feed(make(), "train_dataloader")
+    for each in range(epoch):
+        train(feed, each)
+    train(feed, epoch, given)
+    later = Feed(make(), "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    train(later, epoch, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (earlier > 0)
+    assert all(f"made again ({earlier}); a run with persistent_workers=False" in s for s in said)
+
+
+def test_the_same_loader_may_go_on_with_its_persistent_workers_still_there() -> None:
+    make = LOADERS["persistent workers"]
+    passes, _ = undisturbed(make)
+    seed(1)
+    loader = make()
+    feed = Feed(loader, "train_dataloader")
+    train(feed, 0)
+    train(feed, 1, 2)
+    position, numbers = feed.state_dict(), rng_state()
+    feed = Feed(loader, "train_dataloader")
+    feed.load_state_dict(position)
+    restore_rng_state(numbers)
+    assert_same(train(feed, 1), passes[1][2:])
+
+
+def test_without_the_random_numbers_of_the_start_the_order_is_another() -> None:
+    """What a test of resuming must be able to see."""
+    make = LOADERS["shuffle by the process"]
+    passes, _ = undisturbed(make)
+    seed(1)
+    feed = Feed(make(), "train_dataloader")
+    train(feed, 0, 1)
+    position, numbers = feed.state_dict(), rng_state()
+    seed(2)
+    position["passes"][0]["rng"] = rng_state()
+    feed = Feed(make(), "train_dataloader")
+    feed.load_state_dict(position)
+    restore_rng_state(numbers)
+    rest = train(feed, 0)
+    assert any(not torch.equal(*pair) for pair in zip(rest, passes[0][1:], strict=True))
+
+
+def test_an_earlier_pass_is_made_again_only_where_workers_persist() -> None:
+    drawn: list[int] = []
+
+    class Counted(Dataset):
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, row: int) -> int:
+            drawn.append(row)
+            return row
+
+    feed = Feed(DataLoader(Counted(), batch_size=BATCH_SIZE), "train_dataloader")
+    train(feed, 0)
+    train(feed, 1, 1)
+    again = Feed(DataLoader(Counted(), batch_size=BATCH_SIZE), "train_dataloader")
+    again.load_state_dict(feed.state_dict())
+    drawn.clear()
+    train(again, 1, 1)
+    assert drawn == list(range(2 * BATCH_SIZE))
+
+
+def test_a_shorter_loader_is_refused_with_both_numbers() -> None:
+    feed = Feed([1, 2, 3, 4], "train_dataloader")
+    train(feed, 0, 3)
+    with pytest.raises(DataLoaderError, match=r"has 2 batches, and had 4 .* after 3 of them"):
+        Feed([1, 2], "train_dataloader").load_state_dict(feed.state_dict())
+
+
+def test_a_shorter_loader_is_of_no_concern_between_two_passes() -> None:
+    feed = Feed([1, 2, 3, 4], "train_dataloader")
+    list(feed.batches(0))
+    later = Feed([1, 2], "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    assert list(later.batches(1)) == [1, 2]
+
+
+def test_a_longer_loader_warns() -> None:
+    feed = Feed([1, 2, 3], "train_dataloader")
+    train(feed, 0, 1)
+    later = Feed([1, 2, 3, 4], "train_dataloader")
+    with pytest.warns(CheckpointWarning, match="has 4 batches, and had 3"):
+        later.load_state_dict(feed.state_dict())
+    assert list(later.batches(0)) == [2, 3, 4]
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        number = 0
+        while True:
+            yield number
+            number += 1
+
+
+class Short(Endless):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0, 1])
+
+
+def test_a_loader_without_a_length_that_ends_too_early_is_refused_with_both_numbers() -> None:
+    feed = Feed(Endless(), "train_dataloader")
+    train(feed, 0, 3)
+    later = Feed(Short(), "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    with pytest.raises(DataLoaderError, match="ended after 2 batches, and 3 of this pass"):
+        next(later.batches(0))
+
+
+def test_an_endless_loader_goes_on() -> None:
+    feed = Feed(Endless(), "train_dataloader")
+    train(feed, 0, 3)
+    later = Feed(Endless(), "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    assert next(later.batches(0)) == 3
+
+
+def test_an_iterator_goes_on_with_a_warning_that_it_must_be_new() -> None:
+    feed = Feed(iter(Endless()), "train_dataloader")
+    train(feed, 0, 3)
+    later = Feed(iter(Endless()), "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    with pytest.warns(CheckpointWarning, match="is an iterator .*3 batches are taken from it"):
+        assert next(later.batches(0)) == 3
+
+
+def test_an_iterator_that_is_used_up_is_an_error() -> None:
+    batches = iter([1, 2, 3])
+    feed = Feed(batches, "train_dataloader")
+    train(feed, 0, 2)
+    position = feed.state_dict()
+    later = Feed(batches, "train_dataloader")
+    later.load_state_dict(position)
+    with (
+        pytest.warns(CheckpointWarning, match="is an iterator"),
+        pytest.raises(DataLoaderError, match="ended after 1 batches"),
+    ):
+        next(later.batches(0))
+    with pytest.raises(DataLoaderError, match="used up"):
+        next(Feed(batches, "train_dataloader").batches(0))
+
+
+def test_another_kind_of_loader_is_refused() -> None:
+    feed = Feed(KeepsItsPosition(), "train_dataloader")
+    train(feed, 0, 1)
+    with pytest.raises(DataLoaderError, match="kept its own, and this list has no load_state"):
+        Feed([1, 2], "train_dataloader").load_state_dict(feed.state_dict())
+
+    feed = Feed(LOADERS["workers"](), "train_dataloader")
+    train(feed, 0, 1)
+    with pytest.raises(DataLoaderError, match=r"made without persistent .* is with.*=False$"):
+        Feed(LOADERS["persistent workers"](), "train_dataloader").load_state_dict(feed.state_dict())
+
+
+def test_a_pass_that_gives_nothing_is_an_error_and_its_rest_is_not() -> None:
+    with pytest.raises(DataLoaderError, match=r"train_dataloader .*gave no batch"):
+        list(Feed([], "train_dataloader").batches(0))
+
+
+def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed([1, 2, 3], "train_dataloader")
+    train(feed, 0, 2)
+    later = Feed([1, 2, 3], "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("automicro.trainer.feed.announce_epoch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(later.batches(0))
+    assert list(later.batches(0)) == [3]
+
+
+def test_asking_where_it_stands_changes_nothing() -> None:
+    make = LOADERS["shuffle by the process"]
+    passes, end = undisturbed(make)
+    seed(1)
+    loader = make()
+    feed = Feed(loader, "train_dataloader")
+    for epoch in range(PASSES):
+        feed.state_dict()
+        for batch, expected in zip(feed.batches(epoch), passes[epoch], strict=True):
+            feed.state_dict()
+            assert_same(batch, expected)
+            torch.rand(3), random.random(), np.random.rand()
+    assert_same(state_of(loader), end)
+
+
+@pytest.mark.parametrize(("persistent", "moves"), [(True, False), (False, True)])
+def test_an_evaluation_with_persistent_workers_leaves_random_numbers_where_they_are(
+    persistent: bool, moves: bool
+) -> None:
+    """Or else the first evaluation of a run that is taken up would move them once more."""
+    loader = load(num_workers=2, persistent_workers=persistent)
+    for _ in range(2):
+        before = torch.get_rng_state()
+        assert len(list(fetch(loader, "eval_dataloader"))) == BATCHES
+        assert torch.equal(torch.get_rng_state(), before) is not moves
+
+
+def test_one_batch_at_a_time_lies_on_the_host() -> None:
+    alive: set[int] = set()
+    most = 0
+
+    class Batch:
+        def __init__(self) -> None:
+            nonlocal most
+            alive.add(id(self))
+            most = max(most, len(alive))
+            self.rows = torch.ones(2**18)
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    class Loader:
+        def __iter__(self) -> Iterator[Batch]:
+            return (Batch() for _ in range(4))
+
+    with MemoryBudget("1KiB"):  # which would refuse a batch on the device
+        for batch in Feed(Loader(), "train_dataloader").batches(0):
+            del batch
+    assert most == 1
+
+
+def test_everything_that_shuffles_by_epoch_is_told_once() -> None:
+    told: list[str] = []
+
+    class ByEpoch:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def set_epoch(self, epoch: int) -> None:
+            told.append(f"{self.name} {epoch}")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+    loader: Any = ByEpoch("loader")
+    loader.dataset = ByEpoch("dataset")
+    loader.sampler = ByEpoch("sampler")
+    loader.batch_sampler = ByEpoch("batch_sampler")
+    loader.batch_sampler.sampler = loader.sampler
+    list(Feed(loader, "train_dataloader").batches(3))
+    assert told == ["loader 3", "dataset 3", "sampler 3", "batch_sampler 3"]
+
+
+def test_generators_are_found_in_all_parts_of_a_loader() -> None:
+    shared = own_generator()
+    loader = DataLoader(
+        Augmented(),
+        batch_sampler=BatchSampler(
+            RandomSampler(Augmented(), generator=shared), BATCH_SIZE, drop_last=True
+        ),
+        generator=shared,
+    )
+    found = find_generators(loader)
+    assert sum(each is shared for each in found.values()) == 1
+    assert "dataset.noise" in found
+    assert "batch_sampler.sampler.data_source.noise" not in found
+
+
+@pytest.mark.parametrize(
+    "make", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64]
+)
+def test_every_generator_of_numpy_goes_back(make: Callable[[int], Any]) -> None:
+    class Loader:
+        noise = None
+
+    loader: Any = Loader()
+    loader.noise = np.random.Generator(make(3))
+    loader.noise.random(5)
+    loader.noise.integers(10, dtype=np.uint32)
+    states = generator_states(loader)
+    drawn = loader.noise.random(5)
+    restore_generators(loader, states)
+    np.testing.assert_array_equal(loader.noise.random(5), drawn)

@@ -1,0 +1,374 @@
+"""Half precision: as torch's own scaler does it, and nothing lost where memory runs out."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import MemoryBudget, Microbatcher, OptimizerStepError
+from automicro.optimization import (
+    GradientScaler,
+    OptimizerReservation,
+    clip_gradients,
+    step_optimizer,
+)
+from automicro.torture.faults import Fault, FaultMode
+from automicro.torture.states import freeze
+
+CPU = torch.device("cpu")
+LOSS = nn.CrossEntropyLoss()
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"momentum": 0.9}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"foreach": False}),
+    ("Adam", {"fused": True}),
+]
+Batch = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Keep torch itself out of the collection that follows each fault."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def build(name: str, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(
+        model.parameters(), lr=0.1, **options
+    )
+    return optimizer
+
+
+def batches(overflowing: int | None = None, rows: int = 8) -> list[Batch]:
+    torch.manual_seed(1)
+    given = [(torch.randn(rows, 8), torch.randint(3, (rows,))) for _ in range(4)]
+    if overflowing is not None:
+        given[overflowing][0].mul_(1000)  # the loss stays finite, its scaled gradient does not
+    return given
+
+
+def train_by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: list[Batch], max_norm: float | None
+) -> torch.amp.GradScaler:
+    """The loop of torch's documentation."""
+    scaler = torch.amp.GradScaler("cpu")
+    for inputs, targets in given:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = LOSS(model(inputs), targets)
+        scaler.scale(loss).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: list[Batch],
+    max_norm: float | None = None,
+    **options: Any,
+) -> tuple[GradientScaler, list[bool]]:
+    scaler = GradientScaler(CPU)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=LOSS,
+        optimizer=optimizer,
+        precision="fp16",
+        backward=scaler.backward,
+        **options,
+    )
+    steps = []
+    for batch in given:
+        optimizer.zero_grad()
+        microbatcher.backward(batch)
+        if max_norm is not None:
+            scaler.unscale(optimizer)
+            clip_gradients(optimizer, max_norm, CPU)
+        steps.append(step_optimizer(optimizer, CPU, scaler=scaler))
+    return scaler, steps
+
+
+def state_of(*parts: Any) -> Any:
+    return freeze([each.state_dict() for each in parts])
+
+
+def with_gradients(*, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, GradientScaler]:
+    """A model with scaled gradients, after some steps."""
+    model = network()
+    optimizer = build("AdamW", model, foreach=True)
+    scaler = GradientScaler(CPU)
+    for inputs, targets in batches()[: steps + 1]:
+        if any(p.grad is not None for p in model.parameters()):
+            step_optimizer(optimizer, CPU, scaler=scaler)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = LOSS(model(inputs), targets)
+        scaler.backward(loss)
+    return model, optimizer, scaler
+
+
+def faults(num_operations: int) -> Iterator[Fault]:
+    return (Fault(index, after) for index in range(num_operations) for after in (False, True))
+
+
+@pytest.mark.parametrize("overflowing", [None, 0, 2])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_steps_are_those_of_a_loop_with_the_scaler_of_torch(
+    name: str, options: dict[str, Any], max_norm: float | None, overflowing: int | None
+) -> None:
+    ours, theirs = network(), network()
+    our_optimizer, their_optimizer = build(name, ours, **options), build(name, theirs, **options)
+    given = batches(overflowing)
+    scaler, steps = train(ours, our_optimizer, given, max_norm, microbatch_size=None)
+    their_scaler = train_by_hand(theirs, their_optimizer, given, max_norm)
+    assert state_of(ours, our_optimizer, scaler) == state_of(theirs, their_optimizer, their_scaler)
+    assert steps == [index != overflowing for index in range(4)]
+    assert scaler.scale == (2.0**16 if overflowing is None else 2.0**15)
+
+
+def test_out_of_memory_in_an_attempt_changes_neither_bits_nor_scale() -> None:
+    given = batches(rows=512)
+    peaks = []
+    for size in (256, 512):
+        model = network()
+        with MemoryBudget(None).track(model) as budget:
+            train(model, build("AdamW", model), given, 0.1, microbatch_size=size)
+        peaks.append(budget.peak_bytes)
+    expected = freeze(model.state_dict())
+    model = network()
+    with MemoryBudget(sum(peaks) // 2).track(model) as budget:
+        scaler, steps = train(model, build("AdamW", model), given, 0.1)
+    assert budget.num_ooms == 1
+    assert (scaler.scale, all(steps)) == (2.0**16, True)
+    fixed = network()
+    train(fixed, build("AdamW", fixed), given, 0.1, microbatch_size=256)
+    assert freeze(model.state_dict()) == freeze(fixed.state_dict()) != expected
+
+
+def test_out_of_memory_in_the_first_backward_leaves_a_scaler_that_steps() -> None:
+    def run(plan: list[Fault]) -> tuple[Any, FaultMode]:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = GradientScaler(CPU)
+        with FaultMode(plan) as mode, contextlib.suppress(torch.OutOfMemoryError):
+            scaler.backward(weight.square().sum())
+        weight.grad = None
+        scaler.backward(weight.square().sum())
+        assert step_optimizer(optimizer, CPU, scaler=scaler)
+        return freeze([weight, scaler.state_dict()]), mode
+
+    expected, mode = run([])
+    for fault in faults(mode.num_operations):
+        assert run([fault])[0] == expected
+
+
+def test_unscaling_is_tried_again_before_its_first_write_and_named_after_it() -> None:
+    model, optimizer, scaler = with_gradients()
+    with FaultMode() as mode:
+        scaler.unscale(optimizer)
+    expected = freeze([p.grad for p in model.parameters()])
+    outcomes = []
+    for fault in faults(mode.num_operations):
+        model, optimizer, scaler = with_gradients()
+        before = state_of(model, optimizer, scaler)
+        outcome = "named"
+        with FaultMode([fault]), contextlib.suppress(OptimizerStepError):
+            scaler.unscale(optimizer)
+            outcome = "recovered"
+            assert freeze([p.grad for p in model.parameters()]) == expected
+        outcomes.append(outcome)
+        assert state_of(model, optimizer, scaler) == before
+    # Only its last operation writes.
+    assert outcomes == ["recovered"] * (len(outcomes) - 2) + ["named"] * 2
+
+
+def test_after_a_half_unscaled_batch_is_left_out_the_next_one_trains() -> None:
+    model, optimizer, scaler = with_gradients()
+    with FaultMode() as mode:
+        scaler.unscale(optimizer)
+    model, optimizer, scaler = with_gradients()
+    with (
+        FaultMode([Fault(mode.num_operations - 1, after=True)]),
+        pytest.raises(OptimizerStepError, match=r"half applied.*leave this batch out"),
+    ):
+        scaler.unscale(optimizer)
+    optimizer.zero_grad()
+    scaler.forget()
+    scaler.backward(LOSS(model(torch.ones(2, 8)), torch.tensor([0, 1])))
+    assert step_optimizer(optimizer, CPU, scaler=scaler)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_scaled_step_is_applied_once_or_said_to_be_half_applied(steps: int) -> None:
+    model, optimizer, scaler = with_gradients(steps=steps)
+    with FaultMode() as mode:
+        step_optimizer(optimizer, CPU, scaler=scaler)
+    expected = state_of(model, optimizer, scaler)
+    recovered = 0
+    for fault in faults(mode.num_operations):
+        model, optimizer, scaler = with_gradients(steps=steps)
+        with FaultMode([fault]), contextlib.suppress(OptimizerStepError):
+            assert step_optimizer(optimizer, CPU, scaler=scaler)
+            recovered += 1
+            assert state_of(model, optimizer, scaler) == expected, fault
+    # Operations before the first write: those of unscaling, and of building the state.
+    assert (recovered > 2 * 8) == (steps == 0)
+    assert recovered > 0
+
+
+def test_out_of_memory_while_the_scale_is_updated_is_named() -> None:
+    _, optimizer, scaler = with_gradients(steps=1)
+    with FaultMode() as mode:
+        step_optimizer(optimizer, CPU, scaler=scaler)
+    assert mode.names[-1] == "aten._amp_update_scale_.default"
+    _, optimizer, scaler = with_gradients(steps=1)
+    with (
+        FaultMode([Fault(mode.num_operations - 1)]),
+        pytest.raises(OptimizerStepError, match="updating the loss scale ran out of memory"),
+    ):
+        step_optimizer(optimizer, CPU, scaler=scaler)
+
+
+def test_a_settled_step_runs_the_operations_of_the_scaler_of_torch_and_no_other() -> None:
+    _, optimizer, scaler = with_gradients(steps=1)
+    with FaultMode() as ours:
+        step_optimizer(optimizer, CPU, scaler=scaler)
+    _, optimizer, scaler = with_gradients(steps=1)
+    with FaultMode() as theirs:
+        scaler._scaler.step(optimizer)
+        scaler._scaler.update()
+    assert ours.names == theirs.names
+    assert ours.names.count("aten._local_scalar_dense.default") > 0
+
+
+class Held:
+    """What a reservation holds over the batches of a training."""
+
+    def __init__(self, name: str, model: nn.Module, **options: Any) -> None:
+        self.optimizer = build(name, model, **options)
+        self.reservation = OptimizerReservation(self.optimizer)
+        self.scaler = GradientScaler(CPU)
+        self.weight = next(model.parameters())
+
+    def begin(self) -> int:
+        self.reservation.begin()
+        self.scaler.backward(self.weight.sum())
+        self.reservation.prepare()
+        self.reservation.commit()
+        return self.reservation.reserved_bytes
+
+    def step(self, *, overflows: bool) -> bool:
+        if overflows:
+            assert self.weight.grad is not None
+            self.weight.grad.fill_(float("inf"))
+        stepped = step_optimizer(self.optimizer, CPU, scaler=self.scaler)
+        self.optimizer.zero_grad()
+        return stepped
+
+
+def test_a_first_step_that_is_left_out_keeps_the_reservation_as_it_is() -> None:
+    held = Held("Adam", nn.Linear(8, 4, bias=False))
+    reserved_bytes = held.begin()
+    assert reserved_bytes > 2 * 8 * 4 * 4
+    for _ in range(2):
+        assert not held.step(overflows=True)
+        assert held.reservation.reserved_bytes == reserved_bytes
+        assert held.begin() == reserved_bytes
+    assert held.step(overflows=False)
+    assert held.reservation.reserved_bytes == 0
+    assert held.begin() == 0
+
+
+def test_a_fused_step_that_is_left_out_has_built_its_state_all_the_same() -> None:
+    model = nn.Linear(8, 4, bias=False)
+    before = model.weight.detach().clone()
+    held = Held("Adam", model, fused=True)
+    held.begin()
+    assert not held.step(overflows=True)
+    assert model.weight.equal(before)
+    assert held.begin() == 0
+    assert held.step(overflows=False)
+
+
+def test_a_fused_step_that_runs_out_of_memory_leaves_nothing_of_the_scaler_behind() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], fused=True)
+    scaler = GradientScaler(CPU)
+    before = set(vars(optimizer))
+    for plan in ([], [Fault(3)]):
+        scaler.backward(weight.sum())
+        scaler.unscale(optimizer)
+        with FaultMode(plan) as mode, contextlib.suppress(OptimizerStepError):
+            step_optimizer(optimizer, CPU, scaler=scaler)
+    assert mode.names[3] == "aten._fused_adam_.default"
+    assert set(vars(optimizer)) == before
+
+
+def test_a_batch_that_is_left_out_after_unscaling_leaves_scale_and_counter() -> None:
+    _, optimizer, scaler = with_gradients(steps=1)
+    before = scaler.state_dict()
+    assert before["_growth_tracker"] == 1
+    scaler.unscale(optimizer)
+    optimizer.zero_grad()
+    scaler.forget()
+    assert scaler.state_dict() == before
+
+
+def test_the_scale_grows_after_steps_that_do_not_overflow() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    scaler = GradientScaler(CPU, init_scale=4.0, growth_interval=2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scales = []
+    for _ in range(4):
+        scaler.backward(weight.sum())
+        step_optimizer(optimizer, CPU, scaler=scaler)
+        scales.append(scaler.scale)
+    assert scales == [4.0, 8.0, 8.0, 16.0]
+
+
+def test_its_state_goes_on_in_another_scaler() -> None:
+    _, _, scaler = with_gradients(steps=2)
+    other = GradientScaler(CPU, init_scale=1.0)
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+    with pytest.raises(ValueError, match=r"lacks \['_growth_tracker'.*pass what GradientScaler"):
+        other.load_state_dict({"scale": 2.0})
+
+
+def test_parameters_in_half_precision_are_refused_with_a_remedy() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler = GradientScaler(CPU)
+    scaler.backward(weight.sum())
+    with pytest.raises(ValueError, match=r"call model\.float\(\) before the optimizer is built"):
+        scaler.unscale(torch.optim.SGD([weight]))
+
+
+def test_an_optimizer_without_any_gradient_steps_to_no_effect() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    scaler = GradientScaler(CPU)
+    assert step_optimizer(torch.optim.SGD([weight]), CPU, scaler=scaler)
+    assert (weight.tolist(), scaler.scale) == ([1.0, 1.0], 2.0**16)
+
+
+def test_the_microbatcher_wants_a_scaled_backward_for_half_precision() -> None:
+    with pytest.raises(ValueError, match=r"backward=lambda loss: scaler\.scale\(loss\)\.backward"):
+        Microbatcher(network(), loss_fn=LOSS, precision="fp16")
+    with pytest.raises(ValueError, match="precision='half' is not known; use 'fp16'"):
+        Microbatcher(network(), loss_fn=LOSS, precision="half")

@@ -1,0 +1,257 @@
+"""Schedules that warm up: rates computed by hand, and the message for steps that are none."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from automicro.duration import Duration
+from automicro.schedules import (
+    constant_with_warmup,
+    cosine_with_warmup,
+    inverse_sqrt_with_warmup,
+    linear_with_warmup,
+)
+from tests.trainer_runs import assert_same, make_loader, make_model, make_trainer, train_by_hand
+
+Schedule = Callable[[Optimizer], LambdaLR]
+
+FORM = "give a whole number of at least {}, or text such as '50ba' (batches)"
+
+
+def make_optimizer(*rates: float) -> Optimizer:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)]
+    return SGD(groups)
+
+
+def rates(schedule: Schedule, steps: int, *, of: Optimizer | None = None) -> list[list[float]]:
+    """Return the rates of all groups with which each step is taken."""
+    optimizer = of or make_optimizer()
+    scheduler = schedule(optimizer)
+    taken = []
+    for _ in range(steps):
+        taken.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return taken
+
+
+def of_one(schedule: Any, steps: int, **options: Any) -> list[float]:
+    return [rate for (rate,) in rates(functools.partial(schedule, **options), steps)]
+
+
+HALF = math.sqrt(0.5)
+BY_HAND: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
+    "constant": (constant_with_warmup, {"warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
+    "constant without warm-up": (constant_with_warmup, {"warmup": 0}, [1, 1]),
+    "linear": (
+        linear_with_warmup,
+        {"warmup": 2, "total": 6},
+        [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0],
+    ),
+    "linear to a tenth": (
+        linear_with_warmup,
+        {"warmup": 0, "total": 3, "final": 0.1},
+        [1, 0.7, 0.4, 0.1, 0.1],
+    ),
+    "cosine": (
+        cosine_with_warmup,
+        {"warmup": 2, "total": 6},
+        [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0, 0],
+    ),
+    "cosine to a fifth": (
+        cosine_with_warmup,
+        {"warmup": 1, "total": 3, "final": 0.2},
+        [1, 1, 0.6, 0.2, 0.2],
+    ),
+    "nothing but warm-up": (cosine_with_warmup, {"warmup": 2, "total": 2}, [0.5, 1, 0]),
+    "a final rate of all": (linear_with_warmup, {"warmup": 0, "total": 2, "final": 1}, [1, 1, 1]),
+    "inverse square root": (
+        inverse_sqrt_with_warmup,
+        {"warmup": 2},
+        [0.5, 1, math.sqrt(2 / 3), HALF, math.sqrt(2 / 5)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("schedule", "options", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_rates_are_those_computed_by_hand(
+    schedule: Any, options: dict[str, Any], expected: list[float]
+) -> None:
+    assert of_one(schedule, len(expected), **options) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        functools.partial(constant_with_warmup, warmup=10),
+        functools.partial(linear_with_warmup, warmup=10, total=30),
+        functools.partial(cosine_with_warmup, warmup=10, total=30),
+        functools.partial(inverse_sqrt_with_warmup, warmup=10),
+    ],
+)
+def test_no_step_before_the_end_is_taken_at_zero_and_the_peak_is_the_base_rate(
+    schedule: Schedule,
+) -> None:
+    taken = [rate for (rate,) in rates(schedule, 30)]
+    assert min(taken) > 0
+    assert taken[0] == pytest.approx(0.1)
+    assert max(taken) == taken[9] == 1
+
+
+@pytest.mark.parametrize("steps", ["4ba", "4 ba", Duration.parse("4ba")])
+def test_steps_may_be_a_duration_in_batches(steps: Any) -> None:
+    as_int = of_one(linear_with_warmup, 8, warmup=4, total=8)
+    assert of_one(linear_with_warmup, 8, warmup=steps, total="8ba") == as_int
+
+
+@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 30, 3), (0.1, 3, 0), (0.0, 5, 0)])
+def test_the_warm_up_may_be_a_share_of_the_total(share: float, total: int, steps: int) -> None:
+    by_share = of_one(cosine_with_warmup, total, warmup=share, total=total)
+    assert by_share == of_one(cosine_with_warmup, total, warmup=steps, total=total)
+
+
+def test_groups_keep_their_own_base_rates() -> None:
+    taken = rates(
+        functools.partial(linear_with_warmup, warmup=2, total=4),
+        4,
+        of=make_optimizer(1.0, 0.01),
+    )
+    assert [fast for fast, _ in taken] == pytest.approx([0.5, 1, 1, 0.5])
+    assert [slow for _, slow in taken] == pytest.approx([0.005, 0.01, 0.01, 0.005])
+
+
+def test_a_saved_schedule_goes_on_where_it_was() -> None:
+    schedule = functools.partial(cosine_with_warmup, warmup=2, total=8)
+    whole = rates(schedule, 8)
+    optimizer = make_optimizer()
+    scheduler = schedule(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    again = make_optimizer()
+    restored = schedule(again)
+    again.load_state_dict(optimizer.state_dict())
+    restored.load_state_dict(scheduler.state_dict())
+    after = []
+    for _ in range(5):
+        after.append([again.param_groups[0]["lr"]])
+        again.step()
+        restored.step()
+    assert after == whole[3:]
+
+
+def test_the_total_is_the_configs_and_not_the_checkpoints() -> None:
+    optimizer = make_optimizer()
+    saved = linear_with_warmup(optimizer, warmup=0, total=2)
+    for _ in range(2):
+        optimizer.step()
+        saved.step()
+    assert optimizer.param_groups[0]["lr"] == 0
+    longer = linear_with_warmup(optimizer, warmup=0, total=6)
+    longer.load_state_dict(saved.state_dict())
+    optimizer.step()
+    longer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
+
+
+def test_the_trainer_steps_it_once_per_optimizer_step() -> None:
+    schedule = functools.partial(cosine_with_warmup, warmup="2ba", total="8ba", final=0.1)
+    ours, theirs = make_model(), make_model()
+    train_by_hand(theirs, make_loader(), epochs=2, schedule=schedule)
+    trainer = make_trainer(ours, scheduler=schedule, max_duration="2ep", microbatch_size=None)
+    trainer.fit()
+    assert trainer.state.batch == 8
+    assert_same(ours, theirs)
+
+
+CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "epochs": (
+        linear_with_warmup,
+        {"warmup": 1, "total": "40ep"},
+        "total='40ep' counts epochs, and how many optimizer steps these are is not known here: "
+        + FORM.format(1),
+    ),
+    "tokens": (
+        constant_with_warmup,
+        {"warmup": "1e6tok"},
+        "warmup='1e6tok' counts tokens, and how many optimizer steps these are is not known "
+        "here: " + FORM.format(0),
+    ),
+    "a number as text": (
+        constant_with_warmup,
+        {"warmup": "50"},
+        "warmup='50' is not a number of optimizer steps: " + FORM.format(0),
+    ),
+    "a share of no total": (
+        constant_with_warmup,
+        {"warmup": 0.1},
+        "warmup=0.1 is of type float, and steps are counted: " + FORM.format(0),
+    ),
+    "a share of more than all": (
+        cosine_with_warmup,
+        {"warmup": 50.0, "total": 100},
+        "warmup=50.0 is not a share of the total: give a number from 0 to below 1, or whole "
+        "optimizer steps as an int or text such as '50ba'",
+    ),
+    "a flag": (
+        cosine_with_warmup,
+        {"warmup": True, "total": 10},
+        "warmup=True is of type bool, and steps are counted: " + FORM.format(0),
+    ),
+    "nothing": (
+        cosine_with_warmup,
+        {"warmup": 1, "total": None},
+        "total=None is of type NoneType, and steps are counted: " + FORM.format(1),
+    ),
+    "a negative warm-up": (
+        constant_with_warmup,
+        {"warmup": -1},
+        "warmup=-1 is not a number of optimizer steps: " + FORM.format(0),
+    ),
+    "no steps at all": (
+        linear_with_warmup,
+        {"warmup": 0, "total": 0},
+        "total=0 is not a number of optimizer steps: " + FORM.format(1),
+    ),
+    "no warm-up to take the root of": (
+        inverse_sqrt_with_warmup,
+        {"warmup": 0},
+        "warmup=0 is not a number of optimizer steps: " + FORM.format(1),
+    ),
+    "a warm-up longer than all": (
+        linear_with_warmup,
+        {"warmup": "50ba", "total": 40},
+        "the warm-up of 50 steps is longer than the total of 40: lower warmup, or raise total",
+    ),
+    "a final rate of more than all": (
+        linear_with_warmup,
+        {"warmup": 0, "total": 5, "final": 1.5},
+        "final=1.5 is not a fraction of the base rate: give a number from 0 to 1",
+    ),
+    "a final rate that is no number": (
+        linear_with_warmup,
+        {"warmup": 0, "total": 5, "final": math.nan},
+        "final=nan is not a fraction of the base rate: give a number from 0 to 1",
+    ),
+    "a final rate as text": (
+        cosine_with_warmup,
+        {"warmup": 0, "total": 5, "final": "0.1"},
+        "final='0.1' is not a number: give a fraction from 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("schedule", "options", "message"), CALLS.values(), ids=CALLS)
+def test_steps_that_are_none_are_refused(
+    schedule: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        schedule(make_optimizer(), **options)
+    assert str(caught.value) == message

@@ -1,0 +1,88 @@
+"""Counting the tokens of a batch: what is counted, by whom, and what cannot be."""
+
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automicro import MemoryBudget
+from automicro.duration import Duration
+from automicro.trainer.tokens import TokenCounter
+
+IDS = torch.arange(12).reshape(3, 4)
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"input_ids": IDS, "attention_mask": MASK}, 7),
+        ({"input_ids": IDS, "attention_mask": MASK.bool()}, 7),
+        ({"attention_mask": MASK}, 7),
+        ({"input_ids": IDS.numpy(), "attention_mask": MASK.numpy()}, 7),
+        ({"input_ids": IDS}, 12),
+        ({"input_ids": IDS.numpy()}, 12),
+        ({"input_ids": [IDS[0], IDS[1, :2]]}, 6),
+        (UserDict({"input_ids": IDS, "attention_mask": MASK}), 7),
+        (({"input_ids": IDS, "attention_mask": MASK}, torch.zeros(3)), 7),
+        ({"input_ids": IDS, "attention_mask": torch.zeros(3, 4)}, 12),
+        ({"input_ids": IDS, "attention_mask": torch.ones(3, 1, 4, 4, dtype=torch.bool)}, 12),
+        ({"input_ids": IDS, "attention_mask": None}, 12),
+        ({"pixels": IDS}, None),
+        ({"input_ids": [[1, 2], [3]]}, None),
+        ((IDS, IDS), None),
+        (IDS, None),
+        ("ab", None),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_that_the_mask_keeps_or_all_ids(batch: Any, tokens: int | None) -> None:
+    assert TokenCounter().count(batch) == tokens
+
+
+@pytest.mark.parametrize("given", [5, np.int64(5), torch.tensor(5), np.array(5)], ids=repr)
+def test_the_callers_own_count_goes_first(given: Any) -> None:
+    count = TokenCounter(lambda batch: given).count({"input_ids": IDS})
+    assert (count, type(count)) == (5, int)
+
+
+@pytest.mark.parametrize("given", [1.5, None, True, "7", torch.tensor([1, 2])], ids=repr)
+def test_a_count_that_is_no_whole_number_is_named(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"count_tokens gave .* not a whole number; return an int"):
+        TokenCounter(lambda batch: given).count(IDS)
+
+
+def test_a_negative_count_is_named() -> None:
+    with pytest.raises(ValueError, match="count_tokens gave -3, and no batch has fewer"):
+        TokenCounter(lambda batch: -3).count(IDS)
+
+
+def test_something_that_cannot_be_called_is_named() -> None:
+    with pytest.raises(TypeError, match="count_tokens='input_ids' cannot be called; pass"):
+        TokenCounter("input_ids")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"pixels": IDS, "labels": IDS}, r"nor input_ids \(it has labels, pixels\); pass count"),
+        (IDS, "nothing says how many a batch of type Tensor has; pass count_tokens="),
+    ],
+)
+def test_a_duration_in_tokens_that_cannot_be_counted_is_explained(batch: Any, message: str) -> None:
+    duration = Duration.parse("1e6tok")
+    with pytest.raises(ValueError, match=rf"^max_duration='1000000tok' counts tokens.*{message}"):
+        TokenCounter().require(batch, name="max_duration", duration=duration)
+    counter = TokenCounter(lambda batch: 4)
+    assert counter.require(batch, name="max_duration", duration=duration) == 4
+
+
+def test_a_simulated_device_does_not_see_the_counting() -> None:
+    batch = {"attention_mask": torch.ones(3, 4, dtype=torch.long)}
+    with MemoryBudget("1MiB") as budget:
+        assert TokenCounter().count(batch) == 12
+        assert budget.peak_bytes == 0
+        batch["attention_mask"].sum()
+    assert budget.peak_bytes > 0
