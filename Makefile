@@ -5,12 +5,12 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test check format-check lint types format bench torture gpu clean
+.PHONY: job help train test check format-check lint types format bench torture torture-resume gpu clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 17
 
 # One thread: these tensors are too small to share, and on a busy machine threads that wait for
 # each other take many times as long.
@@ -35,14 +35,18 @@ format: $(INSTALLED)  ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED)  ## measure the overhead against a loop written by hand
-	$(BIN)/python benchmarks/overhead.py
+bench: $(INSTALLED)  ## measure the overhead against loops written by hand
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.trainer_overhead
 
-job: $(INSTALLED)  ## run the digits job to its end, twice, and hold what it promises
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_config.py tests/test_cli.py
+job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and hold what they promise
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_config.py tests/test_cli.py tests/test_docs_lm.py
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
 	$(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'
+
+torture-resume: $(INSTALLED)  ## kill a run at two hundred points, and resume it bit for bit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/resume -q -s -m 'not gpu'
 
 gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 	$(BIN)/python benchmarks/gpu_report.py

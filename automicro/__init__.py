@@ -4,38 +4,86 @@ Hand over whole batches; a `Microbatcher` cuts them into microbatches that fit, 
 ones after running out of memory, and leaves the exact gradient of the whole batch in ``.grad``.
 """
 
-from automicro.batchnorm import find_batchnorm
-from automicro.checkpoints import CheckpointConfig
-from automicro.errors import (
-    AutomicroError,
-    AutomicroWarning,
-    BatchError,
-    BatchNormWarning,
-    BufferWarning,
-    CheckpointError,
-    CheckpointWarning,
-    ConfigError,
-    DataLoaderError,
-    LoggerWarning,
-    LossAverageWarning,
-    LossError,
-    NonFiniteLossError,
-    OptimizerStepError,
-    RollbackError,
-    SampleTooLargeError,
-    UnsplittableModelError,
-)
-from automicro.events import Callback, Run
-from automicro.memory import MemoryBudget
-from automicro.microbatcher import Microbatcher
-from automicro.oom import is_out_of_memory
-from automicro.policy import Fixed, Halving, Outcome, Policy
-from automicro.results import EvalResult, StepResult
-from automicro.slicing import num_rows, register_batch_type, split_batch
-from automicro.trainer import Evaluator, FitSummary, Trainer
-from automicro.verification import VerifyReport, verify
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from automicro.batchnorm import find_batchnorm
+    from automicro.checkpoints import CheckpointConfig
+    from automicro.errors import (
+        AutomicroError,
+        AutomicroWarning,
+        BatchError,
+        BatchNormWarning,
+        BufferWarning,
+        CheckpointError,
+        CheckpointWarning,
+        ConfigError,
+        DataLoaderError,
+        LoggerWarning,
+        LossAverageWarning,
+        LossError,
+        NonFiniteLossError,
+        OptimizerStepError,
+        RollbackError,
+        SampleTooLargeError,
+        UnsplittableModelError,
+    )
+    from automicro.events import Callback, Run
+    from automicro.memory import MemoryBudget
+    from automicro.microbatcher import Microbatcher
+    from automicro.oom import is_out_of_memory
+    from automicro.policy import Fixed, Halving, Outcome, Policy
+    from automicro.results import EvalResult, StepResult
+    from automicro.slicing import num_rows, register_batch_type, split_batch
+    from automicro.trainer import Evaluator, FitSummary, Trainer
+    from automicro.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
+
+# Imported when they are first asked for: torch takes seconds, and whoever runs the command line may
+# want to stop it meanwhile.
+_HOMES = {
+    "AutomicroError": "automicro.errors",
+    "AutomicroWarning": "automicro.errors",
+    "BatchError": "automicro.errors",
+    "BatchNormWarning": "automicro.errors",
+    "BufferWarning": "automicro.errors",
+    "Callback": "automicro.events",
+    "CheckpointConfig": "automicro.checkpoints",
+    "CheckpointError": "automicro.errors",
+    "CheckpointWarning": "automicro.errors",
+    "ConfigError": "automicro.errors",
+    "DataLoaderError": "automicro.errors",
+    "EvalResult": "automicro.results",
+    "Evaluator": "automicro.trainer",
+    "FitSummary": "automicro.trainer",
+    "Fixed": "automicro.policy",
+    "Halving": "automicro.policy",
+    "LoggerWarning": "automicro.errors",
+    "LossAverageWarning": "automicro.errors",
+    "LossError": "automicro.errors",
+    "MemoryBudget": "automicro.memory",
+    "Microbatcher": "automicro.microbatcher",
+    "NonFiniteLossError": "automicro.errors",
+    "OptimizerStepError": "automicro.errors",
+    "Outcome": "automicro.policy",
+    "Policy": "automicro.policy",
+    "RollbackError": "automicro.errors",
+    "Run": "automicro.events",
+    "SampleTooLargeError": "automicro.errors",
+    "StepResult": "automicro.results",
+    "Trainer": "automicro.trainer",
+    "UnsplittableModelError": "automicro.errors",
+    "VerifyReport": "automicro.verification",
+    "find_batchnorm": "automicro.batchnorm",
+    "is_out_of_memory": "automicro.oom",
+    "num_rows": "automicro.slicing",
+    "register_batch_type": "automicro.slicing",
+    "split_batch": "automicro.slicing",
+    "verify": "automicro.verification",
+}
 
 __all__ = [
     "AutomicroError",
@@ -77,3 +125,19 @@ __all__ = [
     "split_batch",
     "verify",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is not None:
+            value = getattr(importlib.import_module(home), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

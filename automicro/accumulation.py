@@ -61,13 +61,15 @@ def accumulate_outputs(
     device: torch.device,
     metrics: Any,
     keep_outputs: bool,
+    predicts: bool = False,
     narrator: Narrator | None = None,
 ) -> tuple[Tensor | None, dict[str, Tensor], Any, dict[str, Weight | None]]:
-    """Forward of every microbatch of one batch, for evaluation.
+    """Forward of every microbatch of one batch, for evaluation, or for its outputs alone.
 
     Returns the loss, its parts by name, the outputs of all rows where they are kept, and what
     the losses were divided by.
     """
+    run = passes.predict if predicts else passes.evaluate
     home = next((tensor.device for tensor in passes.tensors(cut.batch)), device)
     weights: BatchWeights | None = None
     losses, outputs = [], []
@@ -76,7 +78,7 @@ def accumulate_outputs(
         tell = None if narrator is None else narrator.microbatch(index, microbatch)
         if tell is not None:
             tell("microbatch_start")
-        output = passes.evaluate(microbatch, metrics, tell)
+        output = run(microbatch, metrics, tell)
         if output.loss is not None:
             weights = weights or passes.weights([cut])
             losses.append(

@@ -1,7 +1,7 @@
 """Refusing misuse before it costs a run: models, optimizers, devices, losses, choices."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,37 @@ def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
             "build the optimizer from this model's parameters (after any .to() that replaces "
             "them), or name further modules with modules=(…)"
         )
+
+
+def check_step(batches: Sequence[object]) -> None:
+    """Refuse a training step without gradients, or without a batch.
+
+    Raises:
+        RuntimeError: gradients are switched off.
+        ValueError: there is no batch.
+    """
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward was called where gradients are switched off; leave the no_grad or "
+            "inference_mode block, or call evaluate"
+        )
+    if not batches:
+        raise ValueError("there is no batch to accumulate; pass at least one")
+
+
+def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Refuse the state of something else.
+
+    Args:
+        state: to be loaded.
+        own: what ``state_dict`` gives now, with the same keys.
+
+    Raises:
+        ValueError: keys are missing.
+    """
+    missing = sorted(own.keys() - state.keys())
+    if missing:
+        raise ValueError(f"the state lacks {missing}; pass what Microbatcher.state_dict() returned")
 
 
 def check_loss(loss: object) -> Tensor:

@@ -18,6 +18,14 @@ class Unit(StrEnum):
     TOKENS = "tok"
 
 
+_WORDS = {
+    Unit.EPOCHS: ("e", "epoch", "epochs"),
+    Unit.BATCHES: ("b", "batch", "batches", "it", "iters", "iterations", "step", "steps"),
+    Unit.SAMPLES: ("s", "sample", "samples", "row", "rows"),
+    Unit.TOKENS: ("t", "token", "tokens", "toks"),
+}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Duration:
     """A number of epochs, optimization batches, samples or tokens.
@@ -73,8 +81,8 @@ class Duration:
         match = _PATTERN.fullmatch(text.strip())
         if match is None or match[3] not in set(Unit):
             raise ValueError(
-                f"{text!r} is no duration: write a whole number and ep (epochs), ba (batches), "
-                f"sp (samples) or tok (tokens), like '2ep' or '500ba'"
+                f"{text!r} is no duration{meant_duration(text)}: write a whole number and ep "
+                f"(epochs), ba (batches), sp (samples) or tok (tokens), like '2ep' or '500ba'"
             )
         number, exponent, unit = match[1], match[2], Unit(match[3])
         value = Decimal(number + (exponent or ""))
@@ -86,3 +94,16 @@ class Duration:
                 f"say '{int(value)}{unit}'"
             )
         return cls(value=int(value), unit=unit)
+
+
+def meant_duration(text: object) -> str:
+    """A hint to be put behind what is no duration; empty where nobody can tell what was meant.
+
+    >>> meant_duration("5 epochs"), meant_duration("often")
+    (" (did you mean '5ep'?)", '')
+    """
+    match = re.fullmatch(r"(\d+)\s*([a-z]+)", str(text).strip().lower())
+    if match is None:
+        return ""
+    unit = next((unit for unit in Unit if match[2] in _WORDS[unit]), None)
+    return "" if unit is None else f" (did you mean '{match[1]}{unit}'?)"

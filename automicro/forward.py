@@ -44,17 +44,13 @@ class Output:
     has_total: bool = False
 
 
-def _nothing() -> None:
-    pass
-
-
 class Convention(Protocol):
     """One way from a microbatch to a loss, outputs, targets and metrics."""
 
     computes_loss_in_model: bool
 
     def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
         """Forward for training; the loss is required.
 
@@ -63,6 +59,9 @@ class Convention(Protocol):
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         """Forward for evaluation; the loss may be missing."""
+
+    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+        """The model's outputs alone; the batch need not have targets."""
 
     def targets(self, batch: Any) -> Any:
         """The targets in a batch, for counting and for metrics."""
@@ -109,14 +108,24 @@ class _OwnForward:
         self._forward = forward
 
     def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
         result = self._forward(model, microbatch)
-        forwarded()
+        if forwarded is not None:
+            forwarded()
         return _read_result(result)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return self.train(model, microbatch)
+
+    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+        outputs = self.train(model, microbatch).outputs
+        if outputs is None:
+            raise LossError(
+                "forward returned only the loss, and there is nothing to predict; return "
+                "(loss, outputs)"
+            )
+        return outputs
 
     def targets(self, batch: Any) -> Any:
         return _find_targets(batch)
@@ -139,12 +148,12 @@ class _LossFunction:
         self._loss_fn = loss_fn
 
     def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
         inputs, targets = _pair(microbatch)
-        # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
-        outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-        forwarded()
+        outputs = _call(model, inputs)
+        if forwarded is not None:
+            forwarded()
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, Tensor):
             return Output(loss, {}, outputs)
@@ -152,6 +161,10 @@ class _LossFunction:
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return self.train(model, microbatch)
+
+    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+        is_pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
+        return _call(model, microbatch[0] if is_pair else microbatch)
 
     def targets(self, batch: Any) -> Any:
         return _pair(batch)[1]
@@ -169,15 +182,19 @@ class _ComposerModel:
         self._model = model
 
     def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
         outputs = model(microbatch)
-        forwarded()
+        if forwarded is not None:
+            forwarded()
         loss = self._model.loss(outputs, microbatch)
         return dataclasses.replace(_read_losses(loss), outputs=outputs)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return Output(None, {}, self._model.eval_forward(microbatch))
+        return Output(None, {}, self.predict(model, microbatch))
+
+    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+        return self._model.eval_forward(microbatch)
 
     def targets(self, batch: Any) -> Any:
         return _find_targets(batch)
@@ -195,10 +212,11 @@ class _KeywordModel:
     computes_loss_in_model = True
 
     def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] = _nothing
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
         output = self.evaluate(model, microbatch)
-        forwarded()
+        if forwarded is not None:
+            forwarded()
         if output.loss is None:
             raise LossError(
                 f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "
@@ -213,13 +231,16 @@ class _KeywordModel:
                 f"nothing says how to compute a loss from a batch of type "
                 f"{type(microbatch).__name__}; {HOW_TO_GIVE_A_LOSS}"
             )
-        outputs = model(**microbatch)
+        outputs = self.predict(model, microbatch)
         if isinstance(outputs, Mapping):
             losses = {} if outputs.get("loss") is not None else _scalar_losses(outputs)
             if losses and len(losses) == len(outputs):  # detectors give nothing but losses
                 return _summed(losses, outputs)
             return Output(outputs.get("loss"), {}, outputs)
         return Output(getattr(outputs, "loss", None), {}, outputs)
+
+    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+        return _call(model, microbatch)
 
     def targets(self, batch: Any) -> Any:
         if isinstance(batch, Mapping) and batch.get("shift_labels") is not None:
@@ -231,6 +252,11 @@ class _KeywordModel:
 
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
 
 def _read_result(result: Any) -> Output:

@@ -19,6 +19,8 @@ from automicro.checks import (
     check_model,
     check_optimizer,
     check_precision,
+    check_state,
+    check_step,
     resolve_device,
 )
 from automicro.compilation import refuse_cuda_graphs
@@ -132,8 +134,9 @@ class Microbatcher:
         self._device = resolve_device(device, model)
         self._policy = make_policy(microbatch_size)
         self._eval_policy = make_policy(eval_microbatch_size, name="eval_microbatch_size")
-        adapts = [not isinstance(each, Fixed) for each in (self._policy, self._eval_policy)]
-        refuse_cuda_graphs(self._modules, sizes_change=any(adapts))
+        self._adapts = not isinstance(self._policy, Fixed)
+        self._eval_adapts = not isinstance(self._eval_policy, Fixed)
+        refuse_cuda_graphs(self._modules, sizes_change=self._adapts or self._eval_adapts)
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
         )
@@ -194,11 +197,7 @@ class Microbatcher:
         Raises:
             ValueError: a state of other policies than these.
         """
-        missing = {"policy", "eval_policy", "min_rows"} - state.keys()
-        if missing:
-            raise ValueError(
-                f"the state lacks {sorted(missing)}; pass what Microbatcher.state_dict() returned"
-            )
+        check_state(state, self.state_dict())
         self._policy.load_state_dict(state["policy"])
         self._eval_policy.load_state_dict(state["eval_policy"])
         self._rule.min_rows = state["min_rows"]
@@ -234,19 +233,12 @@ class Microbatcher:
                 was before the call.
 
         Example:
-            >>> model = nn.Linear(8, 2)
-            >>> microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+            >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
             >>> batches = [(torch.randn(n, 8), torch.randint(2, (n,))) for n in (4, 4, 3)]
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward was called where gradients are switched off; leave the no_grad or "
-                "inference_mode block, or call evaluate"
-            )
-        if not batches:
-            raise ValueError("there is no batch to accumulate; pass at least one")
+        check_step(batches)
         with self._memory.limited():
             rows = [self._layout.num_rows(batch) for batch in batches]
             policy = self._split_guard.allowed_policy(self._policy)
@@ -308,6 +300,24 @@ class Microbatcher:
 
         After any exception the state is as it was before the call.
         """
+        return self._without_gradients(batch, metrics, keep_outputs=return_outputs)
+
+    def predict(self, batch: Any) -> Any:
+        """The model's outputs for all rows of a batch, in order; its targets may be missing.
+
+        As `evaluate`, which it shares the size with. With ``loss_fn``, a pair is read as inputs
+        and targets, and anything else as inputs.
+
+        Example:
+            >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
+            >>> microbatcher.predict(torch.randn(5, 8)).shape
+            torch.Size([5, 2])
+        """
+        return self._without_gradients(batch, None, keep_outputs=True, predicts=True).outputs
+
+    def _without_gradients(
+        self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
+    ) -> EvalResult:
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             num_rows = self._layout.num_rows(batch)
             if is_lazy(self._modules):
@@ -325,13 +335,12 @@ class Microbatcher:
             finished = run_attempts(
                 lambda cuts: accumulate_outputs(
                     self._passes,
-                    *self._passes.cut(
-                        [batch], cuts, sizes_change=not isinstance(self._eval_policy, Fixed)
-                    ),
+                    *self._passes.cut([batch], cuts, sizes_change=self._eval_adapts),
                     watch=watch,
                     device=self._device,
                     metrics=metrics,
-                    keep_outputs=return_outputs,
+                    keep_outputs=keep_outputs,
+                    predicts=predicts,
                     narrator=narrator,
                 ),
                 rows=[num_rows],
@@ -370,7 +379,7 @@ class Microbatcher:
             self._probe(prober, batches[0], sum(cuts[0]))
         result = accumulate_gradients(
             self._passes,
-            self._passes.cut(batches, cuts, sizes_change=not isinstance(self._policy, Fixed)),
+            self._passes.cut(batches, cuts, sizes_change=self._adapts),
             watch=watch,
             device=self._device,
             metrics=metrics,

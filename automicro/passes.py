@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from automicro.weighting import Average, BatchWeights, CutBatch
 METRIC_NOTE = "automicro: while updating the metric "
 """How the note on an error begins that came out of a metric."""
 
+T = TypeVar("T")
 Losses = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -177,6 +178,15 @@ class Passes:
             self._count(metrics, output.outputs, microbatch)
         return output
 
+    def predict(self, microbatch: Any, _: Any, tell: Tell | None = None) -> Output:
+        """Forward of one microbatch for its outputs alone."""
+        if tell is not None:
+            tell("forward_start")
+        outputs = self._forward(self._convention.predict, microbatch)
+        if tell is not None:
+            tell("forward_end")
+        return Output(None, {}, outputs)
+
     def bring_home(self, outputs: Any, home: torch.device) -> Any:
         """Outputs on the device of the batch that they belong to."""
         if active_budget() is None:
@@ -209,17 +219,18 @@ class Passes:
             moved = next(on_device([row], self._device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 
-    def _forward(
-        self, forward: Callable[..., Output], microbatch: Any, tell: Tell | None = None
-    ) -> Output:
+    def _forward(self, forward: Callable[..., T], microbatch: Any, tell: Tell | None = None) -> T:
         if tell is not None:
             forward = functools.partial(forward, forwarded=lambda: _tell_forwarded(tell))
             tell("forward_start")
-        with dynamic_rows(microbatch, self._row_dims):
-            if self._autocast_dtype is None:
-                return forward(self._modules[0], microbatch)
-            with torch.autocast(self._device.type, self._autocast_dtype):
-                return forward(self._modules[0], microbatch)
+        if not self._row_dims and self._autocast_dtype is None:  # costs as little as can be
+            return forward(self._modules[0], microbatch)
+        dtype = self._autocast_dtype
+        with (
+            dynamic_rows(microbatch, self._row_dims),
+            torch.autocast(self._device.type, dtype or torch.bfloat16, enabled=dtype is not None),
+        ):
+            return forward(self._modules[0], microbatch)
 
     def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
         named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}

@@ -1,6 +1,6 @@
 """What the microbatcher costs above a hand-written loop at the same, fixed microbatch size.
 
-    python benchmarks/overhead.py [--pairs 40] [--device cuda] [--json FILE]
+    python -m benchmarks.overhead [--pairs 40] [--device cuda] [--json FILE]
 
 Both do the same work on the same model and batch: slice, forward, loss times weight, backward.
 Neither reads a value back. They run in turn, so that a machine whose speed drifts slows both; the

@@ -2,7 +2,8 @@
 
     python docs/record_run.py
 
-What the picture shows is what the command printed, cut to its first and last lines.
+What the picture shows is what the command printed after the config, cut to its first and last
+lines.
 """
 
 import io
@@ -23,6 +24,8 @@ def main() -> None:
     command = [sys.executable, "-m", "automicro", "train", "configs/digits.yaml"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = run.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("training on"))
+    lines = lines[start:]
     if len(lines) > FIRST + LAST:
         lines = [*lines[:FIRST], "…", *lines[-LAST:]]
     console = Console(record=True, width=118, file=io.StringIO())

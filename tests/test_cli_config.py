@@ -12,6 +12,8 @@ from automicro.cli.reading import read_yaml
 from automicro.cli.reference import markdown_page
 from tests.cli_jobs import enter_folder_with_job
 
+EVALUATION = ("data", "metrics", "microbatch_size", "max_batches", "interval")
+
 
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +89,16 @@ def test_all_keys_are_listed_with_type_default_and_meaning(
 @pytest.mark.parametrize(
     ("pattern", "keys"),
     {
-        "eval_": ["eval_data", "eval_global_batch_size", "eval_interval", "eval_microbatch_size"],
+        "eval_": [
+            "eval_data",
+            *(f"eval_data.{name}" for name in EVALUATION),
+            "eval_global_batch_size",
+            "eval_interval",
+            "eval_microbatch_size",
+        ],
         "*_data": ["train_data", "eval_data"],
         "seed": ["seed"],
+        "checkpoint.keep": ["checkpoint.keep_last", "checkpoint.keep_best"],
     }.items(),
 )
 def test_keys_are_found_by_part_of_a_name_or_by_pattern(

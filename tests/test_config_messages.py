@@ -21,7 +21,11 @@ WRONG_OVERRIDES = {
     # unknown keys, wrong types
     "optimzer.call=x": "unknown key 'optimzer' (did you mean 'optimizer'?): correct it",
     "Model=null": "unknown key 'Model' (did you mean 'model'?): correct it",
-    "1=2": "unknown key '1': automicro config --keys lists all that there are",
+    "1=2": (
+        "unknown key '1': a config has no keys of its own, and automicro config --keys lists all "
+        "that there are; refer to a value where it stands, as ${model.args.width}, or take it from "
+        "the environment with ${oc.env:NAME}"
+    ),
     "lr=0.3": "unknown key 'lr' (did you mean 'optimizer.args.lr'?): correct it",
     "optimizer.lr=0.3": (
         "optimizer has an unknown key 'lr': arguments belong below it, as optimizer.args.lr"
@@ -96,7 +100,7 @@ WRONG_OVERRIDES = {
     "compile=null": "compile=null: expected true, false or a mapping",
     "eval_interval=0ep": (
         "eval_interval='0ep' is not a whole number of epochs, batches, samples or tokens, at least "
-        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok'"
+        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok', or null"
     ),
     "max_duration=10xp": (
         "max_duration='10xp' is not a whole number of epochs, batches, samples or tokens, at least "
@@ -109,8 +113,8 @@ WRONG_OVERRIDES = {
     "batch_layout=rows": "batch_layout='rows' (text): expected a whole number or a mapping",
     "seed=-1": "seed=-1 is outside of 0 to 4294967295: give one such as 0",
     "weights=none.pt": (
-        "weights='none.pt': there is no such file: give a path from the folder where the command "
-        "is started, such as runs/first/weights.pt"
+        "weights='none.pt': there is no such file or folder: give a path from the folder where the "
+        "command is started, such as runs/first/weights.pt or runs/first/checkpoints"
     ),
     "run_dir=[a]": "run_dir=['a'] (a list): expected text or null",
     # groups of parameters
@@ -314,7 +318,7 @@ def test_an_unknown_option_of_the_compiler_is_answered_with_those_it_has() -> No
 
 def test_compiling_is_refused_where_memory_is_simulated_and_where_graphs_are_captured() -> None:
     message = complaint("compile=true", "memory_limit=1MiB", "device=cpu")
-    assert message.startswith("compile=True together with memory_limit='1MiB' on the CPU: ")
+    assert message.startswith("compile=true together with memory_limit='1MiB' on the CPU: ")
     message = complaint("compile={mode: reduce-overhead}")
     assert message.startswith("compile with mode='reduce-overhead' captures CUDA graphs, ")
 

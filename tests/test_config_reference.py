@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from automicro.checkpoints import CheckpointConfig
 from automicro.cli.config import RunConfig
-from automicro.cli.keys import GROUPS, KEYS, defaults, type_in_words
+from automicro.cli.keys import (
+    GROUPS,
+    KEYS,
+    defaults,
+    defaults_inside,
+    keys_inside,
+    type_in_words,
+)
 from automicro.cli.loading import load_config
 from automicro.cli.reference import documentation, markdown_page, read_entries
 from automicro.cli.training import build_trainer
 from automicro.microbatcher import Microbatcher
 from automicro.trainer import Trainer
 from automicro.trainer.config import TrainerConfig
+from automicro.trainer.evaluators import Evaluator
 from tests.config_jobs import JOB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,10 +40,12 @@ MADE = {
     "metrics": "metrics",
     "update_metric": "update_metric",
     "count_tokens": "count_tokens",
+    "callbacks": "callbacks",
+    "loggers": "loggers",
+    "checkpoint": "checkpoint",
 }
 # Further modules would have to be shared with the forward: nodes make things of their own.
-# Keys for the others are still to come.
-ONLY_IN_PYTHON = {"modules", "callbacks", "checkpoint", "loggers", "max_time"}
+ONLY_IN_PYTHON = {"modules"}
 
 
 def test_every_plain_option_of_the_trainer_is_there_with_the_same_default() -> None:
@@ -61,15 +72,32 @@ def test_everything_that_is_made_has_a_key() -> None:
     assert keys - {each.name for each in fields(TrainerConfig)} - set(MADE.values()) == of_a_run
 
 
+@pytest.mark.parametrize(
+    ("section", "owner", "renamed"),
+    [("checkpoint", CheckpointConfig, {}), ("eval_data", Evaluator, {"dataloader": "data"})],
+)
+def test_the_keys_inside_of_a_key_are_those_of_what_is_made(
+    section: str, owner: type, renamed: dict[str, str]
+) -> None:
+    options = inspect.signature(owner).parameters
+    assert [renamed.get(name, name) for name in options] == list(keys_inside(section))
+    for name, option in options.items():
+        if name not in renamed and option.default is not inspect.Parameter.empty:
+            assert defaults_inside(section)[name] == option.default, name
+
+
 def test_each_key_stands_in_one_group() -> None:
     assert sorted(KEYS) == sorted({each.name for each in fields(RunConfig)})
     assert sum(len(keys) for keys in GROUPS.values()) == len(KEYS)
 
 
-@pytest.mark.parametrize("key", KEYS)
+INSIDE = tuple(f"{key}.{name}" for key in KEYS for name in keys_inside(key))
+
+
+@pytest.mark.parametrize("key", KEYS + INSIDE)
 def test_every_key_is_explained_in_the_words_of_a_config(key: str) -> None:
     meaning = documentation()[key]
-    assert len(meaning) > 20
+    assert len(meaning) > (20 if key in KEYS else 8)
     assert "None" not in meaning
     assert "``" not in meaning
     assert "see `Microbatcher`" not in meaning
@@ -104,7 +132,7 @@ def test_the_page_in_the_documentation_is_current() -> None:
 
 def test_the_page_has_a_row_for_every_key() -> None:
     page = markdown_page()
-    for key in KEYS:
+    for key in KEYS + INSIDE:
         assert page.count(f"\n| `{key}` | ") == 1
     for group in GROUPS:
         assert f"\n## {group}\n" in page

@@ -233,6 +233,4 @@ def test_a_run_in_batches_and_without_known_length_says_what_it_knows(
     assert "no memory limit" in lines[0]
     assert "per epoch" not in lines[0]
     assert lines[1].startswith("batch 1/3, epoch 1 · loss ")
-    assert lines[1].endswith(
-        "· microbatches 2 × 4 of 8 · global batch 8 = 8 rows per device × 1 device × 1 accumulated"
-    )
+    assert lines[1].endswith("· microbatches 2 × 4 of 8 · global batch 8 = 8 × 1 × 1")

@@ -189,3 +189,13 @@ def test_what_the_loader_gave_is_let_go_before_it_gives_more() -> None:
     for _group in grouped(fetch(give(), "train_dataloader"), 2):
         pass
     assert Held.most == 2
+
+
+def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
+    trainer = make_trainer(make_model(), max_time="1s", max_duration="9999ep")
+    summary = trainer.fit()
+    assert summary.stop_reason == "max_time is over"
+    before = summary.steps
+    assert before >= 1
+    trainer._fit._max_seconds = 1e-9  # type: ignore[union-attr]
+    assert trainer.fit().steps == before + 1

@@ -113,10 +113,15 @@ def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) 
 
 
 def test_an_iterator_that_is_used_up_in_the_second_epoch_is_an_error() -> None:
-    trainer = make_trainer(make_model(), iter(list(make_loader())), max_duration="2ep")
+    trainer = make_trainer(make_model(), iter(list(make_loader())), max_duration="8ba")
     with pytest.raises(DataLoaderError, match=r"iterator.*used up.*a DataLoader or a list"):
         trainer.fit()
     assert trainer.state.epoch == 1
+
+
+def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> None:
+    with pytest.raises(ValueError, match=r"only once, and max_duration='2ep' needs 2 passes"):
+        make_trainer(make_model(), iter(list(make_loader())), max_duration="2ep")
 
 
 @pytest.mark.parametrize(

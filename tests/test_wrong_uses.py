@@ -167,7 +167,8 @@ def evaluate_nothing() -> object:
 
 TRAINER: dict[str, Callable[[], object]] = {
     "empty loader": lambda: fit([]),
-    "loader that runs dry": lambda: fit(iter([(X, Y)]), max_duration="2ep"),
+    "loader that runs dry": lambda: fit(iter([(X, Y)]), max_duration="2ba"),
+    "iterator for two epochs": lambda: fit(iter([(X, Y)]), max_duration="2ep"),
     "loader of no batches": lambda: fit(3),
     "loader that changes structure": lambda: fit([(X, Y), X]),
     "loader that changes rows": lambda: fit([(X, Y), (X, Y[:4])]),

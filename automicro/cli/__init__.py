@@ -6,13 +6,18 @@
     subcommand   what every subcommand has: a name, its help, its arguments
     training  evaluating  verifying  configuring  torturing     one subcommand each
     failures     how errors are shown; exit codes
+    places       where in the code an error was raised
+    wording      messages of the library in the words of a config
+    warning_lines   warnings in one line each
     results      what is printed, as text and as JSON
 
     job          the files and overrides of a command line, to be read and made
     recipe       what a config names: checked first, made afterwards
     values       whether values mean something
-    weights      a model's weights from a file
-    run_dir      the folder in which a run leaves its config, summary and weights
+    continuing   whether a run goes on from checkpoints, and from which
+    configured_logger   a logger that takes down the config, too
+    weights      a model's weights from a file or a checkpoint
+    run_dir      the folder in which a run leaves its config, summary, weights and checkpoints
 
     config       RunConfig: every key, with its type and default
     keys         what is known of each key besides: its group, its type in words
@@ -23,6 +28,7 @@
     merging      what a later file does to an earlier one
     overrides    what key=value does to a config
     shapes       whether nodes, lists and mappings stand where they belong
+    sections     keys that hold further keys: evaluations, checkpoints
     resolving    interpolations
     batch_size   the global batch size, per device and per batch that is accumulated
     writing      configs as YAML
@@ -30,9 +36,34 @@
     nodes        {call: dotted.path, args: {…}}: what is well formed, and what it builds
     signatures   whether arguments fit, told before anything is called
     dotted       from a dotted path to the object
+    data         whether what is made for data gives batches
     suggestions  did you mean
 """
 
-from automicro.cli.command import main
+import sys
+from collections.abc import Sequence
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: the arguments, those of the process unless given.
+
+    >>> main(["--version"])
+    automicro ...
+    0
+    """
+    try:
+        # Torch takes seconds to import: whoever presses Ctrl-C meanwhile wants no traceback.
+        from automicro.cli.command import main as run
+
+        return run(argv)
+    except KeyboardInterrupt:
+        print("automicro: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
 
 __all__ = ["main"]

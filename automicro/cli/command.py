@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 from automicro.cli.configuring import CONFIG
 from automicro.cli.evaluating import EVAL
-from automicro.cli.failures import CLOSED_PIPE, OK, forget_stdout, is_closed_pipe, show_failure
+from automicro.cli.failures import (
+    CLOSED_PIPE,
+    OK,
+    forget_stdout,
+    is_closed_pipe,
+    is_sigterm,
+    show_failure,
+)
 from automicro.cli.job import FORM
 from automicro.cli.keys import KEYS
 from automicro.cli.subcommand import exit_code_lines
@@ -16,6 +23,7 @@ from automicro.cli.suggestions import did_you_mean
 from automicro.cli.torturing import TORTURE
 from automicro.cli.training import TRAIN
 from automicro.cli.verifying import VERIFY
+from automicro.cli.warning_lines import warnings_in_one_line
 
 COMMANDS = {each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE)}
 DESCRIPTION = """\
@@ -39,21 +47,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit:  # argparse has written its message
         return int(exit.code or OK)
     try:
-        code = COMMANDS[arguments.command].run(arguments)
+        with warnings_in_one_line():
+            code = COMMANDS[arguments.command].run(arguments)
         print(end="", flush=True)
         return code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if is_closed_pipe(error):
             forget_stdout()
             return CLOSED_PIPE
-        if isinstance(error, SystemExit):  # the user's own
+        if isinstance(error, SystemExit) and not is_sigterm(error):  # the user's own
             raise
         return show_failure(error, debug=arguments.debug)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    given = sys.argv[1:] if argv is None else argv
+    given = list(sys.argv[1:] if argv is None else argv)
     parser, commands = _parsers()
+    if given and given[0] == "help":
+        given = [*given[1:2], "--help"]
     name = next((each for each in given if not each.startswith("-")), None)
     if name is not None and name not in COMMANDS:
         parser.error(

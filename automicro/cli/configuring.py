@@ -3,6 +3,7 @@
 import argparse
 
 from automicro.cli.job import Job, add_inputs
+from automicro.cli.nodes import NODE_KEYS
 from automicro.cli.recipe import Recipe
 from automicro.cli.reference import markdown_page, print_keys
 from automicro.cli.results import print_yaml
@@ -12,13 +13,34 @@ from automicro.errors import ConfigError
 
 DESCRIPTION = """\
 Print the config that train would use: files merged, key=value applied, interpolations
-resolved, and every key with its default. All that train would check is checked: names,
-arguments, values. Nothing is made, and run_dir is not looked at.
+resolved, and every key with its default. What can be told without making anything is
+checked: keys, values, import paths and the names of arguments. Whether models and data
+can be made and fit each other shows automicro verify, or train. run_dir is not looked at.
+"""
+
+NODE_IN_WORDS = """\
+call and args: how a config names whatever is to be made, under model, train_data and others
+
+call: text, required
+    the dotted import path of a class or a function, such as torch.optim.AdamW. It is called once
+    and has to return the thing itself: the model, the DataLoader, the function that is the loss.
+args: a mapping, default {}
+    its arguments by name. A mapping with call anywhere inside is made first.
+
+    optimizer:
+      call: torch.optim.AdamW
+      args: {lr: 1e-3}
+
+To hand over a function instead of calling it:
+
+    count_tokens:
+      call: pkgutil.resolve_name
+      args: {name: my_data.count_tokens}
 """
 
 TEMPLATE = """\
 # A config to start with. Replace each ???, here or on the command line, and try it:
-#   automicro config job.yaml      shows all keys and finds mistakes
+#   automicro config job.yaml      shows all keys and finds mistakes in them
 #   automicro verify job.yaml      tells whether batches may be split
 #   automicro train job.yaml
 # automicro config --keys explains every key.
@@ -49,6 +71,9 @@ microbatch_size: auto        # rows computed at a time: as many as fit
 memory_limit: null           # such as 8GiB
 seed: 0
 run_dir: null                # such as runs/${now:%Y-%m-%d_%H-%M-%S}
+checkpoint: null             # {interval: 1ep}, with a run_dir to go on in: runs/first
+loggers: []                  # [{call: automicro.loggers.JSONLinesLogger, args: {path: …}}]
+callbacks: []                # [{call: automicro.callbacks.EarlyStopping, args: {…}}]
 """
 
 
@@ -75,6 +100,8 @@ def _config(arguments: argparse.Namespace) -> int:
         _take_no_inputs(arguments, "--keys")
         if arguments.markdown:
             print(markdown_page(), end="")
+        elif arguments.keys in NODE_KEYS:
+            print(NODE_IN_WORDS, end="")
         else:
             print_keys(arguments.keys)
     elif arguments.markdown:
@@ -107,7 +134,7 @@ CONFIG = Subcommand(
         "automicro config --keys batch",
         "automicro config --template > job.yaml",
     ),
-    exit_codes={0: "train would take it"},
+    exit_codes={0: "no mistake was found"},
     add_arguments=_add_arguments,
     run=_config,
 )

@@ -3,13 +3,26 @@
 import builtins
 import importlib
 import pkgutil
+import re
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, NoneType
 from typing import Any
 
+from automicro.cli.places import is_users
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
+
+# Where people mean the class to be whose name alone they write.
+USUAL = (
+    "torch.nn",
+    "torch.optim",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data",
+    "torchmetrics",
+    "torchmetrics.classification",
+)
 
 
 def import_callable(path: str, *, key: str) -> Callable[..., Any]:
@@ -56,6 +69,12 @@ def _import_top(path: str, key: str) -> Any:
             raise
         # Nobody's model or data is in the standard library.
         known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
+        meant = _whole_paths(top) if path == top else []
+        if meant:
+            raise ConfigError(
+                f"{key}={path!r} is no dotted path: write the whole one, "
+                f"{' or '.join(map(repr, meant))}"
+            ) from None
         raise ConfigError(
             f"{key}={path!r}: there is no module {top!r}{did_you_mean(top, known)}: install it, "
             f"or put it beside the config"
@@ -75,10 +94,48 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
             if error.name not in (name, prefix):
                 raise
     known = {each for each in dir(parent) if not each.startswith("_")} | _submodules(parent)
+    # Modules are often called like the class in them: torch.optim.adamw.
+    classes = {name.lower() for name, each in _own(parent).items() if isinstance(each, type)}
+    known = {
+        name
+        for name in known
+        if name.lower() not in classes
+        or not isinstance(_own(parent).get(name), ModuleType | NoneType)
+    }
     raise ConfigError(
         f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{did_you_mean(part, known)}: "
         f"correct the path"
     )
+
+
+def _own(parent: Any) -> Mapping[str, Any]:
+    """What is in a module, without making one that is lazy import all it has."""
+    return vars(parent) if isinstance(parent, ModuleType) else {}
+
+
+def _whole_paths(name: str) -> list[str]:
+    """Where a class or function of that name is: in usual modules, or in those that lie here."""
+    found = [
+        f"{path.stem}.{name}"
+        for folder in dict.fromkeys(sys.path)
+        if folder and is_users(str(Path(folder) / "any.py"))
+        for path in sorted(Path(folder).glob("*.py"))
+        if re.search(rf"^(class|def) {name}\b", _read(path), re.MULTILINE)
+    ]
+    for module in USUAL:
+        try:
+            if not found and callable(getattr(importlib.import_module(module), name, None)):
+                found.append(f"{module}.{name}")
+        except ImportError:
+            continue
+    return list(dict.fromkeys(found))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _submodules(module: Any) -> set[str]:

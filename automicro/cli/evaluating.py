@@ -13,7 +13,8 @@ from automicro.trainer.lines import describe_number
 DESCRIPTION = """\
 Evaluate a config's model on its eval_data, and print the loss and the metrics, one
 per line. weights names a file with the model's state dict, such as the weights.pt
-that train leaves in run_dir. What only training needs is neither made nor looked at.
+that train leaves in run_dir, or a folder of checkpoints, of which the newest good
+one counts. What only training needs is neither made nor looked at.
 """
 
 
@@ -51,6 +52,7 @@ EVAL = Subcommand(
     examples=(
         "automicro eval job.yaml weights=runs/first/weights.pt",
         "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
+        "automicro eval job.yaml weights=runs/first/checkpoints",
         "automicro eval job.yaml eval_data.args.batch_size=90 memory_limit=null",
     ),
     exit_codes={0: "evaluated", 1: "the run failed"},

@@ -5,14 +5,16 @@ import select
 import sys
 import traceback
 
-from automicro.cli.nodes import as_yaml
+from automicro.cli.places import IN_WORKER, is_bug_of_ours, is_refusal, librarys_place, users_place
 from automicro.cli.results import complain
+from automicro.cli.wording import as_yaml
 from automicro.errors import AutomicroError, ConfigError
 from automicro.oom import is_out_of_memory
-from automicro.passes import METRIC_NOTE
+from automicro.trainer.interruption import SIGTERM_EXIT_CODE
 
-OK, FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+OK, FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 130, 141, SIGTERM_EXIT_CODE
 OUR_NOTE = "automicro: "
+DEBUG_HINT = "(--debug shows the traceback)"
 
 
 def show_failure(error: BaseException, *, debug: bool) -> int:
@@ -25,22 +27,36 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     >>> show_failure(ConfigError("no model"), debug=False)  # says it on stderr
     2
     """
-    code, text, needs_traceback = _describe(error)
-    if debug or needs_traceback:
-        traceback.print_exception(error)
+    code, text = _describe(error)
+    is_ours = is_bug_of_ours(error)
+    if debug or is_ours:
+        shown = traceback.TracebackException.from_exception(error)
+        shown.__notes__ = None  # they come with the message
+        print("".join(shown.format()), end="", file=sys.stderr)
     complain(text)
-    if code != INTERRUPTED and not (debug or needs_traceback):
-        print("(--debug shows the traceback)", file=sys.stderr)
+    if not (debug or is_ours) and _has_more_to_show(error):
+        print(DEBUG_HINT, file=sys.stderr)
     return code
 
 
 def summarize_error(error: BaseException) -> str:
-    """An error that is not ours, in words: its type, what it says, and its notes.
+    """An error in words: what it says, its notes, and of one that is not ours its type and place.
 
     >>> summarize_error(KeyError("x"))
     "KeyError: 'x'"
     """
-    return "\n  ".join([f"{type(error).__name__}: {error}", *_notes(error)])
+    if isinstance(error, AutomicroError) or is_refusal(error):
+        return as_yaml(_with_notes(error))
+    return "\n  ".join([_headline(error), *_notes(error), *_at(users_place(error))])
+
+
+def is_sigterm(error: BaseException) -> bool:
+    """Tell whether training ended because SIGTERM asked it to.
+
+    >>> is_sigterm(SystemExit(143)), is_sigterm(SystemExit(1))
+    (True, False)
+    """
+    return isinstance(error, SystemExit) and error.code == TERMINATED
 
 
 def is_closed_pipe(error: BaseException) -> bool:
@@ -73,20 +89,55 @@ def forget_stdout() -> None:
     os.close(nowhere)
 
 
-def _describe(error: BaseException) -> tuple[int, str, bool]:
-    """The exit code, the text, and whether nobody could find the mistake without a traceback."""
+def _describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, " ".join(["interrupted", *_notes(error)]), False
+        return INTERRUPTED, _describe_end("interrupted", error)
+    if is_sigterm(error):
+        return TERMINATED, _describe_end("ended by SIGTERM", error)
     if isinstance(error, ConfigError):
         # It may quote somebody else's error: nothing in it is rewritten.
-        return MISUSED, _with_notes(error), False
-    if isinstance(error, AutomicroError) or is_out_of_memory(error):
-        return FAILED, as_yaml(_with_notes(error)), False
-    if any(note.startswith(METRIC_NOTE) for note in getattr(error, "__notes__", [])):
-        said = " ".join(str(error).split())
-        lines = [f"the run failed: {type(error).__name__}: {said}", *_notes(error)]
-        return FAILED, "\n  ".join(lines), False
-    return FAILED, f"the run failed: {summarize_error(error)}", True
+        return MISUSED, _with_notes(error)
+    if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
+        return FAILED, as_yaml(_with_notes(error))
+    if is_bug_of_ours(error):
+        bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
+        return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
+    where = users_place(error) or librarys_place(error)
+    lines = [f"the run failed: {_headline(error)}", *_notes(error), *_at(where)]
+    return FAILED, "\n  ".join(lines)
+
+
+def _headline(error: BaseException) -> str:
+    kind, said = type(error).__name__, str(error)
+    if isinstance(error, SyntaxError):  # its place is told apart
+        said = error.msg
+    if IN_WORKER in said:  # the traceback of another process, as text
+        last = next(line for line in reversed(said.splitlines()) if line.strip())
+        return f"{last} (in a worker process of the DataLoader)"
+    # Some tell a story over several lines, which are told apart from notes by their indent.
+    return "\n    ".join(line for line in f"{kind}: {said}".splitlines() if line.strip())
+
+
+def _at(place: str | None) -> list[str]:
+    return [] if place is None else [f"at {place}"]
+
+
+def _has_more_to_show(error: BaseException) -> bool:
+    """Whether a traceback says more than the message: never of a mistake in a config itself."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return False
+    if not isinstance(error, ConfigError):
+        return True
+    cause: BaseException | None = error
+    while isinstance(cause, ConfigError):
+        cause = cause.__cause__
+    return cause is not None and bool(_notes(cause) or users_place(cause))
+
+
+def _describe_end(what: str, error: BaseException) -> str:
+    """What ended a run; where it ended in order, its note says so in one line."""
+    in_order = [note for note in _notes(error) if ": stopped " in note]
+    return in_order[0] if in_order else " ".join([what, *_notes(error)])
 
 
 def _with_notes(error: BaseException) -> str:
@@ -94,4 +145,5 @@ def _with_notes(error: BaseException) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    return [note.removeprefix(OUR_NOTE) for note in getattr(error, "__notes__", [])]
+    notes = getattr(error, "__notes__", [])
+    return list(dict.fromkeys(note.removeprefix(OUR_NOTE) for note in notes))

@@ -10,6 +10,7 @@ from pathlib import Path
 from automicro.cli.failures import summarize_error
 from automicro.cli.keys import TO_TRAIN
 from automicro.cli.loading import LoadedConfig, naming, read_config
+from automicro.cli.places import is_bug_of_ours
 from automicro.errors import ConfigError
 
 FORM = "CONFIG [CONFIG …] [key=value …]"
@@ -59,7 +60,7 @@ class Job:
         """Tell mistakes in what a config names from those of a run.
 
         Raises:
-            ConfigError: whatever went wrong inside, but Ctrl-C.
+            ConfigError: whatever went wrong inside, but Ctrl-C and bugs of automicro itself.
         """
         with naming(*self.files):
             try:
@@ -67,6 +68,8 @@ class Job:
             except ConfigError:
                 raise
             except Exception as error:
+                if is_bug_of_ours(error):
+                    raise
                 raise ConfigError(summarize_error(error)) from error
 
 

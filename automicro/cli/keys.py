@@ -4,13 +4,16 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
 import omegaconf
 
 from automicro.checks import PRECISIONS
-from automicro.cli.config import CallConfig, RunConfig
+from automicro.cli.config import SECTIONS, CallConfig, RunConfig
+from automicro.cli.nodes import show
+from automicro.errors import ConfigError
 from automicro.splitting import BATCHNORM_MODES
 from automicro.trainer.finiteness import NON_FINITE_MODES
 
@@ -36,7 +39,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "accumulate_batches",
         "batch_layout",
     ),
-    "How long": ("max_duration", "eval_interval"),
+    "How long": ("max_duration", "max_time", "eval_interval"),
     "Memory and microbatches": (
         "microbatch_size",
         "eval_microbatch_size",
@@ -54,10 +57,15 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "compile",
         "deterministic",
     ),
-    "The run": ("device", "seed", "progress", "run_dir"),
+    "The run": ("device", "seed", "progress", "run_dir", "callbacks", "loggers", "checkpoint"),
 }
 KEYS = tuple(key for keys in GROUPS.values() for key in keys)
-HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig)
+HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
+    f"{section}.{name}": hint
+    for section, owner in SECTIONS.items()
+    for name, hint in typing.get_type_hints(owner).items()
+}
+"""The types of all keys, those inside of others as ``checkpoint.folder``."""
 
 TO_TRAIN = ("model", "train_data", "optimizer")
 # Required by a command, with something to copy for each.
@@ -67,6 +75,8 @@ EXAMPLES = {
     "eval_data": "{call: my_package.make_loader, args: {batch_size: 512}}",
     "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
 }
+# Of nodes.
+LISTS = ("callbacks", "loggers")
 LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 
 
@@ -95,12 +105,25 @@ _IN_WORDS = {
     "compile": "true, false or a mapping",
     "parameter_groups": "a list of mappings",
     "metrics": "a mapping of nodes",
+    "eval_data": "a node, a mapping of the keys below, a mapping of these by name, or null",
+    "eval_data.data": "a node",
+    "eval_data.metrics": "a mapping of nodes, inherited or null",
+    "eval_data.microbatch_size": "a whole number, auto, inherited or null",
+    "eval_data.interval": "text such as 1ep or 100ba, inherited or null",
+    "max_time": "text such as 2h30m, 45m or 90s, or null",
+    "callbacks": "a list of nodes",
+    "loggers": "a list of nodes",
+    "checkpoint": "a mapping of the keys below, or null",
+    "checkpoint.interval": "text such as 1ep, 500ba, 10000sp or 1e6tok, or null",
+    "checkpoint.best_mode": "min or max",
+    "checkpoint.resume": "auto, never or a path",
     **dict.fromkeys(TO_TRAIN, "a node"),
 }
 _TYPES = {
     int: "a whole number",
     float: "a number",
     str: "text",
+    Path | str: "text",
     bool: "true or false",
     CallConfig: "a node",
     NoneType: "null",
@@ -114,6 +137,8 @@ def alternatives(key: str) -> tuple[Any, ...]:
     (<class 'int'>, <class 'NoneType'>)
     """
     hint = HINTS[key]
+    if hint == Path | str:
+        return (hint,)
     return typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
@@ -123,7 +148,7 @@ def is_made(key: str) -> bool:
     >>> is_made("metrics"), is_made("weights")
     (True, False)
     """
-    return key == "metrics" or CallConfig in alternatives(key)
+    return key in ("metrics", "eval_data", *LISTS) or CallConfig in alternatives(key)
 
 
 def type_in_words(key: str) -> str:
@@ -148,3 +173,36 @@ def defaults() -> dict[str, Any]:
         elif each.default != omegaconf.MISSING:
             values[each.name] = list(each.default) if each.default == () else each.default
     return {key: values[key] for key in KEYS if key in values}
+
+
+def keys_inside(key: str) -> tuple[str, ...]:
+    """The keys that a key may hold.
+
+    >>> keys_inside("eval_data")[:2], keys_inside("seed")
+    (('data', 'metrics'), ())
+    """
+    return tuple(each.name for each in fields(SECTIONS[key])) if key in SECTIONS else ()
+
+
+def defaults_inside(key: str) -> dict[str, Any]:
+    """The defaults of the keys that a key may hold; missing are those that have none.
+
+    >>> defaults_inside("checkpoint")["keep_last"]
+    3
+    """
+    unset = (NO_DEFAULT, omegaconf.MISSING)
+    return {each.name: each.default for each in fields(SECTIONS[key]) if each.default not in unset}
+
+
+def wrong_type(key: str, value: object, kind: str | None = None) -> ConfigError:
+    """Return the error for a value of a type that the key does not have.
+
+    Args:
+        key: where it stands.
+        value: what stands there.
+        kind: the key whose types it may have; ``key`` unless given.
+
+    >>> print(wrong_type("seed", "many"))
+    seed='many' (text): expected a whole number or null
+    """
+    return ConfigError(f"{key}={show(value)}: expected {type_in_words(kind or key)}")

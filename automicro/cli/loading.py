@@ -3,7 +3,7 @@
 import contextlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,31 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.cli.batch_size import rows_to_load
 from automicro.cli.config import RunConfig
-from automicro.cli.keys import EXAMPLES, HINTS, KEYS, TO_TRAIN, defaults, is_made
+from automicro.cli.keys import (
+    EXAMPLES,
+    HINTS,
+    KEYS,
+    LISTS,
+    TO_TRAIN,
+    defaults,
+    defaults_inside,
+    is_made,
+    wrong_type,
+)
 from automicro.cli.merging import merge
 from automicro.cli.nodes import items_inside
 from automicro.cli.overrides import apply_override
 from automicro.cli.reading import read_yaml
 from automicro.cli.resolving import first_line, resolve
-from automicro.cli.shapes import check_shapes, wrong_type
+from automicro.cli.sections import read_checkpoint_section, read_eval_data
+from automicro.cli.shapes import check_shapes
 from automicro.cli.writing import escape
 from automicro.errors import ConfigError
 
 # An unset one is no null: what refers to it has nothing to stand for.
 BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
 # Nobody's config holds these.
-MARKS = {key: f"\0{key}\0" for key in BATCH_SIZES}
+MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +46,9 @@ class LoadedConfig:
     Attributes:
         config: every key, typed.
         written: the keys that files and overrides set, in the order of the reference. The only
-            interpolations left are the batch sizes in the arguments of the data, so that they
-            follow when these are changed. Read again, it is the same config.
+            interpolations left are the batch sizes in the arguments of the data, and ``run_dir``
+            in what is made, so that they follow when these are changed. Read again, it is the
+            same config.
     """
 
     config: RunConfig
@@ -46,6 +58,13 @@ class LoadedConfig:
     def everything(self) -> dict[str, Any]:
         """Every key, with the default of those that are not written."""
         values = {**defaults(), **self.written}
+        if values["checkpoint"] is not None:
+            folder = {} if self.config.run_dir is None else {"folder": "${run_dir}/checkpoints"}
+            values["checkpoint"] = {
+                **folder,
+                **defaults_inside("checkpoint"),
+                **values["checkpoint"],
+            }
         return {key: values[key] for key in KEYS if key in values}
 
 
@@ -137,15 +156,21 @@ def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
     values |= data
     typed = _typed(escape(values))
     plain = typing.cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
-    shown = {**values, **_data_as_written(tree, data)}
+    shown = _as_written(tree, values, data)
     written = {
-        key: escape(brief(shown[key]) if is_made(key) else plain[key])
+        key: escape(brief(shown[key]) if is_made(key) or key == "checkpoint" else plain[key])
         for key in KEYS
         if key in tree
     }
     for key, mark in MARKS.items():
         written = _replace(written, mark, f"${{{key}}}")
-    return LoadedConfig(config=typing.cast(RunConfig, OmegaConf.to_object(typed)), written=written)
+    config = typing.cast(RunConfig, OmegaConf.to_object(typed))
+    config = replace(
+        config,
+        eval_data=read_eval_data(config.eval_data),
+        checkpoint=read_checkpoint_section(config.checkpoint, config.run_dir),
+    )
+    return LoadedConfig(config=config, written=written)
 
 
 def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
@@ -173,14 +198,24 @@ def _resolve_data(tree: dict[str, Any], config: RunConfig, num_devices: int) -> 
     }
 
 
-def _data_as_written(tree: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with marks where the batch sizes stand, where nothing is computed from them."""
+def _as_written(
+    tree: dict[str, Any], values: dict[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values with marks where they follow other keys, where nothing is computed from these."""
+    shown = {**values, **data}
+    follows = ["run_dir"] if values["run_dir"] is not None else []
+    marked = _with_marks(tree, follows)
+    shown |= {key: marked[key] for key in marked if key not in data}
+    marked = _with_marks(tree, [*follows, *(key for key in BATCH_SIZES if key in tree)])
+    return shown | {key: marked[key] for key in data if key in marked}
+
+
+def _with_marks(tree: dict[str, Any], follows: Sequence[str]) -> dict[str, Any]:
+    container = typing.cast(dict[str, Any], OmegaConf.to_container(_typed(tree)))
     try:
-        container = typing.cast(dict[str, Any], OmegaConf.to_container(_typed(tree)))
-        marked = resolve({**container, **{key: MARKS[key] for key in BATCH_SIZES if key in tree}})
-    except ConfigError:
-        return dict(data)
-    return {key: marked[key] for key in data}
+        return resolve({**container, **{key: MARKS[key] for key in follows}})
+    except ConfigError:  # something else is computed from them
+        return {}
 
 
 def _replace(value: Any, mark: str, text: str) -> Any:
@@ -211,11 +246,21 @@ def _drop_nulls(tree: dict[str, Any]) -> None:
     for key in BATCH_SIZES:
         if key in tree and tree[key] is None:
             del tree[key]
-    metrics = tree.get("metrics")
-    if isinstance(metrics, dict):
-        tree["metrics"] = {name: node for name, node in metrics.items() if node is not None}
-    elif "metrics" in tree and metrics is None:
-        tree["metrics"] = {}
+    for key in ("metrics", *LISTS):
+        if key in tree and tree[key] is None:
+            tree[key] = {} if key == "metrics" else []
+    if isinstance(tree.get("metrics"), dict):
+        tree["metrics"] = _without_nulls(tree["metrics"])
+    eval_data = tree.get("eval_data")
+    if isinstance(eval_data, dict) and not {"call", "data"} & eval_data.keys():  # by name
+        tree["eval_data"] = _without_nulls(eval_data) or None
+    checkpoint = tree.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.get("folder", "") is None:
+        del checkpoint["folder"]
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
@@ -245,6 +290,8 @@ def brief(made: Any) -> Any:
     >>> brief({"accuracy": {"call": "a.B", "args": {}}})
     {'accuracy': {'call': 'a.B'}}
     """
+    if isinstance(made, list):
+        return [brief(each) for each in made]
     if not isinstance(made, Mapping):
         return made
     return {

@@ -1,7 +1,6 @@
 """The one form in which a config names things: ``{call: dotted.path, args: {…}}``."""
 
 import functools
-import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ def check_node(node: object, key: str) -> None:
 
     >>> check_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model")
     """
-    if _is_interpolation(node):
+    if is_interpolation(node):
         return
     if not isinstance(node, Mapping):
         form = FORM
@@ -46,7 +45,7 @@ def check_node(node: object, key: str) -> None:
         raise ConfigError(
             f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW"
         )
-    if args is None or _is_interpolation(args):
+    if args is None or is_interpolation(args):
         return
     if not isinstance(args, Mapping):
         raise ConfigError(
@@ -104,23 +103,13 @@ def show(value: object) -> str:
     return f"{value!r} ({kind})" if kind else repr(value)
 
 
-def as_yaml(text: str) -> str:
-    """Write None and arguments of the Trainer in a message of ours as a config has them.
-
-    >>> as_yaml("pass loss_fn=…, microbatch_size=None, or None")
-    'pass loss=…, microbatch_size=null, or null'
-    """
-    for argument, key in (("loss_fn", "loss"), ("_dataloader", "_data")):
-        text = re.sub(rf"{argument}(?==)", key, text)
-    return re.sub(r"(?<=[= ])None\b", "null", text)
-
-
 def is_node(value: object) -> bool:
     """Tell whether a value inside a config describes something to be made."""
     return isinstance(value, Mapping) and "call" in value
 
 
-def _is_interpolation(value: object) -> bool:
+def is_interpolation(value: object) -> bool:
+    """Tell whether something else stands for a value, so that it is known only later."""
     return isinstance(value, str) and "${" in value
 
 
@@ -166,7 +155,7 @@ def _make(
     target: Callable[..., Any], values: Mapping[str, Callable[[], Any]], doing: str, *first: Any
 ) -> Any:
     args = {name: value() for name, value in values.items()}
-    with _noting(doing + _describe_arguments(args)):
+    with _noting(doing + _describe_arguments(args) + _hint_of_numbers(args)):
         return target(*first, **args)
 
 
@@ -174,6 +163,26 @@ def _describe_arguments(args: Mapping[str, Any]) -> str:
     """What was handed over by name: plain values as they are, what was made by its type."""
     shown = [f"{name}={_brief(value)}" for name, value in args.items()]
     return f" with {', '.join(shown)}" if shown else ""
+
+
+def _hint_of_numbers(args: Mapping[str, Any]) -> str:
+    """Text may be meant: it counts as a possible reason only once something failed."""
+    texts = [name for name, value in args.items() if isinstance(value, str) and _is_number(value)]
+    if not texts:
+        return ""
+    are = "is" if len(texts) == 1 else "are"
+    return (
+        f"; {' and '.join(texts)} {are} text: write a number without quotes, or one from the "
+        f"environment as ${{oc.decode:${{oc.env:NAME}}}}"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _brief(value: object) -> str:

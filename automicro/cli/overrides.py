@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from automicro.cli.reading import read_value
+from automicro.cli.reading import read_value, refuse_boolean
 from automicro.errors import ConfigError
 
 
@@ -32,6 +32,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             f"the override {override!r} has no key before '=', or an empty part in it: write "
             f"key=value, such as optimizer.args.lr=0.001"
         )
+    if not text.strip():
+        raise ConfigError(
+            f"the override {override!r} has no value: write {key}=null for none, or "
+            f"'{key}=\"\"' for an empty text"
+        )
     *way, last = parts
     target: Any = tree
     for depth, part in enumerate(way, start=1):
@@ -43,6 +48,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             f"the override {override!r} has a value that is not YAML ({error}): quote it as a "
             f"whole for the shell, such as 'optimizer.args={{lr: 0.1}}'"
         ) from error
+    if not way:
+        refuse_boolean(key, value, text)
     if isinstance(target, list):
         target[_place(target, last, ".".join(way), override)] = value
     else:
@@ -68,8 +75,9 @@ def _descend(target: Any, part: str, key: str, override: str) -> Any:
 
 def _place(target: list[Any], part: str, key: str, override: str) -> Any:
     if not part.isdecimal() or int(part) >= len(target):
+        choice = f"use a number from 0 to {len(target) - 1}, or replace" if target else "replace"
         raise ConfigError(
-            f"the override {override!r} asks for {part!r} in {key}, a list of {len(target)}: use a "
-            f"number from 0 to {len(target) - 1}, or replace the list with '{key}=[…]'"
+            f"the override {override!r} asks for {part!r} in {key}, a list of {len(target)}: "
+            f"{choice} the list with '{key}=[…]'"
         )
     return int(part)

@@ -1,27 +1,40 @@
 """Everything that a config names: checked first, made afterwards."""
 
-from collections.abc import Callable, Collection
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from automicro.cli.config import CallConfig, RunConfig
-from automicro.cli.keys import KEYS
+from automicro.cli.config import CallConfig, EvaluatorConfig, RunConfig
+from automicro.cli.configured_logger import ConfiguredLogger
+from automicro.cli.data import checking_data
+from automicro.cli.keys import KEYS, LISTS
 from automicro.cli.nodes import prepare, prepare_value
-from automicro.cli.values import check_values
+from automicro.cli.values import check_values, read_checkpoint
 from automicro.cli.weights import check_weights_file, load_weights
 from automicro.errors import ConfigError
+from automicro.events import Callback
+from automicro.loggers import Logger
 from automicro.trainer import Trainer
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.device import seed_everything
+from automicro.trainer.evaluators import Evaluator
 
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
 }
+# What stands in lists, and what to name there.
+PROTOCOLS: Mapping[str, tuple[type, str]] = {
+    "callbacks": (Callback, "name a subclass of automicro.Callback"),
+    "loggers": (Logger, "name a class with start, log and close, such as one of automicro.loggers"),
+}
 # What evaluating has no use for, so what it names need not exist.
-ONLY_FOR_TRAINING = frozenset({"train_data", "optimizer", "parameter_groups", "scheduler"})
+ONLY_FOR_TRAINING = frozenset(
+    {"train_data", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
+)
 
 
 class Recipe:
@@ -45,23 +58,31 @@ class Recipe:
         check_values(config)
         self.config = config
         self._makers = {
-            key: _prepare(getattr(config, key), key)
+            key: (_prepare_data if key == "train_data" else _prepare)(getattr(config, key), key)
             for key in KEYS
             if key not in without and isinstance(getattr(config, key), CallConfig)
         }
-        self._metrics = {
-            name: _prepare(each, f"metrics.{name}") for name, each in config.metrics.items()
-        }
+        self._metrics = _prepare_all(config.metrics, "metrics")
+        if "eval_data" not in without and config.eval_data is not None:
+            self._makers["eval_data"] = _prepare_eval_data(config.eval_data, "eval_data")
+        for key in LISTS:
+            named = {} if key in without else dict(enumerate(getattr(config, key)))
+            self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
+        self.checkpoint = None if "checkpoint" in without else read_checkpoint(config)
         self.make_loss_average = prepare_value(config.loss_average, "loss_average")
         if config.weights is not None:
             check_weights_file(config.weights)
 
-    def make_model(self) -> Any:
-        """The model, after the seed: its weights depend on the config alone."""
+    def make_model(self, *, with_weights: bool = True) -> Any:
+        """The model, after the seed: its weights depend on the config alone.
+
+        Args:
+            with_weights: whether to load the weights that the config names.
+        """
         if self.config.seed is not None:
             seed_everything(self.config.seed)
         model = self.make("model")
-        if self.config.weights is not None:
+        if with_weights and self.config.weights is not None:
             if not isinstance(model, nn.Module):
                 raise ConfigError(
                     f"model.call={self.config.model and self.config.model.call!r} made a "
@@ -78,6 +99,7 @@ class Recipe:
         """The Trainer of a model, without what was left out of the recipe."""
         plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
         plain["loss_average"] = self.make_loss_average()
+        config = asdict(self.config)
         if "optimizer" not in self._makers:
             plain["parameter_groups"] = ()
         return Trainer(
@@ -88,12 +110,60 @@ class Recipe:
             forward=self.make("forward"),
             optimizer=self._makers.get("optimizer"),
             scheduler=self._makers.get("scheduler"),
-            metrics={name: make() for name, make in self._metrics.items()} or None,
+            metrics=_make_metrics(self._metrics),
             update_metric=self.make("update_metric"),
             count_tokens=self.make("count_tokens"),
+            callbacks=self.make("callbacks"),
+            loggers=[ConfiguredLogger(each, config) for each in self.make("loggers")],
+            checkpoint=self.checkpoint,
             **plain,
         )
 
 
 def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:
     return prepare({"call": node.call, "args": node.args}, key, first=FIRST_ARGUMENTS.get(key, ()))
+
+
+def _prepare_data(node: CallConfig, key: str) -> Callable[..., Any]:
+    return checking_data(_prepare(node, key), node.call, key)
+
+
+def _prepare_all(nodes: Mapping[Any, CallConfig], key: str) -> Mapping[Any, Callable[..., Any]]:
+    return {name: _prepare(each, f"{key}.{name}") for name, each in nodes.items()}
+
+
+def _prepare_eval_data(given: Any, key: str) -> Callable[[], Any]:
+    """What makes a loader, an `Evaluator`, or several by name."""
+    if isinstance(given, CallConfig):
+        return _prepare_data(given, key)
+    if isinstance(given, EvaluatorConfig):
+        make_data = _prepare_data(given.data, f"{key}.data")
+        metrics = given.metrics
+        if isinstance(metrics, Mapping):
+            metrics = _prepare_all(metrics, f"{key}.metrics")
+        return lambda: Evaluator(
+            dataloader=make_data(),
+            metrics=_make_metrics(metrics) if isinstance(metrics, Mapping) else metrics,
+            microbatch_size=given.microbatch_size,
+            max_batches=given.max_batches,
+            interval=given.interval,
+        )
+    makers = {name: _prepare_eval_data(each, f"{key}.{name}") for name, each in given.items()}
+    return lambda: {name: make() for name, make in makers.items()}
+
+
+def _make_metrics(makers: Mapping[Any, Callable[..., Any]]) -> dict[str, Any] | None:
+    return {name: make() for name, make in makers.items()} or None
+
+
+def _make_list(key: str, makers: Mapping[Any, Callable[..., Any]], config: RunConfig) -> list[Any]:
+    made = [make() for make in makers.values()]
+    wanted, remedy = PROTOCOLS[key]
+    for place, each in enumerate(made):
+        if isinstance(each, type) or not isinstance(each, wanted):
+            call = getattr(config, key)[place].call
+            raise ConfigError(
+                f"{key}.{place}.call={call!r} made a {type(each).__name__}, which is no "
+                f"{wanted.__name__}: {remedy}"
+            )
+    return made

@@ -4,18 +4,30 @@ import fnmatch
 import inspect
 import re
 import textwrap
+from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from automicro.cli.config import RunConfig
-from automicro.cli.keys import EXAMPLES, GROUPS, KEYS, TO_TRAIN, defaults, type_in_words
+from automicro.cli.config import SECTIONS, RunConfig
+from automicro.cli.keys import (
+    EXAMPLES,
+    GROUPS,
+    KEYS,
+    TO_TRAIN,
+    defaults,
+    defaults_inside,
+    keys_inside,
+    type_in_words,
+)
 from automicro.cli.suggestions import did_you_mean
 from automicro.cli.writing import to_yaml
 from automicro.errors import ConfigError
 from automicro.microbatcher import Microbatcher
 from automicro.trainer import Trainer
 
+UNSET = object()
 ELSEWHERE = "see `Microbatcher`"
 MOST_COLUMNS = 100
 PAGE = """\
@@ -31,7 +43,8 @@ def documentation() -> dict[str, str]:
     """Return what each key means, as a config writes it: null in place of None.
 
     The Trainer's docstring explains its options, that of the Microbatcher those that the Trainer
-    only hands on, and that of RunConfig the rest.
+    only hands on, and that of RunConfig the rest. Keys inside of others are explained by what
+    these describe.
 
     >>> documentation()["seed"][:27]
     'seeds Python, NumPy and tor'
@@ -41,6 +54,9 @@ def documentation() -> dict[str, str]:
     texts = {
         key: primitive.get(key, "") if _is_elsewhere(found.get(key)) else found[key] for key in KEYS
     }
+    for section, owner in SECTIONS.items():
+        texts |= {f"{section}.{name}": text for name, text in read_entries(owner).items()}
+    texts["checkpoint.folder"] += " Unless given, checkpoints in `run_dir`."
     return {key: _in_yaml(text) for key, text in texts.items()}
 
 
@@ -80,14 +96,14 @@ def print_keys(pattern: str) -> None:
     The run
     <BLANKLINE>
     run_dir: text or null, default null
-        a folder for `config.yaml`, `summary.json` and `weights.pt`; with null, nothing is
-        written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing that is there already is
-        overwritten.
+        a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
+        is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
     """
-    chosen = [key for key in KEYS if fnmatch.fnmatch(key, pattern) or pattern in key]
+    known = [key for keys in GROUPS.values() for key in _with_keys_inside(keys)]
+    chosen = [key for key in known if fnmatch.fnmatch(key, pattern) or pattern in key]
     if not chosen:
         raise ConfigError(
-            f"no key matches {pattern!r}{did_you_mean(pattern, KEYS)}: give part of a name, a "
+            f"no key matches {pattern!r}{did_you_mean(pattern, known)}: give part of a name, a "
             f"pattern such as '*_size', or none for all keys"
         )
     console = Console()
@@ -95,7 +111,7 @@ def print_keys(pattern: str) -> None:
     meanings = documentation()
     text = Text()
     for group, keys in GROUPS.items():
-        shown = [key for key in keys if key in chosen]
+        shown = [key for key in _with_keys_inside(keys) if key in chosen]
         if shown:
             text.append(f"\n{group}\n" if text else f"{group}\n", "bold underline")
         for key in shown:
@@ -123,7 +139,7 @@ def markdown_page() -> str:
     for group, keys in GROUPS.items():
         rows = [
             f"| `{key}` | {type_in_words(key)} | {_default_cell(key)} | {_cell(meanings[key])} |"
-            for key in keys
+            for key in _with_keys_inside(keys)
         ]
         parts += [f"\n## {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
         parts += rows
@@ -145,17 +161,27 @@ def _in_yaml(text: str) -> str:
 def _default_in_words(key: str) -> str:
     if key in TO_TRAIN:
         return f"required, such as {EXAMPLES[key]}"
-    return f"default {_as_yaml(key)}" if key in defaults() else "not set"
+    return "not set" if _default(key) is UNSET else f"default {_as_yaml(key)}"
 
 
 def _default_cell(key: str) -> str:
     if key in TO_TRAIN:
         return "required"
-    return f"`{_as_yaml(key)}`" if key in defaults() else "not set"
+    return "not set" if _default(key) is UNSET else f"`{_as_yaml(key)}`"
+
+
+def _default(key: str) -> Any:
+    section, _, name = key.partition(".")
+    return defaults_inside(section).get(name, UNSET) if name else defaults().get(key, UNSET)
 
 
 def _as_yaml(key: str) -> str:
-    return to_yaml({key: defaults()[key]}).partition(": ")[2].strip()
+    return to_yaml({"": _default(key)}).partition(": ")[2].strip()
+
+
+def _with_keys_inside(keys: Iterable[str]) -> list[str]:
+    """Keys, each followed by those that it may hold."""
+    return [each for key in keys for each in (key, *(f"{key}.{name}" for name in keys_inside(key)))]
 
 
 def _cell(text: str) -> str:

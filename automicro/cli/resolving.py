@@ -2,6 +2,8 @@
 
 import datetime
 import functools
+import re
+from collections.abc import Mapping
 from typing import Any, cast
 
 from omegaconf import OmegaConf
@@ -13,8 +15,11 @@ from omegaconf.errors import (
 )
 
 from automicro.cli.keys import KEYS
+from automicro.cli.nodes import items_inside
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
+
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def resolve(tree: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +46,10 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
         ) from error
     except InterpolationKeyError as error:
         wanted = first_line(error).split("'")[1]
+        known = [*_all_keys(tree), *KEYS]
         raise ConfigError(
             f"{error.full_key} refers to ${{{wanted}}}, which does not exist"
-            f"{did_you_mean(wanted, KEYS)}: use a key of the config, from its top level"
+            f"{did_you_mean(wanted, known)}: use a key of the config, from its top level"
         ) from error
     except UnsupportedInterpolationType as error:
         wanted = first_line(error).rpartition(" ")[2]
@@ -51,8 +57,56 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
             f"{error.full_key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, "
             f"${{oc.env:NAME}} or ${{now:%Y-%m-%d}}"
         ) from error
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
+        circle = _circle(tree)
+        if circle:
+            raise ConfigError(
+                f"{' → '.join(circle)}: these refer to each other in a circle: give one of them a "
+                f"value"
+            ) from error
+        if isinstance(error, RecursionError):
+            raise
         raise ConfigError(f"{error.full_key}: {first_line(error)}: correct it") from error
+
+
+def _all_keys(tree: Any, way: str = "") -> list[str]:
+    """Every key in a config, dotted, with those that lead to others."""
+    found = []
+    for name, value in items_inside(tree):
+        here = f"{way}.{name}" if way else str(name)
+        found += [here, *_all_keys(value, here)]
+    return found
+
+
+def _circle(tree: dict[str, Any]) -> list[str]:
+    """Keys that refer to each other, back to the first; empty where none do."""
+    refers = {key: REFERENCE.findall(value) for key, value in _texts(tree)}
+    for start in refers:
+        way = _way_back(start, start, refers, [start])
+        if way:
+            return way
+    return []
+
+
+def _way_back(
+    start: str, here: str, refers: Mapping[str, list[str]], way: list[str]
+) -> list[str] | None:
+    for each in refers.get(here, ()):
+        if each == start:
+            return [*way, start]
+        if each not in way:
+            found = _way_back(start, each, refers, [*way, each])
+            if found:
+                return found
+    return None
+
+
+def _texts(tree: Any, way: str = "") -> list[tuple[str, str]]:
+    found = []
+    for name, value in items_inside(tree):
+        here = f"{way}.{name}" if way else str(name)
+        found += [(here, value)] if isinstance(value, str) else _texts(value, here)
+    return found
 
 
 def first_line(error: Exception) -> str:

@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
+from automicro.events.state import GlobalBatch
+from automicro.trainer import FitSummary
+
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
     """Return values, or a dataclass, as JSON. What is NaN or infinite becomes null.
@@ -22,6 +25,31 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     return json.dumps(_finite(values), indent=indent, allow_nan=False, default=str)
+
+
+def read_summary(text: str) -> FitSummary:
+    """Read a summary that was written as JSON. What is null there is NaN where it has to be.
+
+    Raises:
+        TypeError, ValueError: it is no summary.
+
+    >>> read_summary("{}")
+    Traceback (most recent call last):
+        ...
+    TypeError: ...
+    """
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__} in place of a mapping")
+    for each in dataclasses.fields(FitSummary):
+        if each.type in (float, "float") and values.get(each.name, 0.0) is None:
+            values[each.name] = math.nan
+    for name in ("train_metrics", "eval_metrics"):
+        found = values.get(name) or {}
+        values[name] = {key: math.nan if each is None else each for key, each in found.items()}
+    if isinstance(values.get("global_batch"), dict):
+        values["global_batch"] = GlobalBatch(**values["global_batch"])
+    return FitSummary(**values)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""The folder of a run: its config, its summary, its weights. Nothing in it is overwritten."""
+"""The folder of a run: its config, its summary, its weights, its checkpoints.
+
+Nothing of another run is overwritten. A run that saves checkpoints goes on in its folder.
+"""
 
 import os
 import tempfile
@@ -11,18 +14,28 @@ from torch import nn
 
 from automicro.cli.nodes import items_inside
 from automicro.cli.reading import read_yaml
-from automicro.cli.results import to_json
+from automicro.cli.results import read_summary, to_json
 from automicro.cli.writing import to_yaml
 from automicro.errors import ConfigError
 from automicro.trainer import FitSummary
+from automicro.trainer.summary import TIME_IS_OVER
 
 CONFIG, SUMMARY, WEIGHTS = "config.yaml", "summary.json", "weights.pt"
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
+# Keys that change nothing of what is trained; the same folder may be named in many ways.
+THE_SAME_RUN = frozenset({"run_dir", "progress", "max_time"})
 UNSET = object()
 
 
 class RunDir(Protocol):
     """Where a run leaves what it was and what it came to."""
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether this run was started here before."""
+
+    def finished(self) -> FitSummary | None:
+        """What the run came to, where it trained to its end and goes on from there."""
 
     def begin(self) -> None:
         """Leave what the run is."""
@@ -31,23 +44,30 @@ class RunDir(Protocol):
         """Leave the results; return a line that says where, empty where there are none."""
 
 
-def open_run_dir(path: str | None, config: Mapping[str, Any]) -> RunDir:
+def open_run_dir(path: str | None, config: Mapping[str, Any], *, goes_on: bool = False) -> RunDir:
     """The folder at a path, or one that keeps nothing. Nothing is written yet.
 
     Args:
         path: of the folder; None for nowhere.
         config: every key of the run.
+        goes_on: whether the run goes on from its checkpoints, where it has any.
 
     Raises:
         ConfigError: the folder holds another run, or a finished one.
 
     >>> open_run_dir(None, {}).begin()
     """
-    return Nowhere() if path is None else Folder(Path(path), config)
+    return Nowhere() if path is None else Folder(Path(path), config, goes_on=goes_on)
 
 
 class Nowhere:
     """Keeps nothing."""
+
+    was_begun = False
+
+    def finished(self) -> FitSummary | None:
+        """Know of nothing."""
+        return None
 
     def begin(self) -> None:
         """Keep nothing."""
@@ -63,16 +83,42 @@ class Folder:
     Args:
         path: of the folder; made where there is none.
         config: every key of the run.
+        goes_on: whether the run goes on from its checkpoints, where it has any.
 
     Raises:
-        ConfigError: the folder holds another run, or a finished one. An interrupted run of the
-            same config may be started again in its folder.
+        ConfigError: the folder holds another run, or a finished one that does not go on. An
+            interrupted run of the same config may be started again in its folder.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], *, goes_on: bool = False) -> None:
         self._path = path
         self._config = config
+        self._goes_on = goes_on
         self._refuse_another_run()
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether this run was started here before."""
+        return (self._path / CONFIG).exists()
+
+    def finished(self) -> FitSummary | None:
+        """What the run came to, where it trained to its end and goes on from there.
+
+        Raises:
+            ConfigError: the summary cannot be read.
+        """
+        path = self._path / SUMMARY
+        if not self._goes_on or not path.exists():
+            return None
+        try:
+            summary = read_summary(path.read_text(encoding="utf-8"))
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"run_dir={str(self._path)!r} holds a summary.json that cannot be read ({error}): "
+                f"remove this file to go on from the checkpoints, or {ANOTHER}"
+            ) from error
+        # A run whose time was over is not at its end: it goes on when it is started again.
+        return None if summary.stop_reason == TIME_IS_OVER else summary
 
     def begin(self) -> None:
         """Write the config.
@@ -104,7 +150,7 @@ class Folder:
             if changes:
                 raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}")
         results = [name for name in (SUMMARY, WEIGHTS) if (self._path / name).exists()]
-        if results:
+        if results and not (self._goes_on and self.was_begun):
             raise ConfigError(
                 f"{where} holds the {' and the '.join(results)} of a run already: {ANOTHER}"
             )
@@ -130,8 +176,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {_show(before.get(key, UNSET))} → {_show(after.get(key, UNSET))}"
         for key in before | after
-        # The same folder may be named in many ways.
-        if key != "run_dir" and before.get(key, UNSET) != after.get(key, UNSET)
+        if key not in THE_SAME_RUN and before.get(key, UNSET) != after.get(key, UNSET)
     ]
 
 

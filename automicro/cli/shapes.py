@@ -1,12 +1,13 @@
 """Whether what stands under each key of a config has the shape that belongs there."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
 from automicro.cli.config import CallConfig
-from automicro.cli.keys import HINTS, KEYS, alternatives, type_in_words
+from automicro.cli.keys import KEYS, LISTS, alternatives, keys_inside, wrong_type
 from automicro.cli.nodes import check_node, items_inside, show
+from automicro.cli.sections import check_checkpoint, check_eval_data, check_metrics
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
 
@@ -15,6 +16,16 @@ OF_ANY_TYPE = {
     "compile": (bool, Mapping),
     "loss_average": (str, Mapping),
 }
+OF_SECTIONS: Mapping[str, Callable[[object], None]] = {
+    "eval_data": check_eval_data,
+    "checkpoint": check_checkpoint,
+}
+
+NO_KEYS_OF_ITS_OWN = (
+    "a config has no keys of its own, and automicro config --keys lists all that there are; refer "
+    "to a value where it stands, as ${model.args.width}, or take it from the environment with "
+    "${oc.env:NAME}"
+)
 
 
 def check_shapes(tree: Mapping[str, Any]) -> None:
@@ -28,21 +39,25 @@ def check_shapes(tree: Mapping[str, Any]) -> None:
     >>> check_shapes({"model": {"call": "torch.nn.Linear"}, "compile": True})
     """
     for key, value in tree.items():
-        if key not in HINTS:
-            below = _places_of(key, tree)
+        if key not in KEYS:
+            below = [f"{each}.{key}" for each in OF_SECTIONS if key in keys_inside(each)]
+            below = below or _places_of(key, tree)
             hint = did_you_mean(str(key), KEYS) if not below else f" (did you mean {below[0]!r}?)"
             raise ConfigError(
-                f"unknown key {key!r}{hint}: "
-                f"{'correct it' if hint else 'automicro config --keys lists all that there are'}"
+                f"unknown key {key!r}{hint}: {'correct it' if hint else NO_KEYS_OF_ITS_OWN}"
             )
         if isinstance(value, str) and ("${" in value or value == "???"):
             continue
-        if value is None and NoneType in alternatives(key):
+        if value is None and (NoneType in alternatives(key) or key in OF_SECTIONS):
             continue
         if CallConfig in alternatives(key):
             check_node(value, key)
         elif key == "metrics":
-            _check_metrics(value)
+            check_metrics(value, key)
+        elif key in LISTS:
+            _check_list(value, key)
+        elif key in OF_SECTIONS:
+            OF_SECTIONS[key](value)
         elif key == "parameter_groups":
             _check_groups(value)
         elif not _may_be(value, key):
@@ -67,23 +82,14 @@ def _may_be(value: object, key: str) -> bool:
     return not isinstance(value, Mapping | list)
 
 
-def wrong_type(key: str, value: object) -> ConfigError:
-    """Return the error for a value of a type that the key does not have.
-
-    >>> print(wrong_type("seed", "many"))
-    seed='many' (text): expected a whole number or null
-    """
-    return ConfigError(f"{key}={show(value)}: expected {type_in_words(key)}")
-
-
-def _check_metrics(metrics: object) -> None:
-    if not isinstance(metrics, Mapping):
+def _check_list(nodes: object, key: str) -> None:
+    if not isinstance(nodes, list | tuple):
         raise ConfigError(
-            f"metrics={show(metrics)} is not a mapping: write {{name: {{call: dotted.path, args: "
-            f"{{…}}}}}}, or {{}} for none"
+            f"{key}={show(nodes)} is not a list: write [{{call: dotted.path, args: {{name: "
+            f"value}}}}], or [] for none"
         )
-    for name, node in metrics.items():
-        check_node(node, f"metrics.{name}")
+    for place, node in enumerate(nodes):
+        check_node(node, f"{key}.{place}")
 
 
 def _check_groups(groups: object) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
 
+# Keys for functions that are called later, with what only training knows.
+TAKE_DATA = ("loss", "forward", "update_metric", "count_tokens", "loss_average")
+
 
 def check_arguments(
     target: Callable[..., Any],
@@ -66,8 +69,36 @@ def check_arguments(
             )
     required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
     missing = [name for name in required if name not in args]
-    if missing:
-        raise ConfigError(
-            f"{key}: {call} needs {', '.join(map(repr, missing))}: write "
-            f"{'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
+    nameless = [
+        each.name
+        for each in parameters
+        if each.kind is inspect.Parameter.POSITIONAL_ONLY
+        and each.default is inspect.Parameter.empty
+        and each.name not in taken
+    ]
+    if missing or nameless:
+        needs = f"{key}: {call} needs {', '.join(map(repr, [*nameless, *missing]))}"
+        raise ConfigError(f"{needs}: {_remedy(target, call, key, missing, nameless, known)}")
+
+
+def _remedy(
+    target: Callable[..., Any],
+    call: str,
+    key: str,
+    missing: Sequence[str],
+    nameless: Sequence[str],
+    known: str,
+) -> str:
+    is_class = isinstance(target, type)
+    if key.partition(".")[0] in TAKE_DATA and not is_class:
+        return (
+            f"call is called once and has to return the function; name a class or a function that "
+            f"returns one; to hand over the function itself, write {key}: "
+            f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
         )
+    if nameless:
+        return "only arguments with a name can be given: name a function of your own that calls it"
+    text = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
+    if key == "model" and not is_class:
+        text += "; call is called once and has to return the torch.nn.Module"
+    return text

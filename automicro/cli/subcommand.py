@@ -14,7 +14,7 @@ class Subcommand:
         brief: for the list of commands.
         description: for its own help.
         examples: whole command lines; the first one stands in the list of commands, too.
-        exit_codes: what each means here, by number; 2 and 130 are the same everywhere.
+        exit_codes: what each means here, by number; 2, 130, 141 and 143 are the same everywhere.
         add_arguments: adds them to the command's parser.
         run: does it, and returns the exit code.
     """
@@ -50,6 +50,7 @@ def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
         2: "the command line or the config is wrong",
         130: "interrupted with Ctrl-C",
         141: "nobody reads the output any more, as behind | head",
+        143: "ended by SIGTERM",
     }
     lines = [f"  {code:<4} {meaning}" for code, meaning in sorted({**codes, **everywhere}.items())]
     return ["exit codes:", *lines]

@@ -14,6 +14,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("colour", ["model", "optimizer"])
     ''
     """
-    by_lower = {each.lower(): each for each in known}
+    by_lower: dict[str, list[str]] = {}
+    for each in known:
+        by_lower.setdefault(each.lower(), []).append(each)
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
+    if not near:
+        return ""
+    # Modules are often called like the class in them.
+    meant = difflib.get_close_matches(name, sorted(by_lower[near[0]]), n=1, cutoff=0.0)
+    return f" (did you mean {meant[0]!r}?)"

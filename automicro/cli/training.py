@@ -2,10 +2,13 @@
 
 import argparse
 
+from torch import nn
+
 from automicro.cli.config import RunConfig
+from automicro.cli.continuing import goes_on, own_before_others, source
 from automicro.cli.job import Job, add_inputs
 from automicro.cli.recipe import Recipe
-from automicro.cli.results import print_yaml, results_alone, to_json
+from automicro.cli.results import print_yaml, results_alone, to_json, warn
 from automicro.cli.run_dir import open_run_dir
 from automicro.cli.subcommand import Subcommand
 from automicro.cli.writing import to_yaml
@@ -49,16 +52,32 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _make(recipe: Recipe, *, was_begun: bool) -> tuple[nn.Module, Trainer]:
+    recipe.checkpoint = own_before_others(recipe.checkpoint, was_begun=was_begun)
+    folder, weights = source(recipe.checkpoint), recipe.config.weights
+    if folder is not None and weights is not None:
+        warn(f"weights={weights!r} is not used: the run goes on from checkpoints in {folder}")
+    model = recipe.make_model(with_weights=folder is None)
+    return model, recipe.make_trainer(model)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     job = Job(arguments.inputs, command="train")
     with job.reading() as loaded, results_alone(arguments.json) as results:
         config = loaded.config
         with job.making():
             recipe = Recipe(config)
-            run_dir = open_run_dir(config.run_dir, loaded.everything)
-            model = recipe.make_model()
-            trainer = recipe.make_trainer(model)
-            run_dir.begin()
+            run_dir = open_run_dir(
+                config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint)
+            )
+            finished = run_dir.finished()
+            if finished is None:
+                model, trainer = _make(recipe, was_begun=run_dir.was_begun)
+                run_dir.begin()
+        if finished is not None:
+            print(to_json(finished) if arguments.json else finished, file=results)
+            print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
+            return 0
         if config.progress:
             print_yaml(to_yaml(loaded.written) + "\n")
         summary = trainer.fit()
@@ -82,9 +101,10 @@ TRAIN = Subcommand(
         "automicro train job.yaml optimizer.args.lr=1e-2 microbatch_size=64",
         "automicro train job.yaml scheduler=null 'model.args={channels: 16}'",
         "automicro train base.yaml gpu.yaml seed=1 run_dir=runs/first",
+        "automicro train job.yaml run_dir=runs/first checkpoint={} max_time=2h",
         "automicro train job.yaml --json > summary.json",
     ),
-    exit_codes={0: "it trained to max_duration", 1: "the run failed"},
+    exit_codes={0: "it trained to its end", 1: "the run failed"},
     add_arguments=_add_arguments,
     run=_train,
 )

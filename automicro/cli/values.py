@@ -4,21 +4,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from automicro.checkpoints import CheckpointConfig
 from automicro.checks import PRECISIONS, check_choice
-from automicro.cli.config import RunConfig
+from automicro.cli.config import EvaluatorConfig, RunConfig
 from automicro.cli.keys import LOSS_AVERAGES
-from automicro.cli.nodes import as_yaml, is_node, show
+from automicro.cli.nodes import is_node, show
+from automicro.cli.wording import as_yaml
 from automicro.compilation import check_compile
 from automicro.errors import ConfigError
 from automicro.memory import parse_bytes
 from automicro.policy import make_policy
 from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES
-from automicro.trainer.arguments import read_count, read_duration, read_norm
+from automicro.trainer.arguments import read_count, read_duration, read_norm, read_time
 from automicro.trainer.device import choose_device
+from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.finiteness import NON_FINITE_MODES
-
-SIZES = ("microbatch_size", "eval_microbatch_size")
 
 
 def check_values(config: RunConfig) -> None:
@@ -34,6 +35,32 @@ def check_values(config: RunConfig) -> None:
         if value is not None:
             _check(key, value, read)
     _check("compile", config, _check_compile)
+    _check_evaluations(config.eval_data, "eval_data")
+
+
+def read_checkpoint(config: RunConfig) -> CheckpointConfig | None:
+    """Return what the Trainer is told about checkpoints.
+
+    Raises:
+        ConfigError: names key, value and remedy; a folder is needed.
+
+    >>> read_checkpoint(RunConfig()) is None
+    True
+    """
+    values = config.checkpoint
+    if values is None:
+        return None
+    if values["folder"] is None:
+        raise ConfigError(
+            "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, where "
+            "they lie in checkpoints then"
+        )
+    if values["interval"] is not None:
+        _check("checkpoint.interval", values["interval"], _duration("checkpoint.interval"))
+    try:
+        return CheckpointConfig(**values)
+    except ValueError as error:
+        raise ConfigError(f"checkpoint.{as_yaml(str(error))}") from error
 
 
 def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
@@ -42,13 +69,44 @@ def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        if key in SIZES:  # policies have no place in a config
+        if key.rpartition(".")[2] in ("microbatch_size", "eval_microbatch_size"):
+            # policies have no place in a config
             raise ConfigError(
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
                 f"halving) or null (the whole batch)"
             ) from error
         text = as_yaml(str(error))
         raise ConfigError(text if text.startswith(key) else f"{key}: {text}") from error
+
+
+def _check_evaluations(given: Any, key: str) -> None:
+    if isinstance(given, Mapping):
+        for name, each in given.items():
+            _check_evaluations(each, f"{key}.{name}")
+    if not isinstance(given, EvaluatorConfig):
+        return
+    readers: Mapping[str, Callable[[Any], object]] = {
+        "microbatch_size": make_policy,
+        "max_batches": partial(read_count, f"{key}.max_batches"),
+        "interval": _duration(f"{key}.interval"),
+    }
+    for name, read in readers.items():
+        value = getattr(given, name)
+        if value not in (None, INHERITED):
+            _check(f"{key}.{name}", value, read)
+
+
+def _duration(key: str) -> Callable[[Any], object]:
+    return partial(read_duration, key)
+
+
+def _check_time(text: str) -> None:
+    try:
+        read_time("max_time", text)
+    except ValueError as error:
+        # YAML reads 1:30:00 as a number, counted in sixties.
+        quote = "; in YAML, put quotes around colons" if text.isdecimal() else ""
+        raise ValueError(f"{error}{quote}") from error
 
 
 def _check_seed(seed: int) -> None:
@@ -78,8 +136,9 @@ def _check_compile(config: RunConfig) -> None:
 
 # Where their own errors do not say which key they mean, the key is put before them.
 _READERS: Mapping[str, Callable[[Any], object]] = {
-    "max_duration": partial(read_duration, "max_duration"),
-    "eval_interval": partial(read_duration, "eval_interval"),
+    "max_duration": _duration("max_duration"),
+    "max_time": _check_time,
+    "eval_interval": _duration("eval_interval"),
     "accumulate_batches": partial(read_count, "accumulate_batches"),
     "batch_layout": BatchLayout,
     "microbatch_size": make_policy,

@@ -1,4 +1,4 @@
-"""Weights of a model from a file."""
+"""Weights of a model from a file, or from a folder of checkpoints."""
 
 import os
 import pickle
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import ConfigError
+from automicro.checkpoints import load_checkpoint
+from automicro.errors import CheckpointError, ConfigError
 
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
@@ -18,34 +19,35 @@ WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
 def check_weights_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a path where no file is.
+    """Refuse a path where neither a file nor a folder is.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is neither.
 
     >>> check_weights_file("no_such.pt")
     Traceback (most recent call last):
         ...
-    automicro.errors.ConfigError: weights='no_such.pt': there is no such file: ...
+    automicro.errors.ConfigError: weights='no_such.pt': there is no such file or folder: ...
     """
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise ConfigError(
-            f"weights={str(path)!r}: there is no such file: give a path from the folder where the "
-            f"command is started, such as runs/first/weights.pt"
+            f"weights={str(path)!r}: there is no such file or folder: give a path from the folder "
+            f"where the command is started, such as runs/first/weights.pt or runs/first/checkpoints"
         )
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load a state dict from a file into a model. Every name and shape has to fit.
+    """Load weights from a file or a checkpoint into a model. Every name and shape has to fit.
 
     Code in the file is never run.
 
     Args:
         model: takes the weights.
-        path: what ``torch.save(model.state_dict(), path)`` wrote.
+        path: what ``torch.save(model.state_dict(), path)`` wrote, or the folder of a checkpoint,
+            or a folder of several, of which the newest good one is taken.
 
     Raises:
-        ConfigError: no state dict, or not one of this model.
+        ConfigError: no state dict, no checkpoint, or not one of this model.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -53,7 +55,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ...     load_weights(torch.nn.Linear(2, 2), file.name)
     """
     check_weights_file(path)
-    state = _read(path)
+    state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
     try:
         result = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # shapes
@@ -98,6 +100,23 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             f"torch.save(checkpoint[{inner[0]!r}], path)"
         )
     return state
+
+
+def _read_checkpoint(path: Path) -> Mapping[str, Any]:
+    try:
+        modules = load_checkpoint(path).state.get("modules")
+    except CheckpointError as error:
+        beside = [str(path / name) for name in ("checkpoints", "weights.pt")]
+        there = [each for each in beside if Path(each).exists()]
+        hint = f"; did you mean {there[0]!r}?" if there else ""
+        raise ConfigError(f"weights={str(path)!r}: {error}{hint}") from error
+    if not isinstance(modules, list) or not modules:
+        raise ConfigError(
+            f"weights={str(path)!r} is a checkpoint of something else than a Trainer: give one "
+            f"that train wrote, such as runs/first/checkpoints"
+        )
+    model: Mapping[str, Any] = modules[0]
+    return model
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -19,6 +19,13 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         super().increase_indent(flow, False)
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
+    # Other quotes leave line breaks of Unicode as they are, which are read as spaces.
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 # 1e-3 is text in YAML 1.1 and a number for OmegaConf.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9._]+[eE][-+]?[0-9]+$"), list("-+0123456789.")

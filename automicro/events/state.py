@@ -139,6 +139,16 @@ class GlobalBatch:
         """Of an optimization batch."""
         return self.rows_per_device * self.num_devices * self.accumulation
 
+    @property
+    def brief(self) -> str:
+        """For a line that has much to say: rows, devices, accumulation.
+
+        >>> GlobalBatch(rows_per_device=32, num_devices=1, accumulation=2).brief
+        '64 = 32 × 1 × 2'
+        """
+        factors = (self.rows_per_device, self.num_devices, self.accumulation)
+        return f"{_average(self.rows)} = {' × '.join(map(_average, factors))}"
+
     def __str__(self) -> str:
         devices = f"{self.num_devices} device{'' if self.num_devices == 1 else 's'}"
         return (

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from automicro.duration import Duration, Unit
+from automicro.duration import Duration, Unit, meant_duration
 from automicro.trainer.clock import parse_time
 
 
@@ -20,9 +20,10 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
         return Duration.parse(duration)
     except (TypeError, ValueError) as error:
         text = str(duration).strip()
+        never = ", or None" if name.endswith("interval") else ""
         why = (
-            "is not a whole number of epochs, batches, samples or tokens, at least 1; write it "
-            "like '2ep', '500ba', '10000sp' or '1e6tok'"
+            f"is not a whole number of epochs, batches, samples or tokens, at least 1"
+            f"{meant_duration(text)}; write it like '2ep', '500ba', '10000sp' or '1e6tok'{never}"
         )
         if text.isdecimal() and int(text) > 0:
             why = (

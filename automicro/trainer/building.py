@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from automicro.checks import check_optimizer
+from automicro.trainer.arguments import read_flag
 from automicro.trainer.memory_format import to_channels_last
 from automicro.trainer.parameter_groups import (
     ParameterGroups,
@@ -37,7 +38,7 @@ def place_modules(
     """
     for module in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]:
         module.to(device)
-    if channels_last:
+    if read_flag("channels_last", channels_last):
         to_channels_last(*modules)
 
 

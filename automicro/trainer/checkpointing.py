@@ -1,6 +1,7 @@
 """When checkpoints are saved, and going on from one."""
 
 from pathlib import Path
+from typing import Any
 
 from automicro.checkpoints import CheckpointConfig, CheckpointStore, LoadedCheckpoint
 from automicro.duration import Duration
@@ -105,11 +106,8 @@ class Checkpointer:
         values = self._run.values if is_evaluated else {}
         metrics = {name: value for name, value in values.items() if name.startswith("eval/")}
         try:
-            if self._config.asynchronous:
-                self._store.save_async(snapshot, step=state.batch, metrics=metrics)
-                path = self._store.folder
-            else:
-                path = self._store.save(snapshot, step=state.batch, metrics=metrics)
+            with on_host():  # where copies of the background lie
+                path = self._write(snapshot, step=state.batch, metrics=metrics)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise  # a state that no checkpoint can hold will be one next time, too
@@ -118,6 +116,12 @@ class Checkpointer:
         self._saved_at = (state.batch, state.epoch)
         progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
         self._callbacks.fire("checkpoint_end", self._run, path)
+
+    def _write(self, snapshot: dict[str, Any], *, step: int, metrics: dict[str, float]) -> Path:
+        if self._config.asynchronous:
+            self._store.save_async(snapshot, step=step, metrics=metrics)
+            return self._store.folder
+        return self._store.save(snapshot, step=step, metrics=metrics)
 
     def finish(self) -> None:
         """Wait for what is written in the background; a failure is a warning."""

@@ -27,12 +27,21 @@ def choose_device(device: torch.device | str) -> torch.device:
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"device={str(device)!r} cannot be used here ({first_line}); pass 'auto', 'cpu' or a "
-            "device that torch can see"
+            f"device={str(device)!r} cannot be used here{_meant(device)} ({first_line}); pass "
+            "'auto', 'cpu' or a device that torch can see"
         ) from error
     if found.type == "meta":
         raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")
     return found
+
+
+def _meant(device: object) -> str:
+    """People say gpu, which torch does not know."""
+    name, colon, index = str(device).lower().partition(":")
+    if name not in ("gpu", "nvidia"):
+        return ""
+    there = _best_device()
+    return f" (did you mean {'cuda' if there == 'cpu' else there}{colon}{index}?)"
 
 
 def _best_device() -> str:

@@ -93,6 +93,9 @@ class Feed:
         if self._loaded is not None:
             iterator = self._take_up(epoch)
             self._loaded = None
+            # Its last batches were one group, so its end was seen before they were trained on.
+            if self._passes and self._passes[-1].is_complete and self._passes[-1].epoch == epoch:
+                return
         if iterator is None:
             iterator = self._begin(epoch)
         current = self._passes[-1]

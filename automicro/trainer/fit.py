@@ -20,7 +20,7 @@ from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.snapshot import HOST_PART, Part, Snapshot, restore_random_numbers
 from automicro.trainer.step import TrainingStep
-from automicro.trainer.summary import FitSummary, summarize
+from automicro.trainer.summary import TIME_IS_OVER, FitSummary, summarize
 
 
 class Fit:
@@ -86,13 +86,14 @@ class Fit:
         resume_step = self._resume(progress)
         if not self._run.model.training:
             self._run.model.train()
-        time_limit = TimeLimit(self._max_seconds)
+        time_limit, first = TimeLimit(self._max_seconds), state.batch
         try:
             self._recorder.start(self._settings.values(), resume_step=resume_step)
             with catching_signals(saves=self._checkpointer is not None) as interruption:
 
                 def is_stopped() -> bool:
-                    return interruption.name is not None or time_limit.is_over
+                    has_trained = state.batch > first  # a batch at least, however late it is
+                    return interruption.name is not None or (has_trained and time_limit.is_over)
 
                 self.loop.run(progress, is_stopped)
         finally:
@@ -106,7 +107,7 @@ class Fit:
             interruption.raise_if_interrupted(where=where, checkpoint=folder)
         reason = self._run.stop_reason
         if not self.loop.is_finished:
-            reason = "max_time is over"
+            reason = TIME_IS_OVER
         if reason is not None:
             progress.line(f"training stopped: {reason}")
         summary = summarize(

@@ -75,20 +75,28 @@ class FitLoop:
         def is_over() -> bool:
             return self.is_finished or is_stopped()
 
+        # As after each evaluation, so that a run that was taken up again has as much memory.
+        for evaluation in self._evaluations:
+            _release(evaluation)
         self._tell("fit_start")
         while not is_over():
             self._begin_epoch()
             batches = self._feed.batches(self._state.epoch)
+            is_complete = True
             for group in grouped(batches, self._accumulate_batches):
                 self._train(group, progress)
                 self._evaluate_if_due(progress)
-                self._save_if_due(progress)
+                is_last = self._state.epoch_batch == self.num_batches
                 if is_over():
-                    is_complete = self._state.epoch_batch == self.num_batches
+                    is_complete = is_last
                     break
-            else:
-                is_complete = True
+                # What is logged at a step comes before its checkpoint, or a resume would log it
+                # twice. So a checkpoint of the last batch waits for the end of the epoch.
+                if not is_last:
+                    self._save_if_due(progress)
             self._end_epoch(progress, is_complete=is_complete)
+            if not is_over():
+                self._save_if_due(progress)
         if self.is_finished:
             self._evaluate_at_end(progress)
         if self._checkpointer is not None:
@@ -163,7 +171,6 @@ class FitLoop:
         self._tell("epoch_end")
         self._recorder.flush()
         self._evaluate_if_due(progress)
-        self._save_if_due(progress)
 
     def _evaluate_if_due(self, progress: Progress) -> None:
         for evaluation in self._evaluations:
@@ -188,6 +195,7 @@ class FitLoop:
             run=self._run,
             where=position(state, self._run.max_duration),
         )
+        _release(evaluation)
         state.evaluated_at[evaluation.name] = state.batch
         self._recorder.flush()
 
@@ -206,3 +214,8 @@ class FitLoop:
             speed=speed,
             learning_rate=rates.pop() if len(rates) == 1 else None,
         )
+
+
+def _release(evaluation: Evaluation) -> None:
+    """Let go of what an evaluation counted, which would take memory from training."""
+    evaluation._metrics.reset()

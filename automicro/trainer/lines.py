@@ -140,7 +140,7 @@ def batch_line(
     parts = [where, f"loss {describe_number(state.loss)}"]
     if learning_rate is not None:
         parts.append(f"lr {learning_rate:.3g}")
-    parts += [str(speed), f"microbatches {cut}", f"global batch {GlobalBatch.of(state)}"]
+    parts += [str(speed), f"microbatches {cut}", f"global batch {GlobalBatch.of(state).brief}"]
     peak = peak_bytes(device)
     if peak is not None:
         parts.append(f"peak memory {format_bytes(peak)}")

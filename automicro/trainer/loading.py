@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from automicro.checkpoints import restore_rng_state, rng_state
+from automicro.duration import Duration, Unit
 from automicro.errors import DataLoaderError
 from automicro.memory import active_budget
 
@@ -21,6 +22,23 @@ def check_loader(name: str, loader: object) -> None:
         raise TypeError(
             f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
             "torch.utils.data.DataLoader, or any iterable of whole batches"
+        )
+
+
+def check_passes(loader: object, duration: Duration) -> None:
+    """Refuse an iterator where several passes are asked for.
+
+    Raises:
+        ValueError: it can be passed over only once.
+
+    >>> check_passes([1, 2], Duration.parse("2ep"))
+    """
+    if isinstance(loader, Iterator) and duration.unit is Unit.EPOCHS and duration.value > 1:
+        raise ValueError(
+            f"train_dataloader is an iterator ({type(loader).__name__}), which can be passed over "
+            f"only once, and max_duration='{duration}' needs {duration.value} passes; pass "
+            "something that starts again for each epoch, such as a DataLoader or a list, or a "
+            "duration in batches"
         )
 
 

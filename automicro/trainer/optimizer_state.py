@@ -61,6 +61,7 @@ def load_optimizer_state(
             f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
             "of the run that saved it, or start anew with resume='never'"
         )
+    _refuse_other_options(optimizer, state["groups"])
     optimizer.load_state_dict(
         {
             "state": {indices[name]: dict(values) for name, values in state["state"].items()},
@@ -83,6 +84,21 @@ def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> li
         for name, parameter in module.named_parameters()
     }
     return [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _refuse_other_options(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Of another class of optimizer; one that a newer torch gave more options is the same."""
+    for saved, here in zip(groups, optimizer.param_groups, strict=True):
+        lacks = sorted(here.keys() - saved.keys() - {"params"})
+        extra = sorted(saved.keys() - here.keys() - {"names"})
+        if lacks and extra:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its "
+                f"groups lack {', '.join(lacks)}; only they have {', '.join(extra)}. Use the "
+                "optimizer of the run that saved it, or start anew with resume='never'"
+            )
 
 
 def _prefixes(modules: Sequence[nn.Module]) -> list[str]:

@@ -16,6 +16,9 @@ HOST_PART = "data"
 """The part whose tensors (random numbers) lie on the host; all others are the device's."""
 
 
+_KEYS = ("modules", "optimizer", "parts", "callbacks", "progress", "stop_reason", "rng")
+
+
 class Part(Protocol):
     """One thing with a state."""
 
@@ -50,6 +53,7 @@ class Snapshot:
         self._parts = parts
         self._callbacks = callbacks
         self._state = state
+        self._run = run
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are those of the run, not copies."""
@@ -63,6 +67,7 @@ class Snapshot:
                 if (state := callback.state_dict())
             },
             "progress": dataclasses.asdict(self._state),
+            "stop_reason": self._run.stop_reason,
             "rng": rng_state(),
         }
 
@@ -76,6 +81,7 @@ class Snapshot:
         Raises:
             CheckpointError: a state of something else than is here.
         """
+        self._refuse_another_version(saved)
         callbacks = self._named_callbacks()
         with_state = [name for name, each in callbacks.items() if each.state_dict()]
         _compare("parts of the run", saved["parts"], here=self._parts, needed=self._parts)
@@ -87,6 +93,25 @@ class Snapshot:
         for name, state in saved["callbacks"].items():
             _load(name, callbacks[name], _arriving(state))
         _restore_progress(self._state, saved["progress"])
+        if saved["stop_reason"] is not None:
+            self._run.stop(saved["stop_reason"])
+
+    def _refuse_another_version(self, saved: Mapping[str, Any]) -> None:
+        progress = saved.get("progress", {})
+        here = dataclasses.asdict(self._state)
+        expected = [*_KEYS, *(f"progress.{name}" for name in here)]
+        found = [*saved, *(f"progress.{name}" for name in progress)]
+        for phase in ("train", "eval"):
+            expected += [f"progress.{phase}.{name}" for name in here[phase]]
+            found += [f"progress.{phase}.{name}" for name in progress.get(phase, {})]
+        lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        if lacks or extra:
+            differing = [f"it lacks {', '.join(lacks)}"] if lacks else []
+            differing += [f"only it has {', '.join(extra)}"] if extra else []
+            raise CheckpointError(
+                f"the checkpoint is of another version of automicro: {'; '.join(differing)}. Go "
+                "on with the version that saved it, or start anew with resume='never'"
+            )
 
     def _named_callbacks(self) -> dict[str, Any]:
         return dict(zip(self._callbacks.names, self._callbacks, strict=True))

@@ -7,6 +7,9 @@ from automicro.events.state import Cut, GlobalBatch, LoopState
 from automicro.memory import format_bytes
 from automicro.trainer.lines import describe_number
 
+TIME_IS_OVER = "max_time is over"
+"""The reason to stop of a run that is meant to go on later."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:

@@ -38,9 +38,10 @@ from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.finiteness import NON_FINITE_MODES, FinitenessGuard
 from automicro.trainer.fit import Fit, assemble_fit
 from automicro.trainer.lines import RunSettings
-from automicro.trainer.loading import check_loader
+from automicro.trainer.loading import check_loader, check_passes
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.parameter_groups import ParameterGroups
+from automicro.trainer.prediction import predict_all
 from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.session import Session, noting
@@ -99,8 +100,7 @@ class Trainer:
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update clones of their own.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
-            (samples) or ``"1e6tok"`` (tokens), counted from the trainer's construction. A batch
-            is never cut to hit a number: training ends after the batch that reaches it.
+            (samples) or ``"1e6tok"`` (tokens). Training ends after the batch that reaches it.
         accumulate_batches: how many batches of the loader make up an optimization batch, which is
             one optimizer step. Their loss has one denominator. The last ones of an epoch may be
             fewer.
@@ -121,14 +121,12 @@ class Trainer:
             ``"skip"`` the batch and say so, or ``"ignore"`` it and step.
         channels_last: whether to keep the weights of convolutions with the channels last in
             memory, which is faster on many devices; the results are the same up to rounding.
-        compile: whether to compile the model, or the keyword arguments of ``torch.compile``. The
-            number of rows is marked as one that changes, so that another microbatch size does not
-            compile anew; modes with CUDA graphs are refused where sizes may change.
-        deterministic: whether to refuse operations that may give other results in every run. It
-            does not seed: see ``seed``.
+        compile: whether to compile the model, or the keyword arguments of ``torch.compile``.
+            Other microbatch sizes do not compile anew; CUDA graphs are refused where they change.
+        deterministic: whether to refuse operations that may give other results in every run.
         device: ``"auto"`` (an accelerator where there is one, else the CPU), or a device.
-        seed: seeds Python, NumPy and torch when the trainer is constructed. A model or a loader
-            made before has already drawn its random numbers.
+        seed: seeds Python, NumPy and torch when the trainer is constructed, but no model or
+            loader made before.
         progress: whether to write to stdout how it goes, and the summary at the end.
         eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
             ``"1e6tok"``, or None for never. With an interval, it also does at the end.
@@ -195,6 +193,7 @@ class Trainer:
         check_loader("train_dataloader", train_dataloader)
         evaluators = read_evaluators("eval_dataloader", eval_dataloader)
         duration = read_duration("max_duration", max_duration)
+        check_passes(train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
         device = choose_device(device)
         modules = [model, *modules]
@@ -209,8 +208,7 @@ class Trainer:
         resolve_device(None, model)  # refuses a model without data, which cannot be moved
         if deterministic:
             prepare_cublas(device)
-        is_channels_last = read_flag("channels_last", channels_last)
-        place_modules(modules, loss_fn, device, channels_last=is_channels_last)
+        place_modules(modules, loss_fn, device, channels_last=channels_last)
         optimizer = build_optimizer(optimizer, model, modules, parameter_groups)
         residents += [] if optimizer is None else [optimizer]
         primitives = Primitives(
@@ -329,14 +327,12 @@ class Trainer:
         SIGTERM end it after the batch that is running, once that is saved; a second Ctrl-C ends
         it at once.
 
-        After an interruption or an error it can be called again: the counts go on, and the epoch
-        that was interrupted starts over.
+        After an error it can be called again: the counts go on, and the epoch starts over.
 
         Raises:
             ValueError: no training data, or it has trained for ``max_duration`` already.
             DataLoaderError: a pass over the data gave no batch.
-            NonFiniteLossError: the loss of a batch, or where gradients are clipped their norm, is
-                NaN or infinite. Raised before the optimizer steps; see ``non_finite``.
+            NonFiniteLossError: see ``non_finite``.
             OptimizerStepError: memory ran out inside the optimizer's step.
             SampleTooLargeError: not even one row fits.
             CheckpointError: the checkpoints are of another run, or all are damaged.
@@ -356,11 +352,9 @@ class Trainer:
     def eval(self, dataloader: Any = None) -> dict[str, float]:
         """Evaluate, and return ``"loss"`` and the metrics by name.
 
-        The model is in evaluation mode meanwhile and as before afterwards. The loss is that of
-        all rows together: each batch's is weighted by what it was divided by (rows, or targets),
-        so it does not depend on the batch size. It is missing where the forward gives no loss;
-        parts of it are ``"loss/name"``. Metrics count every row once. Where there are several
-        evaluators, their names come first: ``"name/loss"``.
+        The loss is that of all rows together, whatever the batch size, and missing where the
+        forward gives none; parts of it are ``"loss/name"``. Metrics count every row once. Where
+        there are several evaluators, their names come first: ``"name/loss"``.
 
         Args:
             dataloader: ``eval_dataloader`` unless given; the same things.
@@ -390,3 +384,17 @@ class Trainer:
                     run=self._run,
                 )
         return phase.metrics
+
+    def predict(self, dataloader: Iterable[Any]) -> list[Any]:
+        """The model's outputs, one entry for each batch of a loader, in the order of the data.
+
+        Sizes are those of evaluation. Batches need no targets: with ``loss_fn``, a pair is read
+        as inputs and targets, and anything else as inputs.
+
+        Raises:
+            ValueError: the loader shuffles.
+            DataLoaderError: the pass over the data gave no batch.
+            SampleTooLargeError: not even one row fits.
+        """
+        with self._session.open() as progress:
+            return predict_all(self._microbatcher, dataloader, progress)

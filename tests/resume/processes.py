@@ -1,0 +1,64 @@
+"""Work in forked processes, each with a deadline, and ended with all that it has started."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+KILLED = -signal.SIGKILL
+
+
+def start(work: Callable[[], object], *, log: Path) -> int:
+    """Fork a process that does the work in a session of its own. Its number.
+
+    Args:
+        work: what to do; the exit code is 0 after it, 1 after an exception, that of a SystemExit.
+        log: takes what it writes, and its traceback.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking with threads.
+        number = os.fork()
+    if number:
+        return number
+    code = 1
+    try:
+        os.setsid()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest
+        work()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def end(number: int, *, log: Path, timeout_seconds: float = 60.0) -> int:
+    """Wait for a process that was started, and end what is left of its session. Its exit code.
+
+    Raises:
+        TimeoutError: it had to be killed.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    is_late = False
+    # Without reaping it, so that its number stays that of its session.
+    while os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        is_late = time.monotonic() > deadline
+        if is_late:
+            break
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(number, signal.SIGKILL)  # workers of a loader, which outlive their parent
+    _, status = os.waitpid(number, 0)
+    if is_late:
+        raise TimeoutError(f"the forked process hangs:\n{log.read_text()}")
+    return os.waitstatus_to_exitcode(status)

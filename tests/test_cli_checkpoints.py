@@ -1,0 +1,242 @@
+"""A run that is started again with the same command, and weights from its checkpoints."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from automicro.checkpoints import CheckpointStore
+from automicro.cli import main
+from automicro.trainer.summary import TIME_IS_OVER
+from tests.cli_jobs import enter_folder_with_job
+
+# Sends a signal in the middle of a batch, once.
+STOPPING = """
+
+def stopping_loss(number, after):
+    import os
+    calls = []
+
+    def loss(outputs, targets):
+        calls.append(1)
+        if len(calls) == after and os.path.exists("armed"):
+            os.remove("armed")
+            os.kill(os.getpid(), number)
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    return loss
+"""
+JOB = ["train", "job.yaml", "seed=0", "progress=false", "max_duration=4ep", "probe=false"]
+JOB += ["loss_average=samples"]
+EVAL_DATA = "{call: cli_job.loader, args: {batch_size: 8}}"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+    with Path("cli_job.py").open("a", encoding="utf-8") as file:
+        file.write(STOPPING)
+
+
+def train(*overrides: str) -> int:
+    return main([*JOB, *overrides])
+
+
+def interrupted(*overrides: str, number: int = signal.SIGINT) -> tuple[int, list[str]]:
+    """Train in a folder until a signal comes in the fifth batch; the same command for later."""
+    Path("armed").touch()
+    node = f"loss={{call: cli_job.stopping_loss, args: {{number: {int(number)}, after: 5}}}}"
+    command = [node, *overrides]
+    return train(*command), command
+
+
+def weights(path: str) -> torch.Tensor:
+    weight: torch.Tensor = torch.load(path, weights_only=True)["weight"]
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "name"),
+    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
+)
+def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
+    number: int, code: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run_dir=whole") == 0
+    ended, command = interrupted("run_dir=a", "checkpoint={}", number=number)
+    assert ended == code
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"automicro: {name}: stopped after batch 5, saved in a/checkpoints"
+    )
+    assert sorted(os.listdir("a")) == ["checkpoints", "config.yaml"]
+    assert train(*command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 8
+    assert torch.equal(weights("a/weights.pt"), weights("whole/weights.pt"))
+
+
+def test_an_interruption_without_checkpoints_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert interrupted()[0] == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "automicro: Ctrl-C: stopped after batch 5, without a checkpoint"
+
+
+def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["run_dir=a", "checkpoint={}", f"eval_data={EVAL_DATA}"]
+    assert train(*command) == 0
+    *summary, wrote = capsys.readouterr().out.splitlines()
+    assert wrote.startswith("wrote ")
+    before = {each: each.stat().st_mtime_ns for each in Path("a").rglob("*")}
+    assert train(*command) == 0
+    *again, last = capsys.readouterr().out.splitlines()
+    assert again == summary
+    assert last == "a holds this run, trained to its end: nothing was left to do"
+    assert {each: each.stat().st_mtime_ns for each in Path("a").rglob("*")} == before
+    assert train(*command, "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads(Path("a/summary.json").read_text())
+    assert "nothing was left to do" in err
+
+
+def test_a_finished_run_without_a_folder_of_its_own_trains_nothing_either(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["checkpoint={folder: saved}", "--json"]
+    assert train(*command) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert train(*command) == 0
+    second = json.loads(capsys.readouterr().out)
+    same = ("steps", "samples", "train_loss", "train_metrics")
+    assert {name: first[name] for name in same} == {name: second[name] for name in same}
+
+
+def test_a_run_that_callbacks_ended_is_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    never_better = "{call: automicro.callbacks.EarlyStopping, args: {patience: 1, min_delta: 9.0}}"
+    command = ["run_dir=a", "checkpoint={}", f"eval_data={EVAL_DATA}"]
+    command.append(f"callbacks=[{never_better}]")
+    assert train(*command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["epochs"] == 2
+    assert train(*command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["epochs"] == 2
+
+
+def test_a_run_whose_time_was_over_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["run_dir=a", "checkpoint={}", "--json"]
+    with monkeypatch.context() as patch:
+        patch.setattr("automicro.trainer.clock.TimeLimit.is_over", True)
+        assert train(*command, "max_time=1h") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["steps"], summary["stop_reason"]) == (1, TIME_IS_OVER)
+    assert train(*command) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 8
+    assert json.loads(Path("a/summary.json").read_text())["steps"] == 8
+
+
+def test_a_run_that_never_resumes_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run_dir=a", "checkpoint={resume: never}"]
+    assert train(*command) == 0
+    assert train(*command) == 2
+    assert "holds the summary.json and the weights.pt of a run already" in capsys.readouterr().err
+
+
+def test_checkpoints_make_no_other_run_welcome(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run_dir=a", "checkpoint={}") == 0
+    assert train("run_dir=a", "checkpoint={}", "max_duration=9ep") == 2
+    assert "holds another run (max_duration: 4ep → 9ep)" in capsys.readouterr().err
+    (Path("a") / "config.yaml").unlink()
+    assert train("run_dir=a", "checkpoint={}") == 2
+    assert "of a run already" in capsys.readouterr().err
+
+
+def test_a_summary_that_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run_dir=a", "checkpoint={}"]
+    assert train(*command) == 0
+    Path("a/summary.json").write_text("[]", encoding="utf-8")
+    assert train(*command) == 2
+    assert "remove this file to go on from the checkpoints" in capsys.readouterr().err
+
+
+def test_a_longer_run_goes_on_from_the_checkpoints_of_another_and_then_from_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run_dir=short", "checkpoint={}", "max_duration=2ep") == 0
+    longer = ["run_dir=a", "checkpoint={resume: short/checkpoints}"]
+    ended, command = interrupted(*longer, "max_duration=6ep")
+    assert ended == 130
+    assert "stopped after batch 9, saved in a/checkpoints" in capsys.readouterr().err
+    assert train(*command, "progress=true") == 0
+    out = capsys.readouterr().out
+    assert "resumed from a/checkpoints/" in out
+    assert "after batch 9\n" in out
+
+
+def test_a_checkpoint_is_stronger_than_weights_and_this_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run_dir=first") == 0
+    ended, command = interrupted("run_dir=a", "checkpoint={}", "weights=first/weights.pt")
+    assert ended == 130
+    assert "is not used" not in capsys.readouterr().err
+    assert train(*command) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "automicro: weights='first/weights.pt' is not used: the run goes on from checkpoints in "
+        "a/checkpoints"
+    ]
+
+
+def test_checkpoints_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run_dir=a", "checkpoint={}", f"eval_data={EVAL_DATA}", "--json"]
+    assert train(*command) == 0
+    trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
+    newest = max(Path("a/checkpoints").iterdir())
+    # As it was trained, and with no run_dir at all, where no checkpoint could be saved.
+    for job in (["a/config.yaml"], ["job.yaml", f"eval_data={EVAL_DATA}", "checkpoint={}"]):
+        for path in ("a/checkpoints", str(newest)):
+            assert main(["eval", *job, f"weights={path}", "--json"]) == 0
+            loss = json.loads(capsys.readouterr().out)["loss"]
+            assert loss == pytest.approx(trained, rel=1e-6)
+
+
+def test_the_checkpoint_of_another_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run_dir=a", "checkpoint={}") == 0
+    larger = ["model.args.out_features=3", f"eval_data={EVAL_DATA}"]
+    assert main(["eval", "job.yaml", *larger, "weights=a/checkpoints"]) == 2
+    assert "weights='a/checkpoints' does not fit the Linear: " in capsys.readouterr().err
+    assert train("checkpoint={folder: a/checkpoints}", "model.args.bias=false") == 1
+    err = capsys.readouterr().err
+    assert "does not fit" in err
+    assert "checkpoint.resume=never" in err
+
+
+def test_all_evaluations_are_printed_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    metric = "{call: torchmetrics.classification.MulticlassAccuracy, args: {num_classes: 2}}"
+    first = f"{{data: {EVAL_DATA}, metrics: {{accuracy: {metric}}}, max_batches: 1}}"
+    assert main(["eval", "job.yaml", f"eval_data={{first: {first}, all: {EVAL_DATA}}}"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["first/loss", "first/accuracy", "all/loss"]
+
+
+def test_a_run_that_was_killed_before_its_summary_writes_it_when_started_again() -> None:
+    assert train("run_dir=a", "checkpoint={}") == 0
+    trained = weights("a/weights.pt")
+    Path("a/summary.json").unlink()
+    assert train("run_dir=a", "checkpoint={}") == 0
+    assert json.loads(Path("a/summary.json").read_text())["steps"] == 8
+    assert torch.equal(weights("a/weights.pt"), trained)
+
+
+def test_checkpoints_of_something_else_than_a_trainer_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    CheckpointStore("b").save({"weight": torch.ones(1)}, step=1)
+    assert main(["eval", "job.yaml", f"eval_data={EVAL_DATA}", "weights=b"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "automicro: job.yaml: weights='b' is a checkpoint of something else than a Trainer: give "
+        "one that train wrote, such as runs/first/checkpoints"
+    )

@@ -1,0 +1,482 @@
+"""What the command line says of a mistake in the user's own code, data and config: whole blocks."""
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from automicro.cli import main
+from automicro.cli.failures import summarize_error
+from automicro.cli.wording import as_yaml
+from automicro.trainer import Trainer
+from tests.cli_jobs import enter_folder_with_job
+
+MODULE = """\
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index > 13:
+            raise ValueError(f"row {index} is broken")
+        return torch.zeros(1024), 0
+
+
+def broken(batch_size):
+    return DataLoader(Rows(), batch_size=batch_size)
+
+
+def rows():
+    return TensorDataset(torch.zeros(24, 1024), torch.zeros(24, dtype=torch.long))
+
+
+def none():
+    return None
+
+
+def count_tokens(batch):
+    return batch[0].numel()
+
+
+def func(x):
+    return x
+
+
+def high(batch_size):
+    data = TensorDataset(torch.zeros(24, 1024), torch.arange(24))
+    return DataLoader(data, batch_size=batch_size)
+
+
+def careless():
+    return {}["inputs"]
+"""
+ROOT = Path(__file__).resolve().parent.parent
+HINT = "(--debug shows the traceback)"
+FIRST_BATCH = "in training, epoch 1, batch 1 of the epoch (0 batches done)"
+SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (12x1024 and 5x2)"
+LR_TEXT = (
+    "lr is text: write a number without quotes, or one from the environment as "
+    "${oc.decode:${oc.env:NAME}}"
+)
+BROKEN_LOADER = "train_data={call: my_code.broken, args: {batch_size: 12}}"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+    for name in ("my_code", "slip", "typo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("LEARNING_RATE", "0.1")
+    Path("my_code.py").write_text(MODULE, encoding="utf-8")
+    Path("slip.py").write_text("import torch\n\n\nnumber = undefined\n", encoding="utf-8")
+    Path("typo.py").write_text("def make(:\n    pass\n", encoding="utf-8")
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines on stderr, numbers of lines in torch left out."""
+    err = capsys.readouterr().err
+    return re.sub(r"(at torch[\w/]*\.py):\d+", r"\1:…", err).splitlines()
+
+
+FAILED = {
+    ("train", "model={call: my_code.Net}"): (
+        f"the run failed: {SHAPES}",
+        FIRST_BATCH,
+        "at my_code.py:11, in forward: self.head(x)",
+    ),
+    ("verify", "model={call: my_code.Net}"): (
+        f"the run failed: {SHAPES}",
+        "in verification, on the first batch of train_data",
+        "at my_code.py:11, in forward: self.head(x)",
+    ),
+    ("eval", "model={call: my_code.Net}", "eval_data=${train_data}"): (
+        f"the run failed: {SHAPES}",
+        "in evaluation, batch 1 of the pass",
+        "at my_code.py:11, in forward: self.head(x)",
+    ),
+    ("train", "model.args.in_features=5"): (
+        f"the run failed: {SHAPES}",
+        FIRST_BATCH,
+        "at torch/nn/modules/linear.py:…, in forward, called by Linear",
+    ),
+    ("train", "train_data.call=my_code.high", "train_data.args={batch_size: 12}"): (
+        "the run failed: IndexError: Target 2 is out of bounds.",
+        FIRST_BATCH,
+        "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
+    ),
+    (
+        "train",
+        "train_data={call: my_code.high, args: {batch_size: 12}}",
+        "memory_limit=1MiB",
+    ): (
+        "the run failed: IndexError: Target 2 is out of bounds.",
+        FIRST_BATCH,
+        "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
+    ),
+    ("train", BROKEN_LOADER): (
+        "the run failed: ValueError: row 14 is broken",
+        "in training, epoch 1, batch 2 of the epoch (1 batch done)",
+        "at my_code.py:20, in __getitem__",
+    ),
+    ("verify", BROKEN_LOADER, "train_data.args.batch_size=24"): (
+        "the run failed: ValueError: row 14 is broken",
+        "while taking the first batch of train_data",
+        "at my_code.py:20, in __getitem__",
+    ),
+    (
+        "train",
+        "scheduler={call: torch.optim.lr_scheduler.OneCycleLR, args: {max_lr: 1, total_steps: 2}}",
+        "max_duration=2ep",
+    ): (
+        "the run failed: ValueError: Tried to step 3 times. The specified number of total steps "
+        "is 2",
+        "in training, epoch 2, batch 1 of the epoch (2 batches done)",
+        "at torch/optim/lr_scheduler.py:…, in get_lr, called by the scheduler OneCycleLR",
+    ),
+    ("train", "max_duration=10000tok"): (
+        "max_duration='10000tok' counts tokens, but nothing says how many a batch of type list "
+        "has; write count_tokens: {call: pkgutil.resolve_name, args: {name: "
+        "my_data.count_tokens}}, with a function of yours from a batch to its number of tokens",
+        FIRST_BATCH,
+    ),
+    ("train", "loss=null"): (
+        "nothing says how to compute a loss from a batch of type list; write loss: {call: …} for "
+        "batches of (inputs, targets), or forward: {call: …} that takes (model, microbatch) and "
+        "returns the loss",
+        FIRST_BATCH,
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "lines"), FAILED.items(), ids=str)
+def test_a_run_that_fails_says_in_one_block_what_when_and_where(
+    arguments: tuple[str, ...], lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *overrides = arguments
+    quiet = ["progress=false", "probe=false"]
+    assert main([command, "job.yaml", *quiet, *overrides]) == 1
+    first, *rest = lines
+    warned = "automicro: the model has its initial weights"
+    err = [line for line in said(capsys) if not line.startswith(warned)]
+    assert err == [f"automicro: {first}", *(f"  {line}" for line in rest), HINT]
+
+
+def test_an_error_in_a_worker_process_has_its_place_there() -> None:
+    # As torch raises it here: the worker's traceback is text.
+    frames = [
+        '  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 1, in _worker_loop',
+        "    data = fetcher.fetch(index)",
+        "           ^^^^^^^^^^^^^^^^^^^^",
+        f'  File "{Path.cwd() / "my_code.py"}", line 20, in __getitem__',
+        '    raise ValueError(f"row {index} is broken")',
+    ]
+    caught = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent "
+    text = "\n".join([f"{caught}call last):", *frames, "ValueError: row 14 is broken", ""])
+    assert summarize_error(ValueError(text)) == (
+        "ValueError: row 14 is broken (in a worker process of the DataLoader)\n"
+        "  at my_code.py:20, in __getitem__"
+    )
+
+
+MADE = {
+    "model={call: slip.make}": (
+        "NameError: name 'undefined' is not defined",
+        "while importing model.call (slip.make)",
+        "at slip.py:4: undefined",
+        HINT,
+    ),
+    "model={call: typo.make}": (
+        "SyntaxError: invalid syntax",
+        "while importing model.call (typo.make)",
+        "at typo.py:1: def make(:",
+        HINT,
+    ),
+    "model={call: my_code.careless}": (
+        "KeyError: 'inputs'",
+        "while making model (my_code.careless)",
+        'at my_code.py:50, in careless: {}["inputs"]',
+        HINT,
+    ),
+    "optimizer.args.lr=${oc.env:LEARNING_RATE}": (
+        "TypeError: '<' not supported between instances of 'str' and 'float'",
+        f"while making optimizer (torch.optim.SGD) with lr='0.1'; {LR_TEXT}",
+        HINT,
+    ),
+    "loss={call: torch.nn.functional.cross_entropy}": (
+        "loss: torch.nn.functional.cross_entropy needs 'input', 'target': call is called once and "
+        "has to return the function; name a class or a function that returns one; to hand over the "
+        "function itself, write loss: {call: pkgutil.resolve_name, args: {name: "
+        "torch.nn.functional.cross_entropy}}",
+    ),
+    "count_tokens={call: builtins.len}": (
+        "count_tokens: builtins.len needs 'obj': call is called once and has to return the "
+        "function; name a class or a function that returns one; to hand over the function itself, "
+        "write count_tokens: {call: pkgutil.resolve_name, args: {name: builtins.len}}",
+    ),
+    "model={call: my_code.func}": (
+        "model: my_code.func needs 'x': write it under model.args; it takes x; call is called "
+        "once and has to return the torch.nn.Module",
+    ),
+    "loss={call: builtins.list}": (
+        "loss=[] cannot be called; write loss: {call: …} for batches of (inputs, targets), or "
+        "forward: {call: …} that takes (model, microbatch) and returns the loss",
+    ),
+    "train_data={call: my_code.rows}": (
+        "train_data: my_code.rows gave a TensorDataset, which gives single rows: wrap it in a "
+        "torch.utils.data.DataLoader",
+    ),
+    "train_data={call: my_code.none}": (
+        "train_data: my_code.none returned None: return a DataLoader",
+    ),
+    "eval_data={call: my_code.none}": (
+        "eval_data: my_code.none returned None: return a DataLoader",
+    ),
+    "eval_data={new: {data: {call: my_code.rows}, interval: 1ep}}": (
+        "eval_data.new.data: my_code.rows gave a TensorDataset, which gives single rows: wrap it "
+        "in a torch.utils.data.DataLoader",
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "lines"), MADE.items())
+def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
+    override: str, lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "job.yaml", override]) == 2
+    first, *rest = lines
+    expected = [line if line == HINT else f"  {line}" for line in rest]
+    assert said(capsys) == [f"automicro: job.yaml: {first}", *expected]
+
+
+WRITTEN = {
+    "optimizer.call=torch.optim.Adamw": (
+        "job.yaml: optimizer.call='torch.optim.Adamw': 'torch.optim' exists, but has no 'Adamw' "
+        "(did you mean 'AdamW'?): correct the path"
+    ),
+    "optimizer.call=AdamW": (
+        "job.yaml: optimizer.call='AdamW' is no dotted path: write the whole one, "
+        "'torch.optim.AdamW'"
+    ),
+    "model.call=Net": (
+        "job.yaml: model.call='Net' is no dotted path: write the whole one, 'my_code.Net'"
+    ),
+    "optimizer.args.lr=${optimizer.args.lrr}": (
+        "job.yaml: optimizer.args.lr refers to ${optimizer.args.lrr}, which does not exist (did "
+        "you mean 'optimizer.args.lr'?): use a key of the config, from its top level"
+    ),
+    "optimizer.args.lr=${optimizer.args.lr}": (
+        "job.yaml: optimizer.args.lr → optimizer.args.lr: these refer to each other in a circle: "
+        "give one of them a value"
+    ),
+    "batchnorm=off": (
+        "batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
+    ),
+    "max_duration=5epochs": (
+        "job.yaml: max_duration='5epochs' is not a whole number of epochs, batches, samples or "
+        "tokens, at least 1 (did you mean '5ep'?); write it like '2ep', '500ba', '10000sp' or "
+        "'1e6tok'"
+    ),
+    "eval_interval=1000 samples": (
+        "job.yaml: eval_interval='1000 samples' is not a whole number of epochs, batches, samples "
+        "or tokens, at least 1 (did you mean '1000sp'?); write it like '2ep', '500ba', '10000sp' "
+        "or '1e6tok', or null"
+    ),
+    "seed=": (
+        "the override 'seed=' has no value: write seed=null for none, or 'seed=\"\"' for an empty "
+        "text"
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), WRITTEN.items())
+def test_a_slip_of_the_pen_is_answered_with_what_was_meant(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "job.yaml", override]) == 2
+    assert capsys.readouterr().err == f"automicro: {message}\n"
+
+
+FILES = {
+    "model:\ncall: a.b\nargs: {}\n": (
+        ": call and args at the top level: indent them below model, or write model: {call: "
+        "dotted.path, args: {name: value}}"
+    ),
+    "model:\ncall: a.b\ntrain_data:\ncall: a.b\n": (
+        ":4:1: not valid YAML: found duplicate key call; indent call: below the key that it "
+        "belongs to"
+    ),
+    "model:\n\tcall: a.b\n": (
+        ":2:1: not valid YAML: found character that cannot start any token; indent with spaces in "
+        "place of tabs"
+    ),
+    "seed: 1\nmodel: {call: a.b, args: {x: ${seed}}}\n": (
+        ":2:31: not valid YAML: did not find expected ',' or '}'; inside of braces and brackets "
+        "quote an interpolation, as '${seed}'"
+    ),
+    "batchnorm: off\n": (
+        ": batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.items())
+def test_what_everybody_gets_wrong_in_yaml_has_a_remedy_of_its_own(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("wrong.yaml").write_text(text, encoding="utf-8")
+    assert main(["config", "wrong.yaml"]) == 2
+    assert capsys.readouterr().err == f"automicro: wrong.yaml{message}\n"
+
+
+def test_a_function_can_be_handed_over_as_the_message_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokens = "{call: pkgutil.resolve_name, args: {name: my_code.count_tokens}}"
+    loss = "{call: pkgutil.resolve_name, args: {name: torch.nn.functional.cross_entropy}}"
+    arguments = [f"count_tokens={tokens}", f"loss={loss}", "max_duration=20000tok"]
+    assert main(["train", "job.yaml", *arguments]) == 0
+    assert re.search(r"^tokens +24,576$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("where", ["while making", "while training"])
+def test_a_bug_of_automicro_is_not_blamed_on_the_user(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Code of a file in the package, as far as a traceback knows.
+    source = Path(main.__code__.co_filename).with_name("training.py")
+    names: dict[str, object] = {}
+    exec(compile("def slip(*args, **kwargs):\n    return undefined", str(source), "exec"), names)
+    monkeypatch.setattr(Trainer, "__init__" if where == "while making" else "fit", names["slip"])
+    assert main(["train", "job.yaml", "progress=false"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "Traceback (most recent call last):"
+    assert err[-2:] == [
+        "automicro: NameError: name 'undefined' is not defined",
+        "  this is a bug of automicro and no mistake of yours: report it with what is above",
+    ]
+
+
+def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = warnings.showwarning
+    arguments = ["model={call: cli_job.with_batchnorm}", "microbatch_size=4", "progress=false"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        main(["train", "job.yaml", *arguments])
+        err = said(capsys)
+        main(["train", "job.yaml", "loss.call=torch.nn.MSELoss", "progress=false"])
+        of_torch = said(capsys)
+    assert len(err) == 1
+    assert err[0].startswith("automicro: warning: ")
+    broadcast = [line for line in of_torch if "Using a target size" in line]
+    assert len(broadcast) == 1
+    assert re.search(r"^automicro: warning: UserWarning: .* \(torch/.*\.py:\d+\)$", broadcast[0])
+    assert warnings.showwarning is before
+
+
+def test_ctrl_c_between_batches_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(trainer: Trainer) -> None:
+        error = KeyboardInterrupt()
+        error.add_note("automicro: Ctrl-C: stopped after batch 83, without a checkpoint")
+        error.add_note("automicro: in training, epoch 3, batch 20 of the epoch (83 batches done)")
+        raise error
+
+    monkeypatch.setattr(Trainer, "fit", end)
+    assert main(["train", "job.yaml", "progress=false"]) == 130
+    assert said(capsys) == ["automicro: Ctrl-C: stopped after batch 83, without a checkpoint"]
+
+
+INTERRUPT_WHILE_IMPORTING_TORCH = """\
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["automicro", "--version"]
+runpy.run_module("automicro", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_is_no_traceback() -> None:
+    command = [sys.executable, "-c", INTERRUPT_WHILE_IMPORTING_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "automicro: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["train", "config"])
+def test_help_may_be_written_as_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    wanted = capsys.readouterr().out
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out == wanted
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: automicro [-h]")
+
+
+@pytest.mark.parametrize("word", ["call", "args"])
+def test_the_form_of_a_node_is_explained_like_a_key(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--keys", word]) == 0
+    out = capsys.readouterr().out
+    assert "call: text, required" in out
+    assert "args: a mapping, default {}" in out
+    assert "{name: my_data.count_tokens}" in out
+
+
+def test_a_gpu_is_called_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("another accelerator may be meant")
+    assert main(["train", "job.yaml", "device=gpu:1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "automicro: job.yaml: device='gpu:1' cannot be used here (did you mean cuda:1?) ("
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "as_written"),
+    {
+        "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer": (
+            "there is nothing to evaluate on; write eval_data: {call: …}"
+        ),
+        "forward() returned None; return the loss": "forward() returned None; return the loss",
+        "strict_divisible=True: a batch of 6 rows; leave strict_divisible out": (
+            "strict_divisible=true: a batch of 6 rows; leave strict_divisible out"
+        ),
+        "batchnorm='error', and layers average: use microbatch_size=None or batchnorm='disable'": (
+            "batchnorm='error', and layers average: use microbatch_size=null or batchnorm=disable"
+        ),
+        "too few; use drop_last=True in the loader": "too few; use drop_last=True in the loader",
+        "it averages; pass batchnorm=\"ignore\", or loss_average='none'": (
+            "it averages; pass batchnorm=ignore, or loss_average=none"
+        ),
+        "with loss_fn a batch is a pair": "with loss a batch is a pair",
+    }.items(),
+)
+def test_advice_is_given_in_the_words_of_a_config(text: str, as_written: str) -> None:
+    assert as_yaml(text) == as_written

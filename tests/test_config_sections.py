@@ -1,0 +1,160 @@
+"""Callbacks, loggers, checkpoints, evaluations by name, and max_time in a config."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automicro.callbacks import EarlyStopping
+from automicro.checkpoints import CheckpointConfig
+from automicro.cli.config import CallConfig, EvaluatorConfig
+from automicro.cli.loading import load_config, read_config
+from automicro.cli.merging import merge
+from automicro.cli.recipe import Recipe
+from automicro.cli.training import build_trainer
+from automicro.cli.writing import to_yaml
+from automicro.trainer.evaluators import Evaluator
+from tests.config_jobs import JOB, job
+
+DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1, 2, 3], batch_size: 2}}"
+LOGGER = '{call: automicro.loggers.JSONLinesLogger, args: {path: "${run_dir}/log.jsonl"}}'
+STOPPING = "{call: automicro.callbacks.EarlyStopping, args: {patience: 2}}"
+METRIC = "{call: torchmetrics.MeanMetric}"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_callbacks_are_made_in_their_order() -> None:
+    speed = "{call: automicro.callbacks.SpeedMonitor}"
+    made = Recipe(job(f"callbacks=[{STOPPING}, {speed}]")).make("callbacks")
+    assert isinstance(made[0], EarlyStopping)
+    assert [type(each).__name__ for each in made] == ["EarlyStopping", "SpeedMonitor"]
+
+
+def test_null_is_an_empty_list() -> None:
+    config = job(f"callbacks=[{STOPPING}]", "callbacks=null", "loggers=null")
+    assert (config.callbacks, config.loggers) == ([], [])
+
+
+def test_arguments_in_a_list_are_changed_by_their_place() -> None:
+    config = job(f"callbacks=[{STOPPING}]", "callbacks.0.args.patience=7")
+    assert config.callbacks == [
+        CallConfig(call="automicro.callbacks.EarlyStopping", args={"patience": 7})
+    ]
+
+
+def test_checkpoints_lie_in_the_folder_of_the_run_unless_another_is_given() -> None:
+    recipe = Recipe(job("checkpoint={interval: 500ba}", "run_dir=runs/first"))
+    assert recipe.checkpoint == CheckpointConfig(folder="runs/first/checkpoints", interval="500ba")
+    for override in ("checkpoint.folder=elsewhere", "checkpoint={folder: elsewhere}"):
+        checkpoint = Recipe(job(override, "run_dir=runs/first")).checkpoint
+        assert checkpoint == CheckpointConfig(folder="elsewhere")
+    back = job("run_dir=a", "checkpoint.folder=elsewhere", "checkpoint.folder=null")
+    assert Recipe(back).checkpoint == CheckpointConfig(folder="a/checkpoints")
+
+
+def test_without_a_key_there_are_no_checkpoints() -> None:
+    assert Recipe(job("run_dir=a")).checkpoint is None
+    assert Recipe(job("checkpoint={folder: a}", "checkpoint=null")).checkpoint is None
+
+
+def test_what_is_never_saved_needs_no_folder() -> None:
+    config = job("checkpoint={}")
+    assert Recipe(config, without={"checkpoint"}).checkpoint is None
+
+
+def test_keys_inside_are_read_in_their_types_and_may_be_interpolations() -> None:
+    config = job("checkpoint={keep_last: '5', keep_best: '${seed}', folder: a}", "seed=2")
+    assert Recipe(config).checkpoint == CheckpointConfig(folder="a", keep_last=5, keep_best=2)
+
+
+def test_one_evaluation_may_have_options_without_a_name() -> None:
+    config = job(f"eval_data={{data: {DATA}, max_batches: 1, interval: null}}")
+    made = Recipe(config).make("eval_data")
+    assert isinstance(made, Evaluator)
+    assert (made.max_batches, made.interval, made.metrics) == (1, None, "inherited")
+
+
+def test_evaluations_by_name_are_nodes_or_have_options() -> None:
+    new = f"{{data: {DATA}, metrics: {{mean: {METRIC}}}, microbatch_size: 1, interval: 2ep}}"
+    bare = f"{{data: {DATA}, metrics: null, microbatch_size: null}}"
+    config = job(f"eval_data={{seen: {DATA}, new: {new}, bare: {bare}}}")
+    assert isinstance(config.eval_data["seen"], CallConfig)
+    assert isinstance(config.eval_data["new"], EvaluatorConfig)
+    made = Recipe(config).make("eval_data")
+    assert list(made) == ["seen", "new", "bare"]
+    assert not isinstance(made["seen"], Evaluator)
+    assert list(made["new"].metrics) == ["mean"]
+    assert (made["new"].microbatch_size, made["new"].interval) == (1, "2ep")
+    assert (made["bare"].metrics, made["bare"].microbatch_size) == (None, None)
+
+
+def test_an_evaluation_is_dropped_changed_and_added_by_its_name() -> None:
+    both = f"eval_data={{seen: {DATA}, new: {DATA}}}"
+    assert list(job(both, "eval_data.new=null").eval_data) == ["seen"]
+    assert job(both, "eval_data.new=null", "eval_data.seen=null").eval_data is None
+    changed = job(both, "eval_data.new.args.batch_size=3", f"eval_data.more={DATA}").eval_data
+    assert changed["new"].args["batch_size"] == 3
+    assert list(changed) == ["seen", "new", "more"]
+
+
+def test_one_evaluation_and_several_replace_each_other_in_later_files() -> None:
+    one = {"eval_data": {"call": "a.b", "args": {"x": 1}}}
+    several = {"eval_data": {"seen": {"call": "a.b"}}}
+    options = {"eval_data": {"data": {"call": "a.b"}}}
+    arguments = {"eval_data": {"args": {"x": 2}}}
+    assert merge(one, several) == several
+    assert merge(several, one) == one
+    assert merge(one, options) == options
+    assert merge(one, arguments) == {"eval_data": {"call": "a.b", "args": {"x": 2}}}
+
+
+def test_batch_sizes_are_shared_out_in_every_evaluation() -> None:
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    data = DATA.replace("batch_size: 2", "batch_size: '${eval_global_batch_size}'")
+    overrides = [f"eval_data={{a: {{data: {data}}}}}", "eval_global_batch_size=30"]
+    evaluation = load_config("job.yaml", overrides, num_devices=3).eval_data["a"]
+    assert evaluation.data.args["batch_size"] == 10
+
+
+def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    overrides = [
+        f"eval_data={{seen: {DATA}, new: {{data: {DATA}, max_batches: 3, interval: null}}}}",
+        f"callbacks=[{STOPPING}]",
+        f"loggers=[{LOGGER}]",
+        "checkpoint={keep_last: 2}",
+        "run_dir=runs/first",
+        "max_time=2h",
+    ]
+    loaded = read_config(["job.yaml"], overrides)
+    for values in (loaded.written, loaded.everything):
+        Path("again.yaml").write_text(to_yaml(values), encoding="utf-8")
+        assert load_config("again.yaml") == loaded.config
+        # Another run leaves the files of this one alone.
+        other = load_config("again.yaml", ["run_dir=b"])
+        assert other.checkpoint["folder"] == "b/checkpoints"
+        assert other.loggers[0].args == {"path": "b/log.jsonl"}
+    assert loaded.written["checkpoint"] == {"keep_last": 2}
+    assert loaded.written["eval_data"]["new"]["max_batches"] == 3
+    assert "metrics" not in loaded.written["eval_data"]["new"]
+
+
+def test_loggers_take_down_the_config_as_it_ran() -> None:
+    Path("rows.py").write_text(
+        "import torch\n\n\ndef loader():\n"
+        "    return [(torch.ones(2, 8), torch.zeros(2, dtype=torch.long))]\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(".")
+        config = job("train_data={call: rows.loader}", f"loggers=[{LOGGER}]", "run_dir=a", "seed=4")
+        Path("a").mkdir()
+        build_trainer(config).fit()
+    first, *rest = map(json.loads, Path("a/log.jsonl").read_text().splitlines())
+    assert first["run"]["config"]["optimizer"] == {"call": "torch.optim.SGD", "args": {"lr": 0.1}}
+    assert first["run"]["config"]["seed"] == 4
+    assert first["run"]["model"] == "Linear"
+    assert rest[0]["train/microbatch_size"] == 2
