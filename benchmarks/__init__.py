@@ -1,0 +1,1 @@
+"""Timed comparisons, each a script of its own."""
