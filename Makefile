@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test check format-check lint types format bench torture torture-resume gpu clean
+.PHONY: job help train test check format-check lint types format bench torture torture-resume torture-ranks gpu clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -47,6 +47,9 @@ torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow o
 
 torture-resume: $(INSTALLED)  ## kill a run at two hundred points, and resume it bit for bit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/resume -q -s -m 'not gpu'
+
+torture-ranks: $(INSTALLED)  ## run out of memory on any rank at random points, and all slow cases
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed -q -s -m slow
 
 gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 	$(BIN)/python benchmarks/gpu_report.py

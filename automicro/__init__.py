@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OptimizerStepError,
         RollbackError,
         SampleTooLargeError,
+        SizeCacheWarning,
         UnsplittableModelError,
     )
     from automicro.events import Callback, Run
@@ -73,6 +74,7 @@ _HOMES = {
     "RollbackError": "automicro.errors",
     "Run": "automicro.events",
     "SampleTooLargeError": "automicro.errors",
+    "SizeCacheWarning": "automicro.errors",
     "StepResult": "automicro.results",
     "Trainer": "automicro.trainer",
     "UnsplittableModelError": "automicro.errors",
@@ -114,6 +116,7 @@ __all__ = [
     "RollbackError",
     "Run",
     "SampleTooLargeError",
+    "SizeCacheWarning",
     "StepResult",
     "Trainer",
     "UnsplittableModelError",

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +113,8 @@ def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
         )
 
 
-def check_step(batches: Sequence[object]) -> None:
-    """Refuse a training step without gradients, or without a batch.
+def check_step(batches: Iterable[Any]) -> list[Any]:
+    """The batches of a training step; refuses one without gradients, or without a batch.
 
     Raises:
         RuntimeError: gradients are switched off.
@@ -124,8 +125,10 @@ def check_step(batches: Sequence[object]) -> None:
             "backward was called where gradients are switched off; leave the no_grad or "
             "inference_mode block, or call evaluate"
         )
-    if not batches:
+    listed = list(batches)
+    if not listed:
         raise ValueError("there is no batch to accumulate; pass at least one")
+    return listed
 
 
 def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:

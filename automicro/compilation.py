@@ -48,7 +48,7 @@ def check_compile(
     *,
     sizes_change: bool,
     device: torch.device,
-    memory_limit: str | int | None = None,
+    memory_limit: str | int | float | None = None,
 ) -> dict[str, Any] | None:
     """The keyword arguments for ``torch.compile``; None where nothing is to be compiled.
 
@@ -98,7 +98,7 @@ def compile_model(
     *,
     sizes_change: bool,
     device: torch.device | None = None,
-    memory_limit: str | int | None = None,
+    memory_limit: str | int | float | None = None,
 ) -> None:
     """Compile a model in place, so that the names in its state dict stay.
 

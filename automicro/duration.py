@@ -96,6 +96,33 @@ class Duration:
         return cls(value=int(value), unit=unit)
 
 
+def read_duration(name: str, duration: str | Duration) -> Duration:
+    """A duration, with the argument's name in what goes wrong.
+
+    Raises:
+        TypeError: not text.
+        ValueError: no duration.
+
+    >>> read_duration("max_duration", "1e6tok")
+    Duration.parse('1000000tok')
+    """
+    try:
+        return Duration.parse(duration)
+    except (TypeError, ValueError) as error:
+        text = str(duration).strip()
+        never = ", or None" if name.endswith("interval") else ""
+        why = (
+            f"is not a whole number of epochs, batches, samples or tokens, at least 1"
+            f"{meant_duration(text)}; write it like '2ep', '500ba', '10000sp' or '1e6tok'{never}"
+        )
+        if text.isdecimal() and int(text) > 0:
+            why = (
+                f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
+                f"or '{text}tok' (tokens)"
+            )
+        raise type(error)(f"{name}={duration!r} {why}") from None
+
+
 def meant_duration(text: object) -> str:
     """A hint to be put behind what is no duration; empty where nobody can tell what was meant.
 

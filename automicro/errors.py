@@ -12,6 +12,11 @@
     ├── SampleTooLargeError (torch.OutOfMemoryError)   not even one row fits
     ├── OptimizerStepError (RuntimeError)       memory ran out inside optimizer.step()
     ├── RollbackError (RuntimeError)            the state before a step cannot be put back
+    ├── RankError (RuntimeError)                several ranks cannot go on together
+    │   ├── PeerStoppedError                    a peer ended the attempt; rolled back and retried
+    │   ├── PeerFailedError                     an exception on another rank, which it names
+    │   ├── PeerLostError                       a peer is gone or does not answer
+    │   └── DesyncError                         ranks are at different points of the program
     └── CheckpointError (RuntimeError)          a checkpoint that cannot be written or loaded
         └── DamagedCheckpointError              one that is incomplete, or was changed since
 
@@ -20,7 +25,8 @@
     ├── BufferWarning                           other buffers depend on the microbatch size
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
-    └── LoggerWarning                           a logger failed; the run goes on
+    ├── LoggerWarning                           a logger failed; the run goes on
+    └── SizeCacheWarning                        a remembered size cannot be read or written
 
 Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
@@ -74,6 +80,26 @@ class RollbackError(AutomicroError, RuntimeError):
     """The state before the step could not be put back. Continue from a checkpoint."""
 
 
+class RankError(AutomicroError, RuntimeError):
+    """Several ranks cannot go on together. The others are told, and raise too."""
+
+
+class PeerStoppedError(RankError):
+    """Another rank ended the attempt. All ranks roll back; it reaches nobody outside a step."""
+
+
+class PeerFailedError(RankError):
+    """Another rank failed for good. The message names it and repeats its error."""
+
+
+class PeerLostError(RankError):
+    """A peer is gone or does not answer: killed, stopped, cut off, or late by a timeout."""
+
+
+class DesyncError(RankError):
+    """Ranks are at different points of the program, so their collectives would not match."""
+
+
 class CheckpointError(AutomicroError, RuntimeError):
     """A checkpoint cannot be written or loaded. Older ones are as they were."""
 
@@ -104,3 +130,7 @@ class CheckpointWarning(AutomicroWarning):
 
 class LoggerWarning(AutomicroWarning):
     """A logger failed, or a value cannot be logged. The run goes on."""
+
+
+class SizeCacheWarning(AutomicroWarning):
+    """A remembered size cannot be read, written or removed. The run finds its sizes anew."""

@@ -163,8 +163,9 @@ class _LossFunction:
         return self.train(model, microbatch)
 
     def predict(self, model: nn.Module, microbatch: Any) -> Any:
-        is_pair = isinstance(microbatch, tuple | list) and len(microbatch) == 2
-        return _call(model, microbatch[0] if is_pair else microbatch)
+        # A data set of inputs alone gives lists of one part, with targets pairs.
+        has_parts = isinstance(microbatch, tuple | list) and len(microbatch) in (1, 2)
+        return _call(model, microbatch[0] if has_parts else microbatch)
 
     def targets(self, batch: Any) -> Any:
         return _pair(batch)[1]

@@ -19,6 +19,15 @@ from automicro.torch_private import version_of
 logger = logging.getLogger(__name__)
 
 
+def cost_of_row(tensors: Sequence[Tensor], num_rows: int) -> float:
+    """Elements of one row of a batch, on average; what its activations grow with.
+
+    >>> cost_of_row([torch.zeros(4, 10), torch.zeros(4)], 4)
+    11.0
+    """
+    return sum(tensor.numel() for tensor in tensors) / num_rows
+
+
 class InputGuard:
     """What is known about a model: whether it writes into its input."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.accumulation import accumulate_gradients, accumulate_outputs
-from automicro.attempts import CutRule, run_attempts
+from automicro.attempts import make_phases
 from automicro.checks import (
     PRECISIONS,
     check_choice,
@@ -25,13 +25,13 @@ from automicro.checks import (
 )
 from automicro.compilation import refuse_cuda_graphs
 from automicro.forward import choose_convention
-from automicro.inputs import InputGuard, InputWatch
+from automicro.inputs import InputWatch, cost_of_row
 from automicro.memory import OccupiedDevice
 from automicro.model_modes import evaluation_mode, is_lazy
 from automicro.observer import Narrator, Observer
 from automicro.optimization import OptimizerReservation
 from automicro.passes import Losses, Passes
-from automicro.policy import Fixed, Policy, make_policy
+from automicro.policy import Policy
 from automicro.probing import Prober
 from automicro.results import EvalResult, StepResult
 from automicro.slicing import BatchLayout
@@ -40,12 +40,10 @@ from automicro.transaction import (
     BufferMemory,
     Buffers,
     Gradients,
-    Metrics,
     Parameters,
     RandomState,
     Transaction,
     find_generators,
-    flatten_metrics,
 )
 from automicro.weighting import LossAverage, read_average
 
@@ -87,7 +85,7 @@ class Microbatcher:
         modules: further modules that take part, whose gradients and buffers change.
         device: where the model computes; its parameters' device unless given.
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's
-            share of the device on CUDA.
+            share of the device on CUDA, where ``"80%"`` or 0.8 say it, too.
         strict_divisible: refuse a batch that is not a multiple of the microbatch size.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. ``"fp16"`` needs a ``backward`` that scales the loss.
@@ -98,6 +96,9 @@ class Microbatcher:
         probe: whether to compare, at the first batch that could be split, the loss of a few rows
             with those of their parts.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same
+            model on the same device found, and leaves its own for the next; see
+            ``automicro cache``.
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -117,13 +118,14 @@ class Microbatcher:
         optimizer: torch.optim.Optimizer | None = None,
         modules: Iterable[nn.Module] = (),
         device: torch.device | str | None = None,
-        memory_limit: str | int | None = None,
+        memory_limit: str | int | float | None = None,
         strict_divisible: bool = False,
         precision: str = "fp32",
         batch_layout: int | Mapping[str, Any] = 0,
         update_metric: Callable[[Any, Any, Any], None] | None = None,
         probe: bool = True,
         observer: Observer | None = None,
+        remember_sizes: bool = False,
     ) -> None:
         check_model(model)
         self._model = model
@@ -132,11 +134,21 @@ class Microbatcher:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         check_optimizer(optimizer, self._modules)
         self._device = resolve_device(device, model)
-        self._policy = make_policy(microbatch_size)
-        self._eval_policy = make_policy(eval_microbatch_size, name="eval_microbatch_size")
-        self._adapts = not isinstance(self._policy, Fixed)
-        self._eval_adapts = not isinstance(self._eval_policy, Fixed)
-        refuse_cuda_graphs(self._modules, sizes_change=self._adapts or self._eval_adapts)
+        self._layout = BatchLayout(batch_layout)
+        self._train, self._eval = make_phases(
+            self._modules,
+            self._device,
+            microbatch_size=microbatch_size,
+            eval_microbatch_size=eval_microbatch_size,
+            strict_divisible=strict_divisible,
+            remember_sizes=remember_sizes,
+            optimizer=optimizer,
+            precision=precision,
+            layout=self._layout,
+            observer=observer,
+        )
+        adapts = self._train.adapts or self._eval.adapts
+        refuse_cuda_graphs(self._modules, sizes_change=adapts)
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
         )
@@ -148,7 +160,6 @@ class Microbatcher:
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
-        self._layout = BatchLayout(batch_layout)
         self._passes = Passes(
             self._modules,
             convention,
@@ -160,36 +171,22 @@ class Microbatcher:
             update_metric=update_metric or convention.update_metric,
         )
         self._prober = Prober(averages, convention.targets) if probe else None
-        self._observer = observer
-        self._rule = CutRule(strict_divisible=strict_divisible)
-        self._eval_rule = CutRule()
         self._memory = OccupiedDevice(self._device, self._modules, optimizer, memory_limit)
-        self._buffers = BufferMemory(self._modules)
-        self._eval_buffers = BufferMemory(self._modules)
-        self._generators = find_generators(self._modules)
-        self._inputs = InputGuard()
-        self._eval_inputs = InputGuard()
         self._reservation = OptimizerReservation(optimizer)
-        self._size: int | None = None
-        self._eval_size: int | None = None
 
     @property
     def microbatch_size(self) -> int | None:
         """Rows of the largest microbatch of the last training batch; None before the first."""
-        return self._size
+        return self._train.size
 
     @property
     def eval_microbatch_size(self) -> int | None:
         """The same of the last evaluated batch."""
-        return self._eval_size
+        return self._eval.size
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
-        return {
-            "policy": self._policy.state_dict(),
-            "eval_policy": self._eval_policy.state_dict(),
-            "min_rows": self._rule.min_rows,
-        }
+        return {"train": self._train.state_dict(), "eval": self._eval.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with sizes that were found earlier.
@@ -198,9 +195,8 @@ class Microbatcher:
             ValueError: a state of other policies than these.
         """
         check_state(state, self.state_dict())
-        self._policy.load_state_dict(state["policy"])
-        self._eval_policy.load_state_dict(state["eval_policy"])
-        self._rule.min_rows = state["min_rows"]
+        self._train.load_state_dict(state["train"])
+        self._eval.load_state_dict(state["eval"])
 
     def backward(self, batch: Any, metrics: Any = None) -> StepResult:
         """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
@@ -218,7 +214,13 @@ class Microbatcher:
         """
         return self.accumulate([batch], metrics)
 
-    def accumulate(self, batches: Sequence[Any], metrics: Any = None) -> StepResult:
+    def accumulate(
+        self,
+        batches: Sequence[Any],
+        metrics: Any = None,
+        *,
+        accept: Callable[[Tensor], bool] | None = None,
+    ) -> StepResult:
         """Forward and backward of several batches as if they were one.
 
         Their loss has one denominator, so the gradient is that of all their rows in one batch,
@@ -227,6 +229,8 @@ class Microbatcher:
         Args:
             batches: what a data loader gave, one after the other; at least one.
             metrics: torchmetrics to update, each row once.
+            accept: given the loss, says whether to keep the step. False leaves no trace of it: no
+                gradient, no count in a metric or a BatchNorm; see `StepResult.is_committed`.
 
         Raises:
             ValueError: no batch. Else as `backward`, and after any exception the state is as it
@@ -238,51 +242,48 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        check_step(batches)
+        batches = check_step(batches)
         with self._memory.limited():
             rows = [self._layout.num_rows(batch) for batch in batches]
-            policy = self._split_guard.allowed_policy(self._policy)
+            policy = self._split_guard.allowed_policy(self._train.policy)
             could_split = len(rows) > 1 or self._split_guard.could_split(policy, rows[0])
             prober = self._prober if could_split else None
             if is_lazy(self._modules):
                 self._passes.materialize(batches[0])
             parameters = [p for module in self._modules for p in module.parameters()]
-            tensors = [tensor for batch in batches for tensor in self._passes.tensors(batch)]
-            watch = self._inputs.watch(tensors, self._device)
-            buffers = Buffers(self._buffers)
-            transaction = Transaction(
-                [
-                    Gradients([*parameters, *watch.requiring_grad]),
-                    Parameters(parameters),
-                    watch,
-                    self._reservation,
-                    buffers,
-                    RandomState(self._device, self._generators),
-                    Metrics(flatten_metrics(metrics)),
-                ]
-            )
-            narrator = self._narrator("train")
+            tensors = [self._passes.tensors(batch) for batch in batches]
+            watch = self._train.watch([each for batch in tensors for each in batch])
+            buffers, narrator = self._train.buffers(), self._train.narrator()
             try:
-                finished = run_attempts(
-                    lambda cuts: self._train(
+                finished = self._train.run(
+                    lambda cuts: self._attempt(
                         batches, cuts, watch, buffers, metrics, prober, narrator
                     ),
+                    [
+                        Gradients([*parameters, *watch.requiring_grad]),
+                        Parameters(parameters),
+                        watch,
+                        self._reservation,
+                        buffers,
+                    ],
+                    batches=batches,
                     rows=rows,
-                    policy=policy,
-                    rule=self._rule,
-                    transaction=transaction,
-                    device=self._device,
+                    costs=list(map(cost_of_row, tensors, rows)),
+                    metrics=metrics,
                     measure_residents=lambda: self._memory.measure(
                         training=True, upcoming_bytes=self._reservation.upcoming_bytes
                     ),
                     narrator=narrator,
+                    policy=policy,
+                    accept=None if accept is None else lambda losses: accept(losses[0]),
                 )
             except torch.OutOfMemoryError as error:
                 self._split_guard.explain_oom(error)
                 raise
-        self._size = finished.microbatch_size
         loss, losses = finished.result
-        return StepResult(loss=loss, losses=losses, **finished.counts)
+        return StepResult(
+            loss=loss, losses=losses, is_committed=finished.is_committed, **finished.counts
+        )
 
     def evaluate(self, batch: Any, metrics: Any = None, return_outputs: bool = False) -> EvalResult:
         """Forward of a whole batch in evaluation mode, without gradients.
@@ -305,8 +306,8 @@ class Microbatcher:
     def predict(self, batch: Any) -> Any:
         """The model's outputs for all rows of a batch, in order; its targets may be missing.
 
-        As `evaluate`, which it shares the size with. With ``loss_fn``, a pair is read as inputs
-        and targets, and anything else as inputs.
+        As `evaluate`, which it shares the size with. With ``loss_fn``, a list of one or two is
+        read as inputs and targets, and anything else as inputs.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -322,20 +323,12 @@ class Microbatcher:
             num_rows = self._layout.num_rows(batch)
             if is_lazy(self._modules):
                 self._passes.materialize(batch)
-            watch = self._eval_inputs.watch(self._passes.tensors(batch), self._device)
-            transaction = Transaction(
-                [
-                    watch,
-                    Buffers(self._eval_buffers),
-                    RandomState(self._device, self._generators),
-                    Metrics(flatten_metrics(metrics)),
-                ]
-            )
-            narrator = self._narrator("eval")
-            finished = run_attempts(
+            tensors = self._passes.tensors(batch)
+            watch, narrator = self._eval.watch(tensors), self._eval.narrator()
+            finished = self._eval.run(
                 lambda cuts: accumulate_outputs(
                     self._passes,
-                    *self._passes.cut([batch], cuts, sizes_change=self._eval_adapts),
+                    *self._passes.cut([batch], cuts, sizes_change=self._eval.adapts),
                     watch=watch,
                     device=self._device,
                     metrics=metrics,
@@ -343,15 +336,14 @@ class Microbatcher:
                     predicts=predicts,
                     narrator=narrator,
                 ),
+                [watch, self._eval.buffers()],
+                batches=[batch],
                 rows=[num_rows],
-                policy=self._eval_policy,
-                rule=self._eval_rule,
-                transaction=transaction,
-                device=self._device,
+                costs=[cost_of_row(tensors, num_rows)],
+                metrics=metrics,
                 measure_residents=lambda: self._memory.measure(training=False),
                 narrator=narrator,
             )
-        self._eval_size = finished.microbatch_size
         loss, losses, outputs, denominators = finished.result
         return EvalResult(
             loss=loss,
@@ -361,7 +353,7 @@ class Microbatcher:
             **finished.counts,
         )
 
-    def _train(
+    def _attempt(
         self,
         batches: Sequence[Any],
         cuts: Sequence[Sequence[int]],
@@ -379,7 +371,7 @@ class Microbatcher:
             self._probe(prober, batches[0], sum(cuts[0]))
         result = accumulate_gradients(
             self._passes,
-            self._passes.cut(batches, cuts, sizes_change=self._adapts),
+            self._passes.cut(batches, cuts, sizes_change=self._train.adapts),
             watch=watch,
             device=self._device,
             metrics=metrics,
@@ -390,11 +382,11 @@ class Microbatcher:
             self._split_guard.warn(split, buffers)
         return result
 
-    def _narrator(self, phase: str) -> Narrator | None:
-        return None if self._observer is None else Narrator(self._observer, phase)
-
     def _probe(self, prober: Prober, batch: Any, num_rows: int) -> None:
         undo = Transaction(
-            [Buffers(BufferMemory(self._modules)), RandomState(self._device, self._generators)]
+            [
+                Buffers(BufferMemory(self._modules)),
+                RandomState(self._device, find_generators(self._modules)),
+            ]
         )
         prober.look(batch, num_rows, self._layout, self._passes.losses_of_rows, undo, self._device)

@@ -162,6 +162,15 @@ def is_out_of_memory(exception: BaseException) -> bool:
     return classify(exception) is Failure.RETRYABLE
 
 
+def first_line(error: BaseException) -> str:
+    r"""What an error says, without what follows.
+
+    >>> first_line(RuntimeError("CUDA out of memory.\nGPU 0 has …")), first_line(MemoryError())
+    ('CUDA out of memory.', 'MemoryError')
+    """
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def release(exception: BaseException, device: torch.device | str | None = None) -> None:
     """Give back the memory that a failed attempt still holds.
 

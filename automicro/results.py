@@ -19,6 +19,9 @@ class StepResult:
         num_microbatches: microbatches of the attempt that succeeded.
         attempts: attempts that were made; all but the last were rolled back.
         failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
+        is_committed: False where the caller did not accept the loss, and all was rolled back.
+        recalled_size: rows that an earlier run found, where this batch was the first to start
+            from them.
     """
 
     loss: Tensor
@@ -28,6 +31,8 @@ class StepResult:
     num_microbatches: int
     attempts: int
     failed_sizes: tuple[int, ...] = ()
+    is_committed: bool = True
+    recalled_size: int | None = None
 
     @property
     def ooms(self) -> int:
@@ -51,6 +56,7 @@ class EvalResult:
         failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
         denominators: what the losses were divided by, by name, or one for all under ``""``; None
             for a sum. With them the losses of several batches add up exactly; see `LossMean`.
+        recalled_size: as in `StepResult`.
     """
 
     loss: Tensor | None
@@ -62,6 +68,7 @@ class EvalResult:
     attempts: int
     failed_sizes: tuple[int, ...] = ()
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
+    recalled_size: int | None = None
 
     @property
     def ooms(self) -> int:

@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
     "AnyBatchNorm",
@@ -49,6 +50,7 @@ __all__ = [
     "sparse_parts",
     "unmark",
     "version_of",
+    "without_modes",
 ]
 
 

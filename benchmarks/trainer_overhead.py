@@ -73,12 +73,12 @@ class Interleaving:
         for batch in self.batches:
             counter = Counter()
             if self.counts:
-                counter.__enter__()
+                counter.__enter__()  # type: ignore[no-untyped-call]
             start = time.perf_counter()
             yield batch
             seconds = time.perf_counter() - start
             if self.counts:
-                counter.__exit__(None, None, None)
+                counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.trainer.append(counter.operations if self.counts else seconds)
             counter = Counter()
             if self.counts:

@@ -184,7 +184,7 @@ def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("automicro.attempts.release", interrupted)
+    monkeypatch.setattr("automicro.attempts.trial.release", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
     assert not part.is_open

@@ -16,6 +16,7 @@ from automicro import (
     SampleTooLargeError,
     UnsplittableModelError,
 )
+from tests.callback_runs import Scripted
 from tests.models import CLASSES, IMAGE, ROWS, ConvNet, Memory, Mlp, numbers, x, y
 
 
@@ -139,10 +140,13 @@ def test_refusing_one_row_leaves_no_trace_in_statistics() -> None:
 
 
 def test_the_floor_is_kept_in_the_state() -> None:
-    microbatcher = floored(Memory(norm_model(), most=3))
+    def at_two_rows(model: nn.Module) -> Microbatcher:
+        return on(model, microbatch_size=Scripted([2]), batchnorm="ignore", probe=False)
+
+    microbatcher = at_two_rows(Memory(norm_model(), most=3))
     microbatcher.backward(vectors())
     model = Memory(norm_model(), most=3)
-    other = floored(model)
+    other = at_two_rows(model)
     other.load_state_dict(microbatcher.state_dict())
     assert other.backward(vectors()).attempts == 1
     assert model.seen == [3, 2, 2, 2, 2]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from automicro import Microbatcher, Trainer
+from automicro import Halving, Microbatcher, Trainer
 from automicro.callbacks import (
     FreezeSchedule,
     GrowthSchedule,
@@ -160,7 +160,8 @@ def test_a_parameter_to_unfreeze_must_be_in_the_optimizer() -> None:
         trainer_with(FreezeSchedule({"0.*": "2ba"}), model=model, optimizer=optimizer).fit()
 
 
-def test_images_grow_until_memory_runs_out_and_training_goes_on() -> None:
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_images_grow_until_memory_runs_out_and_training_goes_on(is_plain: bool) -> None:
     def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
         growth = ImageSizeSchedule(4, 16, over="8ba", steps=4)
         return trainer_with(
@@ -174,16 +175,21 @@ def test_images_grow_until_memory_runs_out_and_training_goes_on() -> None:
         ).fit()
 
     model, sizes = Images(), Sizes()
-    summary = train(model, sizes, memory_limit="360KiB")
+    size = Halving(refine=False, grow=False) if is_plain else "auto"
+    summary = train(model, sizes, memory_limit="360KiB", microbatch_size=size)
     assert sizes.ooms[0] == 0
-    assert sum(sizes.ooms) == summary.train_ooms > 0
-    assert next(batch for batch, ooms in enumerate(sizes.ooms) if ooms) >= 4
+    assert sizes.sizes[-1] < sizes.sizes[0]
+    assert sum(sizes.ooms) == summary.train_ooms
+    if is_plain:  # "auto" sees it coming
+        assert summary.train_ooms > 0
+        assert next(batch for batch, ooms in enumerate(sizes.ooms) if ooms) >= 4
     expected = Images()
     train(expected, microbatch_size=Scripted(sizes.sizes))
     assert_equal(copy_of(model), copy_of(expected))
 
 
-def test_sequences_grow_until_memory_runs_out_and_training_goes_on() -> None:
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_sequences_grow_until_memory_runs_out_and_training_goes_on(is_plain: bool) -> None:
     def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
         growth = SequenceLengthSchedule(4, LENGTH, over="6ba", multiple_of=4)
         return trainer_with(
@@ -197,9 +203,12 @@ def test_sequences_grow_until_memory_runs_out_and_training_goes_on() -> None:
         ).fit()
 
     model, sizes = Tokens(), Sizes()
-    summary = train(model, sizes, memory_limit="300KiB")
+    size = Halving(refine=False, grow=False) if is_plain else "auto"
+    summary = train(model, sizes, memory_limit="300KiB", microbatch_size=size)
     assert sizes.ooms[0] == 0
-    assert sum(sizes.ooms) == summary.train_ooms > 0
+    assert sizes.sizes[-1] < sizes.sizes[0]
+    assert sum(sizes.ooms) == summary.train_ooms
+    assert (summary.train_ooms > 0) == is_plain  # "auto" sees it coming
     expected = Tokens()
     train(expected, microbatch_size=Scripted(sizes.sizes))
     assert_equal(copy_of(model), copy_of(expected))

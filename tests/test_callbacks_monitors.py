@@ -106,20 +106,18 @@ def test_the_value_of_one_of_several_evaluations_is_awaited() -> None:
     for _ in range(2):
         stopping.eval_end(run, {"eval/a/loss": 1.0})
         stopping.eval_end(run, {"eval/b/loss": 2.0})
-        stopping.batch_start(run, None)
     assert (stopping.best, stopping.without_better) == (2.0, 1)
     unknown = EarlyStopping("eval/c/loss")
     unknown.fit_start(run)
-    unknown.eval_end(run, {"eval/a/loss": 1.0})
-    unknown.eval_end(run, {"eval/b/loss": 1.0})
-    with pytest.raises(ValueError, match="the names are: eval/a/loss, eval/b/loss"):
-        unknown.batch_start(run, None)
+    with pytest.raises(ValueError, match="the names are: eval/a/loss"):
+        unknown.eval_end(run, {"eval/a/loss": 1.0})
 
 
 class Standing:
     """What little of a run a callback looks at here."""
 
     values: Mapping[str, float] = {}
+    evaluations = ("a", "b")
 
 
 def test_counting_goes_on_from_its_state() -> None:

@@ -169,7 +169,7 @@ def test_metrics_may_be_tensors_and_any_float(store: CheckpointStore) -> None:
         ({"keep_best": -1}, "keep_best=-1"),
         ({"best_metric": ""}, "best_metric=''"),
         ({"best_mode": "maximum"}, r"did you mean 'max'"),
-        ({"interval": "1 epoch"}, "is no duration"),
+        ({"interval": "1 epoch"}, r"interval='1 epoch' .*did you mean '1ep'"),
         ({"resume": "Auto"}, r"did you mean 'auto'"),
         ({"resume": "last"}, "use 'auto', 'never' or the folder"),
         ({"resume": ""}, "resume='' is no path"),

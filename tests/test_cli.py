@@ -34,12 +34,23 @@ def test_a_job_trains_and_ends_with_its_summary(capsys: pytest.CaptureFixture[st
 
 
 def test_running_out_of_memory_is_survived_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "job.yaml", "memory_limit=48KiB", "eval_data=${train_data}"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "job.yaml",
+                "memory_limit=48KiB",
+                "eval_data=${train_data}",
+                "max_duration=4ep",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "training on a simulated 48.00 KiB device on the CPU" in out
     assert "train: out of memory" in out
     assert "OOMs survived: 0" not in out.splitlines()[-2]
-    assert out.splitlines()[-1].endswith("rows (4 × 3 of 12) in train, 3 in eval")
+    assert out.splitlines()[-1].endswith("rows (4 × 3 of 12) in train, 4 in eval")
 
 
 def test_without_progress_only_the_summary_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +163,7 @@ def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[
     for name, command in COMMANDS.items():
         assert re.search(rf"^    {name} +{re.escape(command.brief)}$", out, re.MULTILINE)
         assert f"\n  {command.examples[0]}\n" in out
-    assert set(COMMANDS) == {"train", "eval", "verify", "config", "torture"}
+    assert set(COMMANDS) == {"train", "eval", "verify", "config", "torture", "cache"}
     assert "automicro config --template > job.yaml" in out
     assert "  130  interrupted with Ctrl-C" in out
     assert err == ""

@@ -147,7 +147,7 @@ FAILED = {
     ): (
         "the run failed: ValueError: Tried to step 3 times. The specified number of total steps "
         "is 2",
-        "in training, epoch 2, batch 1 of the epoch (2 batches done)",
+        "in training, epoch 2, batch 2 of the epoch (3 batches done)",
         "at torch/optim/lr_scheduler.py:…, in get_lr, called by the scheduler OneCycleLR",
     ),
     ("train", "max_duration=10000tok"): (

@@ -10,7 +10,7 @@ from automicro.cli import main
 from automicro.cli.weights import SAVE
 from tests.cli_jobs import enter_folder_with_job
 
-ALL = "train, eval, verify, config, torture"
+ALL = "train, eval, verify, config, torture, cache"
 DEBUG = "(--debug shows the traceback)"
 
 

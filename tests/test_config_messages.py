@@ -45,8 +45,8 @@ WRONG_OVERRIDES = {
         "eval_microbatch_size=true: expected a whole number, auto or null"
     ),
     "memory_limit=1.5": (
-        "memory_limit=1.5 (a decimal number): expected text such as 24MiB, a whole number of "
-        "bytes, or null"
+        "memory_limit: 1.5 is neither a share of a device, such as 0.8, nor a whole number of "
+        "bytes: give one of these, or text such as '24MiB'"
     ),
     # values that mean nothing
     "max_duration=2": (

@@ -207,7 +207,7 @@ def test_events_nobody_listens_to_cost_no_observer() -> None:
             """Listens to nothing inside a step."""
 
     trainer = make_trainer(make_model(), callbacks=[Quiet()])
-    assert trainer._microbatcher._observer is None
+    assert trainer._microbatcher._train.narrator() is None
 
 
 @pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])

@@ -1,12 +1,19 @@
 """Amounts of memory as people write them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.memory import MemoryBudget, format_bytes, parse_bytes
+from automicro.memory import (
+    MemoryBudget,
+    format_bytes,
+    limit_bytes,
+    parse_bytes,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +95,26 @@ def test_what_is_written_can_be_read_again(num_bytes: int) -> None:
 def test_units_of_1024_are_exact(count: int, unit: str) -> None:
     power = {"KiB": 10, "MiB": 20, "GiB": 30}[unit]
     assert parse_bytes(f"{count}{unit}") == count << power
+
+
+def test_a_share_is_told_from_bytes() -> None:
+    assert [parse_share(each) for each in (0.5, 1.0, "12.5%", " 80 %")] == [0.5, 1.0, 0.125, 0.8]
+    assert [parse_share(each) for each in (1, 2.0, "1GiB", None, True)] == [None] * 5
+
+
+@pytest.mark.parametrize("wrong", ["0%", "101%", "-5%", "eighty%", "%"])
+def test_a_share_that_cannot_be_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"is no share of a device: give one such as '80%'"):
+        parse_share(wrong)
+
+
+def test_a_share_needs_a_device_with_memory_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r"'80%' is a share of a device, and cpu .* give bytes"):
+        limit_bytes("80%", "cpu")
+
+
+def test_a_share_of_cuda_is_that_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=1000)
+    )
+    assert [limit_bytes(each, "cuda:0") for each in ("80%", 0.25, 600)] == [800, 250, 600]

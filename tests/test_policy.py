@@ -109,8 +109,8 @@ def test_halving_remembers_for_later_batches_of_other_rows() -> None:
     assert [policy.propose(rows) for rows in (64, 40, 17, 16, 5, 1)] == [16, 14, 9, 16, 5, 1]
 
 
-def test_halving_does_not_grow_after_a_fit() -> None:
-    policy = Halving()
+def test_plain_halving_does_not_grow_after_a_fit() -> None:
+    policy = Halving(refine=False, grow=False)
     policy.record(Outcome(num_rows=64, microbatch_size=64, fits=False))
     policy.record(Outcome(num_rows=64, microbatch_size=32, fits=True))
     policy.record(Outcome(num_rows=100, microbatch_size=100, fits=True))

@@ -65,7 +65,7 @@ def test_a_loader_that_shuffles_is_refused() -> None:
     trainer = make_trainer(make_model())
     for options in ({"shuffle": True}, {"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}):
         with pytest.raises(ValueError, match=r"in no order that anybody knows; pass one with shuf"):
-            trainer.predict(DataLoader(make_data(), batch_size=4, **options))  # type: ignore[arg-type]
+            trainer.predict(DataLoader(make_data(), batch_size=4, **options))
 
 
 def test_an_empty_loader_and_a_forward_without_outputs_are_errors() -> None:

@@ -98,7 +98,7 @@ def test_the_summary_ends_with_the_ooms_and_the_final_sizes() -> None:
     lines = str(make_run(progress=False).fit()).splitlines()
     assert lines[-2:] == [
         "OOMs survived: 3 (1 in train, 2 in eval)",
-        "final microbatch size: 128 rows (2 × 128 of 256) in train, 225 in eval",
+        "final microbatch size: 128 rows (2 × 128 of 256) in train, 300 in eval",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import NonFiniteLossError
+from automicro import Halving, NonFiniteLossError
 from tests.trainer_runs import (
     FEATURES,
     adam,
@@ -98,7 +98,10 @@ def test_gradients_that_overflow_are_left_out_as_in_that_loop(
 def test_a_run_that_ran_out_of_memory_is_the_run_at_those_sizes() -> None:
     ours, fixed = make_model(dropout=0.2), make_model(dropout=0.2)
     options: dict[str, Any] = {"precision": "fp16", "seed": 5, "max_duration": "2ep"}
-    trainer = make_trainer(ours, make_loader(300, 256), memory_limit="200KiB", **options)
+    halving = Halving(refine=False, grow=False)
+    trainer = make_trainer(
+        ours, make_loader(300, 256), memory_limit="200KiB", microbatch_size=halving, **options
+    )
     summary = trainer.fit()
     assert summary.train_ooms > 0
     size = summary.microbatch_size

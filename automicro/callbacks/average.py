@@ -28,7 +28,8 @@ class ExponentialMovingAverage(Callback):
     Evaluations see the average, and training goes on with the very weights that it had: both stay
     where they are, and parameters point to one or the other, so nothing is copied and no bit
     changes. After an evaluation that ends with an error, the training weights are back at the next
-    event, or with `restore`.
+    event, or with `restore`. `Trainer.predict` uses the model's own weights; load
+    `average_state_dict` into the model to predict with the average.
 
     Memory: as much as parameters and floating point buffers once more, on the device, from the
     start to the end. Weights of half precision have their average in float32, twice as much,

@@ -32,7 +32,7 @@ class EarlyStopping(Callback):
     Raises:
         TypeError, ValueError: arguments that make no sense.
 
-    A name that no evaluation gives is a ``ValueError`` right after the first one (for training,
+    A name that its evaluation does not give is a ``ValueError`` right after that (for training,
     after the first epoch), with the names that there are.
 
     Example:
@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
         self._without_better = 0
         self._is_training = False  # evaluations on their own do not count
         self._was_found = False
-        self._names: list[str] | None = None  # of evaluations that did not have the value
+        self._was_loaded = False
 
     @property
     def best(self) -> float | None:
@@ -74,17 +74,16 @@ class EarlyStopping(Callback):
         return self._without_better
 
     def fit_start(self, run: Run) -> None:
-        """Begin to look."""
+        """Begin to look; a run that had ended here ends again, unless patience is greater now."""
         self._is_training = True
+        if self._was_loaded and self._without_better >= self._patience:
+            times = "" if self._without_better == 1 else f" {self._without_better} times in a row"
+            run.stop(f"{self._monitor} was not better{times} before the run was taken up again")
+        self._was_loaded = False
 
     def fit_end(self, run: Run) -> None:
         """Look no more."""
         self._is_training = False
-
-    def batch_start(self, run: Run, batch: Any) -> None:
-        """Refuse a name that no evaluation gave."""
-        if self._names is not None and not self._was_found:
-            self._refuse(self._names)
 
     def batch_end(self, run: Run, result: StepResult) -> None:
         """Look at a value of a batch."""
@@ -115,11 +114,8 @@ class EarlyStopping(Callback):
         if self._monitor in found:
             self._was_found = True
             self._look_at(run, found[self._monitor], "evaluation")
-        elif not self._was_found:
-            self._names = sorted({*(self._names or []), *found})
-            # A name of three parts may be that of another evaluation, which comes next.
-            if self._monitor.count("/") < 2:
-                self._refuse(self._names)
+        elif not self._was_found and not self._comes_later(run, found):
+            self._refuse(sorted(found))
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and for how long there was no better one."""
@@ -129,6 +125,13 @@ class EarlyStopping(Callback):
         """Go on counting."""
         self._best = state["best"]
         self._without_better = state["without_better"]
+        self._was_loaded = True
+
+    def _comes_later(self, run: Run, found: Mapping[str, float]) -> bool:
+        """Whether the value is that of another evaluation than the one that gave these."""
+        prefixes = [f"{_IN_EVALUATION}{name}/" for name in run.evaluations if name]
+        its = next((prefix for prefix in prefixes if self._monitor.startswith(prefix)), None)
+        return its is not None and not any(name.startswith(its) for name in found)
 
     def _look_at(self, run: Run, value: float, what: str) -> None:
         value, best = float(value), self._best

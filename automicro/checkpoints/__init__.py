@@ -22,11 +22,15 @@ from automicro.checkpoints.differences import Differences, differences
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
     LoadedCheckpoint,
+    OpenedCheckpoint,
     find_newest,
     load_checkpoint,
+    open_checkpoint,
+    refuse_differences,
 )
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.checkpoints.store import CheckpointStore
+from automicro.checkpoints.structure import take_apart, tensors_of
 
 __all__ = [
     "CheckpointConfig",
@@ -34,9 +38,14 @@ __all__ = [
     "Differences",
     "FoundCheckpoint",
     "LoadedCheckpoint",
+    "OpenedCheckpoint",
     "differences",
     "find_newest",
     "load_checkpoint",
+    "open_checkpoint",
+    "refuse_differences",
     "restore_rng_state",
     "rng_state",
+    "take_apart",
+    "tensors_of",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automicro.checkpoints.retention import Retention
-from automicro.duration import Duration
+from automicro.duration import read_duration
 
 RESUME = ("auto", "never")
 
@@ -24,8 +24,9 @@ class CheckpointConfig:
         best_mode: ``"min"`` where less is better, ``"max"`` where more is.
         asynchronous: write in the background, from a copy in the host's memory.
         resume: ``"auto"`` goes on from the newest good one in the folder where there is one,
-            ``"never"`` starts anew, and a path goes on from that checkpoint, or from the newest
-            good one in that folder.
+            ``"never"`` starts anew, and a path does the same as ``"auto"`` but begins from that
+            checkpoint, or from the newest good one in that folder. A path of a checkpoint in
+            ``folder`` itself is taken in any case.
 
     Raises:
         TypeError: the interval is a bare number.
@@ -47,7 +48,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _check_folder("folder", self.folder)
         if self.interval is not None:
-            Duration.parse(self.interval)
+            read_duration("interval", self.interval)
         Retention(
             keep_last=self.keep_last,
             keep_best=self.keep_best,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automicro.checkpoints.structure import tensors_of
+from automicro.torch_private import is_uninitialized
 
 _MOST_NAMED = 3
 
@@ -52,7 +53,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Differe
         it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)
     """
     there, here = tensors_of(saved), tensors_of(current)
-    both = [name for name in there if name in here]
+    # A lazy module takes on whatever shape there was.
+    both = [name for name in there if name in here and not is_uninitialized(here[name])]
     return Differences(
         missing=tuple(name for name in here if name not in there),
         unexpected=tuple(name for name in there if name not in here),

@@ -1,6 +1,6 @@
 """Finding the newest good checkpoint, and loading one as data."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,63 @@ class LoadedCheckpoint(FoundCheckpoint):
     state: dict[str, Any] = field(repr=False, compare=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenedCheckpoint(FoundCheckpoint):
+    """A checkpoint of which all is known but the data of its tensors.
+
+    Attributes:
+        structure: the state as it was given, with its tensors on the meta device.
+    """
+
+    structure: dict[str, Any] = field(repr=False, compare=False)
+
+    def load(
+        self, into: Mapping[str, torch.Tensor], *, keys: Collection[str] | None = None
+    ) -> LoadedCheckpoint:
+        """Read the data.
+
+        Args:
+            into: by place, tensors of the same shape that are overwritten. All others are new
+                ones on the CPU.
+            keys: of the state, to read only what they hold; None for all.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        structure = {
+            key: value for key, value in self.structure.items() if keys is None or key in keys
+        }
+        tensors = {
+            place: into[place] if place in into else torch.empty_like(tensor, device="cpu")
+            for place, tensor in tensors_of(structure).items()
+        }
+        _fill(self.path, tensors)
+        return LoadedCheckpoint(
+            path=self.path,
+            step=self.step,
+            metrics=self.metrics,
+            state=put_together(structure, tensors),
+        )
+
+
+def open_checkpoint(checkpoint: FoundCheckpoint | Path | str) -> OpenedCheckpoint:
+    """Read what a checkpoint holds, without its data, to see whether it fits.
+
+    Args:
+        checkpoint: see `load_checkpoint`.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it holds something else than data.
+    """
+    found = _find(checkpoint)
+    return OpenedCheckpoint(
+        path=found.path,
+        step=found.step,
+        metrics=found.metrics,
+        structure=_structure_of(found.path),
+    )
+
+
 def find_newest(folder: Path | str) -> FoundCheckpoint | None:
     """The newest checkpoint that is good; None where there is none at all.
 
@@ -104,27 +161,31 @@ def load_checkpoint(
             from a newer automicro, or it does not fit ``into``. Nothing was overwritten then,
             unless the disk failed after the files had been verified.
     """
-    found = _find(checkpoint)
-    structure = _structure_of(found.path)
+    opened = open_checkpoint(checkpoint)
     current = dict(into or {})
-    found_differences = differences({name: structure.get(name) for name in current}, current)
+    refuse_differences(opened, {name: opened.structure.get(name) for name in current}, current)
+    return opened.load(tensors_of(current))
+
+
+def refuse_differences(
+    found: FoundCheckpoint, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint whose tensors do not fit.
+
+    Args:
+        found: the checkpoint.
+        saved: the part of its structure to compare.
+        current: what is here in its place.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ.
+    """
+    found_differences = differences(saved, current)
     if found_differences:
         raise CheckpointError(
             f"{found.path} does not fit: {found_differences}. Load it into what it was saved "
             "from, or start anew with resume='never'"
         )
-    here = tensors_of(current)
-    tensors = {
-        place: here[place] if place in here else torch.empty_like(tensor, device="cpu")
-        for place, tensor in tensors_of(structure).items()
-    }
-    _fill(found.path, tensors)
-    return LoadedCheckpoint(
-        path=found.path,
-        step=found.step,
-        metrics=found.metrics,
-        state=put_together(structure, tensors),
-    )
 
 
 def _find(checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from automicro.errors import CheckpointError
+from automicro.torch_private import is_uninitialized
 
 # What `torch.load` reads with weights_only=True and without being told of any class.
 _PLAIN = (
@@ -48,7 +49,7 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
     def keep(place: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return _plain(place, leaf)
-        tensors[place] = _dense(place, leaf.detach())
+        tensors[place] = _dense(place, leaf)
         return torch.empty_like(tensors[place], device="meta")
 
     return _map(dict(state), keep), tensors
@@ -138,7 +139,12 @@ def _plain(place: str, value: Any) -> Any:
     return value
 
 
-def _dense(place: str, tensor: Tensor) -> Tensor:
+def _dense(place: str, leaf: Tensor) -> Tensor:
+    if is_uninitialized(leaf):
+        raise CheckpointError(
+            f"{place} is of a lazy module that has no shape yet; run one forward before saving it"
+        )
+    tensor = leaf.detach()
     if tensor.is_meta:
         raise CheckpointError(
             f"{place} is on the meta device, without data; give the model its parameters before "

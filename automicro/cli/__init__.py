@@ -4,12 +4,13 @@
 
     command      the command line: finds the subcommand, runs it
     subcommand   what every subcommand has: a name, its help, its arguments
-    training  evaluating  verifying  configuring  torturing     one subcommand each
+    training  evaluating  verifying  configuring  torturing  caching    one subcommand each
     failures     how errors are shown; exit codes
     places       where in the code an error was raised
     wording      messages of the library in the words of a config
     warning_lines   warnings in one line each
     results      what is printed, as text and as JSON
+    size_table   remembered sizes as a table, as JSON and as Markdown
 
     job          the files and overrides of a command line, to be read and made
     recipe       what a config names: checked first, made afterwards

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from automicro.cli.caching import CACHE
 from automicro.cli.configuring import CONFIG
 from automicro.cli.evaluating import EVAL
 from automicro.cli.failures import (
@@ -25,7 +26,7 @@ from automicro.cli.training import TRAIN
 from automicro.cli.verifying import VERIFY
 from automicro.cli.warning_lines import warnings_in_one_line
 
-COMMANDS = {each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE)}
+COMMANDS = {each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE, CACHE)}
 DESCRIPTION = """\
 Train PyTorch models on full optimization batches, on any memory: batches are cut into
 microbatches that fit, with the gradient of the whole batch.
@@ -75,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mine = parser if name is None else commands[name]
     for each in rest:
         if each.startswith("-"):
-            known = re.findall(r"--\w+", mine.format_usage())
+            known = re.findall(r"--[\w-]+", mine.format_usage())
             hint = _key_meant(each) or did_you_mean(each, known)
             mine.error(
                 f"unknown option {each!r}{hint}: use some of "
@@ -89,7 +90,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         # argparse takes no more positionals once an option came between them.
         arguments.inputs = [*arguments.inputs, *rest]
     elif rest:
-        mine.error(f"unknown argument {rest[0]!r}: {name} takes one SUBJECT and options")
+        takes = "one SUBJECT and options" if "subject" in arguments else "options only"
+        mine.error(f"unknown argument {rest[0]!r}: {name} takes {takes}")
     return arguments
 
 

@@ -48,6 +48,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "loss_average",
         "batchnorm",
         "probe",
+        "remember_sizes",
     ),
     "Precision and numerics": (
         "precision",
@@ -94,7 +95,7 @@ def one_of(choices: Iterable[str]) -> str:
 _IN_WORDS = {
     "microbatch_size": "a whole number, auto or null",
     "eval_microbatch_size": "a whole number, auto or null",
-    "memory_limit": "text such as 24MiB, a whole number of bytes, or null",
+    "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
     "max_duration": "text such as 2ep, 500ba, 10000sp or 1e6tok",
     "eval_interval": "text such as 1ep, 100ba, 10000sp or 1e6tok, or null",
     "loss_average": f"{', '.join(LOSS_AVERAGES)}, a node, or a mapping of these by name",

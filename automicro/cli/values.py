@@ -11,12 +11,13 @@ from automicro.cli.keys import LOSS_AVERAGES
 from automicro.cli.nodes import is_node, show
 from automicro.cli.wording import as_yaml
 from automicro.compilation import check_compile
+from automicro.duration import read_duration
 from automicro.errors import ConfigError
-from automicro.memory import parse_bytes
+from automicro.memory import parse_bytes, parse_share
 from automicro.policy import make_policy
 from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES
-from automicro.trainer.arguments import read_count, read_duration, read_norm, read_time
+from automicro.trainer.arguments import read_count, read_norm, read_time
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.finiteness import NON_FINITE_MODES
@@ -134,6 +135,11 @@ def _check_compile(config: RunConfig) -> None:
     )
 
 
+def _check_limit(value: Any) -> None:
+    if parse_share(value) is None:
+        parse_bytes(value)
+
+
 # Where their own errors do not say which key they mean, the key is put before them.
 _READERS: Mapping[str, Callable[[Any], object]] = {
     "max_duration": _duration("max_duration"),
@@ -143,7 +149,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "batch_layout": BatchLayout,
     "microbatch_size": make_policy,
     "eval_microbatch_size": make_policy,
-    "memory_limit": parse_bytes,
+    "memory_limit": _check_limit,
     "loss_average": _check_loss_average,
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
     "precision": lambda value: check_choice("precision", value, PRECISIONS),

@@ -66,6 +66,11 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
+        if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+            raise TypeError(
+                f"callbacks is a {type(callbacks).__name__} and not a list; pass a list of "
+                "callbacks, such as callbacks=[EarlyStopping()]"
+            )
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             if not isinstance(callback, Callback):

@@ -1,5 +1,6 @@
 """What a callback sees of a run, and what it may ask of it."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -30,6 +31,7 @@ class Run:
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
         max_duration: Duration,
+        evaluations: Sequence[str],
         make_microbatcher: Callable[..., Microbatcher],
     ) -> None:
         self._state = read_only(state)
@@ -38,6 +40,7 @@ class Run:
         self._optimizer = optimizer
         self._device = device
         self._max_duration = max_duration
+        self._evaluations = tuple(evaluations)
         self._make_microbatcher = make_microbatcher
         self._logged: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
@@ -75,6 +78,11 @@ class Run:
         return self._max_duration
 
     @property
+    def evaluations(self) -> tuple[str, ...]:
+        """The names of what is evaluated on; an empty one where there is only one."""
+        return self._evaluations
+
+    @property
     def values(self) -> Mapping[str, float]:
         """The latest of every value that was logged, by name."""
         return MappingProxyType(self._logged)
@@ -86,6 +94,9 @@ class Run:
 
     def microbatcher(self, **options: Any) -> Microbatcher:
         """A `Microbatcher` of this run's model, loss and options, for passes of one's own.
+
+        With ``precision="fp16"`` its gradients are not scaled, like those at ``gradients_ready``;
+        ``backward=`` may scale them.
 
         Args:
             options: of `Microbatcher`, in place of the run's: ``forward=…``, say.
@@ -151,6 +162,14 @@ class _View:
         if isinstance(value, dict):
             return MappingProxyType(value)
         return _View(value) if type(value).__module__ == type(self._target).__module__ else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of what is seen, which its owner may change."""
+        return copy.deepcopy(self._target, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A view of the same, wherever it is loaded."""
+        return _View, (self._target,)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(

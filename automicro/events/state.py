@@ -93,6 +93,9 @@ class LoopState:
     def done(self, unit: Unit) -> int:
         """How much of what a duration counts is done.
 
+        Raises:
+            ValueError: tokens, and those of a batch could not be counted.
+
         >>> LoopState(batch=3, samples=96).done(Unit.SAMPLES)
         96
         """
@@ -104,6 +107,12 @@ class LoopState:
             case Unit.SAMPLES:
                 return self.samples
             case Unit.TOKENS:
+                if self.tokens is None and self.batch:
+                    raise ValueError(
+                        "something here counts tokens, and those of the batches are not known; "
+                        "pass count_tokens=…, a callable from a batch to its number of tokens, or "
+                        "count batches or samples instead (100ba, 3200sp)"
+                    )
                 return self.tokens or 0
 
 

@@ -70,7 +70,7 @@ class LoggerGroup:
         ]
         self._refused.update(refused)
         if plain:
-            messages += [logger.log(plain, step=step) for logger in self._loggers]
+            messages += [logger.log(dict(plain), step=step) for logger in self._loggers]
         _tell(messages)
 
     def close(self) -> None:

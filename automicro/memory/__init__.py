@@ -2,20 +2,31 @@
 
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.compiled import refuse_compiled
-from automicro.memory.device import allocated_bytes, limit_memory, peak_bytes, reset_peak
+from automicro.memory.device import (
+    allocated_bytes,
+    limit_bytes,
+    limit_memory,
+    peak_bytes,
+    reset_peak,
+)
+from automicro.memory.meter import Measured, Meter
 from automicro.memory.occupied import OccupiedDevice
 from automicro.memory.residents import ResidentMemory, track_residents
-from automicro.memory.size import format_bytes, parse_bytes
+from automicro.memory.size import format_bytes, parse_bytes, parse_share
 
 __all__ = [
+    "Measured",
     "MemoryBudget",
+    "Meter",
     "OccupiedDevice",
     "ResidentMemory",
     "active_budget",
     "allocated_bytes",
     "format_bytes",
+    "limit_bytes",
     "limit_memory",
     "parse_bytes",
+    "parse_share",
     "peak_bytes",
     "refuse_compiled",
     "reset_peak",

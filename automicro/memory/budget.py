@@ -99,7 +99,16 @@ class MemoryBudget:
 
     def reset_peak(self) -> None:
         """Measure the peak from now on."""
-        self._mode.peak_bytes = self._mode.ledger.allocated_bytes
+        self._mode.reset_peak()
+
+    @property
+    def lap_peak_bytes(self) -> int:
+        """The most that live tensors held since the last `begin_lap`."""
+        return self._mode.lap_peak_bytes
+
+    def begin_lap(self) -> None:
+        """Measure the peak of a part from now on, and leave `peak_bytes` alone."""
+        self._mode.begin_lap()
 
     def __enter__(self) -> Self:
         """Watch this thread. Entering again what is entered already changes nothing.

@@ -28,6 +28,7 @@ class CountingMode(OperationMode):
         self.limit_bytes = limit_bytes
         self.ledger = StorageLedger()
         self.peak_bytes = 0
+        self.lap_peak_bytes = 0
         self.num_ooms = 0
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -57,8 +58,8 @@ class CountingMode(OperationMode):
                 for tensor, before in kept:
                     tensor.copy_(before)
                 raise self._refusal(wanted_bytes, used_bytes)
-            if ledger.allocated_bytes > self.peak_bytes:
-                self.peak_bytes = ledger.allocated_bytes
+            if ledger.allocated_bytes > self.lap_peak_bytes:
+                self._note_peak()
         return output
 
     def admit(self, changes: list[Change]) -> None:
@@ -68,7 +69,19 @@ class CountingMode(OperationMode):
             self.ledger.undo(changes)
             raise self._refusal(wanted_bytes, self.ledger.allocated_bytes)
         changes.clear()
-        self.peak_bytes = max(self.peak_bytes, self.ledger.allocated_bytes)
+        self._note_peak()
+
+    def reset_peak(self) -> None:
+        """Measure both peaks from now on."""
+        self.peak_bytes = self.lap_peak_bytes = self.ledger.allocated_bytes
+
+    def begin_lap(self) -> None:
+        """Measure the peak of the lap from now on; a lap's is never above the other."""
+        self.lap_peak_bytes = self.ledger.allocated_bytes
+
+    def _note_peak(self) -> None:
+        self.lap_peak_bytes = max(self.lap_peak_bytes, self.ledger.allocated_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.lap_peak_bytes)
 
     def _keep(
         self,

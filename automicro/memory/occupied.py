@@ -34,7 +34,7 @@ class OccupiedDevice:
         device: torch.device,
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | None,
-        memory_limit: str | int | None,
+        memory_limit: str | int | float | None,
     ) -> None:
         self._device = device
         self._modules = modules

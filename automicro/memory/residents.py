@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
-from automicro.memory.size import format_bytes, parse_bytes
+from automicro.memory.device import limit_bytes
+from automicro.memory.size import format_bytes
 from automicro.torch_private import is_uninitialized
 
 _GRANULE = 512  # bytes; what CUDA's allocator and a budget round each tensor up to
@@ -62,7 +63,7 @@ def measure_residents(
     *,
     training: bool,
     upcoming_bytes: Sequence[int] = (),
-    memory_limit: str | int | None = None,
+    memory_limit: str | int | float | None = None,
 ) -> ResidentMemory:
     """Add up what is on a device at any microbatch size.
 
@@ -116,10 +117,10 @@ def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
         raise
 
 
-def _limit_bytes(device: torch.device, memory_limit: str | int | None) -> int | None:
+def _limit_bytes(device: torch.device, memory_limit: str | int | float | None) -> int | None:
     if device.type == "cpu" and (budget := active_budget()) is not None:
         return budget.limit_bytes
-    return None if memory_limit is None else parse_bytes(memory_limit)
+    return None if memory_limit is None else limit_bytes(memory_limit, device)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -39,6 +39,35 @@ def parse_bytes(amount: str | int | float) -> int:
     return num_bytes
 
 
+def parse_share(amount: object) -> float | None:
+    """Read a share of a device, a float of at most 1 or a percentage; None for anything else.
+
+    Raises:
+        ValueError: a percentage that is not above 0 and at most 100, or a number that is neither
+            a share nor whole.
+
+    >>> parse_share(0.8), parse_share("80%"), parse_share("24MiB"), parse_share(1)
+    (0.8, 0.8, None, None)
+    """
+    if isinstance(amount, float):
+        if 0 < amount <= 1:
+            return amount
+        if math.isfinite(amount) and not amount.is_integer():
+            raise ValueError(
+                f"{amount!r} is neither a share of a device, such as 0.8, nor a whole number of "
+                "bytes: give one of these, or text such as '24MiB'"
+            )
+    if not isinstance(amount, str) or not amount.strip().endswith("%"):
+        return None
+    try:
+        share = float(amount.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{amount!r} is no share of a device: give one such as '80%' or 0.8")
+    return share
+
+
 def _parse_text(text: str) -> int:
     match = _AMOUNT.fullmatch(text)
     scale = _UNITS.get(match[2].lower()) if match else None

@@ -4,6 +4,7 @@ Policies are pure Python. They hold no tensor and read no device, so the same ou
 the same sizes on every rank and in every test.
 """
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -13,13 +14,24 @@ from typing import Any, Protocol, runtime_checkable
 class Outcome:
     """What became of one attempt at an optimization batch.
 
-    ``num_rows`` are the rows of the batch, ``microbatch_size`` the rows of the largest slice that
-    was really used, ``fits`` whether every microbatch went through. ``peak_bytes`` of device
-    memory, ``seconds`` of the attempt and the ``cost`` of the batch (tokens, say) are None where
-    they were not measured.
+    What was not measured is None; a policy then does without.
+
+    Attributes:
+        num_rows: rows of the batch.
+        microbatch_size: rows of the largest slice that was really used.
+        fits: whether every microbatch went through.
+        peak_bytes: the most that was allocated during the attempt. Of a failed one: what was held
+            when it failed and what was asked for, together, so a lower bound of its need.
+        resident_bytes: what was held before the attempt, which every size needs.
+        capacity_bytes: what the device could give this process then: the limit of a budget; on
+            CUDA what is free and what is reserved, or the limit of the fraction.
+        seconds: how long the attempt took.
+        cost: of one row (elements, tokens): rows of the same structure that are longer cost more.
+        alloc_retries: how often the allocator had to free its cache and ask again.
 
     Raises:
-        ValueError: if the size is not between 1 and the rows of the batch.
+        ValueError: if the size is not between 1 and the rows of the batch, or the cost is not a
+            positive, finite number.
 
     >>> Outcome(num_rows=10, microbatch_size=5, fits=False).fits
     False
@@ -29,8 +41,11 @@ class Outcome:
     microbatch_size: int
     fits: bool
     peak_bytes: int | None = None
+    resident_bytes: int | None = None
+    capacity_bytes: int | None = None
     seconds: float | None = None
     cost: float | None = None
+    alloc_retries: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size <= self.num_rows:
@@ -38,6 +53,7 @@ class Outcome:
                 f"an outcome of {self.num_rows} rows cannot have slices of "
                 f"{self.microbatch_size}: give the rows of the largest slice that was used"
             )
+        require_cost(self.cost)
 
 
 @runtime_checkable
@@ -78,6 +94,26 @@ def canonical_size(num_rows: int, microbatch_size: int) -> int:
     return -(-num_rows // num_slices)
 
 
+def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
+    """Return the largest slice of the coarsest cut into slices of at most ``most_rows``.
+
+    With ``multiple_of`` all slices but the last are multiples of it, where more rows than that
+    are allowed and there; below it a cut is balanced again.
+
+    >>> cut_size(100, 40), cut_size(100, 40, multiple_of=8), cut_size(100, 5, multiple_of=8)
+    (34, 40, 5)
+    >>> cut_size(6, 40, multiple_of=8)
+    6
+    """
+    most_rows = min(most_rows, num_rows)
+    if num_rows <= multiple_of or most_rows < multiple_of:
+        return canonical_size(num_rows, most_rows)
+    if most_rows == num_rows:
+        return num_rows
+    size = canonical_size(num_rows, most_rows // multiple_of * multiple_of)
+    return min(num_rows, -(-size // multiple_of) * multiple_of)
+
+
 def require_rows(num_rows: int) -> None:
     """Refuse a batch without rows.
 
@@ -86,6 +122,25 @@ def require_rows(num_rows: int) -> None:
     """
     if num_rows < 1:
         raise ValueError(f"no size can be proposed for {num_rows} rows: give a batch with rows")
+
+
+def require_cost(cost: float | None) -> float:
+    """Return the cost of a row; where nobody told, every row costs the same.
+
+    Raises:
+        ValueError: if it is not a positive, finite number.
+
+    >>> require_cost(None), require_cost(128)
+    (1.0, 128.0)
+    """
+    if cost is None:
+        return 1.0
+    if not 0 < cost < math.inf:
+        raise ValueError(
+            f"a row cannot cost {cost}: give a positive number (elements or tokens of one row), "
+            f"or None"
+        )
+    return float(cost)
 
 
 def require_size(value: Any, *, name: str) -> int:

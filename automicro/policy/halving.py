@@ -1,29 +1,71 @@
-"""Halve after running out of memory, and remember."""
+"""The policy behind "auto": halve what fails, then look for the fewest microbatches that fit."""
 
+import logging
+import math
 from typing import Any
 
 from automicro.policy.base import (
     Outcome,
-    canonical_size,
+    cut_size,
+    require_cost,
     require_kind,
     require_rows,
     require_size,
 )
+from automicro.policy.frontier import ROUNDING, Failed, Frontier
+from automicro.policy.patience import Patience
+from automicro.policy.peaks import CAUTIOUS_ERROR, ERROR, Measured, Peaks
+from automicro.policy.thrash import Thrash
+
+logger = logging.getLogger(__name__)
+
+# What a state replaces; the rest are settings, and those of the run count.
+LEARNED = (
+    "_start",
+    "_frontier",
+    "_peaks",
+    "_patience",
+    "_thrash",
+    "_ceiling",
+    "_room",
+    "_trusts_prediction",
+    "_has_probed",
+    "_may_double",
+    "_has_failed",
+)
 
 
 class Halving:
-    """Try the whole batch first; where it does not fit, half of what failed.
+    """Try the whole batch first; where it does not fit, half; then the fewest that fit.
 
-    What was learned is a number of rows and holds for every later batch, whatever its rows. If a
-    slice fits exactly when it has at most ``c`` rows, the limit ends above ``c / 2``, after at
-    most ``ceil(log2(rows of the largest batch))`` failures in the whole run. It never grows back.
-    At one row it stays at one row: there is nothing smaller to propose.
+    - A size that fails within a batch is halved, or, if it was a trial, given up for the size that
+      is known to fit. At one row it stays at one row: there is nothing smaller to propose.
+    - *Refine*: on later batches, fewer microbatches are tried where the measured peaks predict
+      that they fit. Trials halve the bracket between what fits and what failed, so that all
+      failures together are at most ``log2(rows) + 2`` while memory and the cost of rows stay as
+      they are. Without measured peaks and a capacity there are no trials.
+    - What was learned holds per cost of a row: a batch of long rows does not slow short ones.
+    - *Grow*: a size that failed is tried again when the device reports what it lacked, when peaks
+      have fallen, or, where nothing explains the failure, after many batches. With each
+      disappointment the wait doubles.
+    - A size at which the allocator had to try again is given up for a smaller one that is
+      measured faster.
 
-    ``initial`` is a limit in rows to start from instead of the whole batch.
+    ``Halving(refine=False, grow=False)`` only halves, which is Composer's rule.
+
+    Args:
+        initial: rows to start from instead of the whole batch.
+        refine: whether to try fewer microbatches than halving found.
+        grow: whether sizes that failed may be tried again.
+        max_microbatch_size: never propose more rows than these.
+        multiple_of: propose multiples of it, where the batch has more rows. If that many rows do
+            not fit, smaller sizes are used all the same, with a warning in the log.
+        margin: the share of the device's capacity that trials leave free.
 
     Raises:
-        TypeError: if ``initial`` is not an int or None.
-        ValueError: if ``initial`` is below 1.
+        TypeError: if a number of rows is not an int.
+        ValueError: if a number of rows is below 1, the margin is not in [0, 1), or the largest
+            size is smaller than what it must be a multiple of.
 
     >>> policy = Halving()
     >>> policy.propose(10)
@@ -33,40 +75,295 @@ class Halving:
     (5, 4, 3)
     """
 
-    def __init__(self, *, initial: int | None = None) -> None:
-        self._limit = None if initial is None else require_size(initial, name="initial")
+    def __init__(
+        self,
+        *,
+        initial: int | None = None,
+        refine: bool = True,
+        grow: bool = True,
+        max_microbatch_size: int | None = None,
+        multiple_of: int = 1,
+        margin: float = 0.0,
+    ) -> None:
+        self._initial = None if initial is None else require_size(initial, name="initial")
+        self._refine = refine
+        self._grow = grow
+        self._max = (
+            None
+            if max_microbatch_size is None
+            else require_size(max_microbatch_size, name="max_microbatch_size")
+        )
+        self._multiple_of = require_size(multiple_of, name="multiple_of")
+        if not 0 <= margin < 1:
+            raise ValueError(
+                f"margin is {margin}, but it is the share of the capacity to leave free: give a "
+                f"number from 0 to below 1, such as 0.05"
+            )
+        if self._max is not None and self._max < self._multiple_of:
+            raise ValueError(
+                f"max_microbatch_size={self._max} is below multiple_of={self._multiple_of}: no "
+                f"size can be both; raise the one or lower the other"
+            )
+        self._margin = margin
+        self._start: tuple[int, float | None] | None = (
+            None if self._initial is None else (self._initial, None)
+        )
+        self._frontier = Frontier()
+        self._peaks = Peaks()
+        self._patience = Patience()
+        self._thrash = Thrash()
+        # Rows that may be tried next within a batch that ran out of memory; None between batches.
+        self._ceiling: int | None = None
+        # Bytes that the last attempt could have for its rows; None where they were not measured.
+        self._room: int | None = None
+        # Until a trial fails, a trial goes right to the size that is predicted.
+        self._trusts_prediction = True
+        self._has_probed = False
+        # Whether a failure was forgotten that nothing explains: then sizes double.
+        self._may_double = False
+        self._has_failed = False
 
     def __repr__(self) -> str:
-        return f"Halving(initial={self._limit})"
+        options = {
+            "refine": (self._refine, True),
+            "grow": (self._grow, True),
+            "max_microbatch_size": (self._max, None),
+            "multiple_of": (self._multiple_of, 1),
+            "margin": (self._margin, 0.0),
+        }
+        told = [f"{name}={value}" for name, (value, usual) in options.items() if value != usual]
+        return f"Halving({', '.join([f'initial={self._initial}', *told])})"
 
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the largest slice of the coarsest balanced cut within the limit.
+    @property
+    def multiple_of(self) -> int:
+        """What whoever cuts a batch makes its slices a multiple of."""
+        return self._multiple_of
+
+    def suggest(self, rows: int, cost: float | None = None) -> None:
+        """Start from a size that an earlier run found; nothing is lost if it is wrong.
 
         Raises:
-            ValueError: if the batch has no rows.
+            TypeError: if the rows are not an int.
+            ValueError: if the rows are below 1, or the cost is not positive.
+
+        >>> policy = Halving()
+        >>> policy.suggest(16, cost=128)
+        >>> policy.propose(64, cost=128), policy.propose(64, cost=256)
+        (16, 8)
+        """
+        if cost is not None:
+            require_cost(cost)
+        self._start = (require_size(rows, name="rows"), cost)
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the largest slice of the coarsest cut that should fit.
+
+        Raises:
+            ValueError: if the batch has no rows, or the cost is not positive.
         """
         require_rows(num_rows)
-        return num_rows if self._limit is None else canonical_size(num_rows, self._limit)
+        return self._decide(num_rows, require_cost(cost))[0]
 
     def record(self, outcome: Outcome) -> None:
-        """Lower the limit to half of a slice that did not fit."""
+        """Learn from an attempt: what fits, what fails, and what it took."""
+        cost = require_cost(outcome.cost)
+        if outcome.capacity_bytes is not None:
+            capacity = int(outcome.capacity_bytes * (1 - self._margin))
+            self._room = capacity - (outcome.resident_bytes or 0)
         if outcome.fits:
-            return
-        # Rounded up, half of a canonical size is canonical again: the pieces just double.
-        half = -(-outcome.microbatch_size // 2)
-        self._limit = half if self._limit is None else min(self._limit, half)
+            self._record_fit(outcome, cost)
+        else:
+            self._record_failure(outcome, cost)
+
+    def _decide(self, num_rows: int, cost: float) -> tuple[int, bool]:
+        """Return the size to propose, and whether it is only there to measure its peak."""
+        if self._ceiling is not None:
+            return self._cut(num_rows, cost, self._ceiling), False
+        known = self._known_rows(num_rows, cost)
+        size = self._cut(num_rows, cost, known)
+        if size == num_rows or not self._frontier.knows_a_fit or not self._patience.may_grow:
+            return size, False
+        fails = self._frontier.rows_that_fail(cost)
+        most: float = num_rows if fails is None else fails - 1
+        is_cautious = self._patience.is_cautious
+        predicted = self._predicted_rows(cost, error=CAUTIOUS_ERROR if is_cautious else ERROR)
+        if predicted is not None:
+            # Trials that halve the bracket fail no more often than its logarithm.
+            halfway = math.inf
+            if not self._trusts_prediction:
+                halfway = self._frontier.rows_halfway(cost) + ROUNDING
+            larger = self._cut(num_rows, cost, min(predicted, most, halfway))
+            if larger > size:
+                return larger, False
+            # The next cut is nearest to what was measured: there the prediction needs no reserve.
+            following = self._following(num_rows, size)
+            exact = predicted if is_cautious else self._predicted_rows(cost, error=0.0)
+            assert exact is not None
+            # Batches of other costs or rows may have no cut within the lower half of a bracket.
+            bound = most if self._patience.is_calm else min(most, halfway)
+            if following <= min(exact, bound) and self._cut(num_rows, cost, following) > size:
+                return following, False
+            if self._cut(num_rows, cost, most) > size and self._lacks_a_chord(cost, size):
+                return self._cut(num_rows, cost, -(-size // 2)), True
+        elif self._may_double:
+            return max(size, self._cut(num_rows, cost, min(most, 2 * known))), False
+        return size, False
+
+    def _cut(self, num_rows: int, cost: float, most_rows: float) -> int:
+        """Return the size of the coarsest cut within all limits."""
+        most = min(num_rows, most_rows)
+        if self._max is not None:
+            most = min(most, self._max)
+        if self._thrash.most_elements is not None:
+            most = min(most, self._thrash.most_elements / cost + ROUNDING)
+        return cut_size(num_rows, max(1, int(most)), multiple_of=self._multiple_of)
+
+    def _known_rows(self, num_rows: int, cost: float) -> int:
+        """Return how many rows to use where no peak predicts that more have room."""
+        start = self._starting_rows(num_rows, cost)
+        fits = self._frontier.rows_that_fit(cost)
+        fails = self._frontier.rows_that_fail(cost)
+        if fits is None:
+            return start if fails is None else min(start, -(-fails // 2))
+        if fails is None and self._predicted_rows(cost) is None and not self._has_failed:
+            return max(start, fits)
+        return fits
+
+    def _starting_rows(self, num_rows: int, cost: float) -> int:
+        """Return the rows to start from, the whole batch if nothing else was said."""
+        if self._start is None:
+            return num_rows
+        rows, per_row = self._start
+        return rows if per_row is None else max(1, int(rows * per_row / cost + ROUNDING))
+
+    def _following(self, num_rows: int, size: int) -> int:
+        """Return the next larger size: of one microbatch less."""
+        count = -(-num_rows // size)
+        return cut_size(num_rows, -(-num_rows // (count - 1)), multiple_of=self._multiple_of)
+
+    def _predicted_rows(self, cost: float, *, error: float = ERROR) -> float | None:
+        """Return how many rows should have room; None where sizes are not refined."""
+        if not self._refine or self._room is None:
+            return None
+        return self._peaks.most_rows(cost=cost, room=self._room, error=error)
+
+    def _lacks_a_chord(self, cost: float, size: int) -> bool:
+        """Whether a smaller microbatch would tell more than the one that was measured.
+
+        With one peak, what rows need cannot be told from what every size needs (gradients,
+        workspaces), and larger sizes seem not to fit. One batch in more microbatches is enough,
+        and cannot fail.
+        """
+        return size > 1 and not self._has_probed and not self._peaks.has_chord(cost)
+
+    def _record_fit(self, outcome: Outcome, cost: float) -> None:
+        rows = outcome.microbatch_size
+        if self._ceiling is None and not self._has_probed:
+            self._has_probed = self._decide(outcome.num_rows, cost)[1]
+        self._ceiling = None
+        self._patience.fitted()
+        fell = False
+        if outcome.peak_bytes is not None:
+            need = max(0, outcome.peak_bytes - (outcome.resident_bytes or 0))
+            fell = self._peaks.learn(Measured(rows=rows, cost=cost, need=need))
+        if self._grow:
+            self._frontier.lift_contradicted(rows=rows, cost=cost)
+            self._lift(fell=fell)
+        fails = self._frontier.rows_that_fail(cost)
+        if fails is None or rows < fails:
+            self._frontier.fitted(rows=rows, cost=cost)
+        # Without an allocator that tells of retries there is nothing to compare seconds for.
+        if outcome.seconds is not None and outcome.alloc_retries is not None:
+            smaller = self._cut(outcome.num_rows, cost, rows - 1) if rows > 1 else rows
+            is_smallest = smaller >= rows or smaller < self._multiple_of
+            self._thrash.observe(
+                seconds=outcome.seconds / (outcome.num_rows * cost),
+                elements=rows * cost,
+                retries=outcome.alloc_retries,
+                smaller=None if is_smallest else smaller * cost,
+            )
+
+    def _lift(self, *, fell: bool) -> None:
+        """Forget failures that need not repeat."""
+        has_room = self._frontier.lift_all() if fell else self._frontier.lift_explained(self._room)
+        oldest = self._patience.batches - self._patience.retry
+        is_old = self._frontier.lift_unexplained(before=oldest)
+        if is_old:
+            self._patience.retried()
+            self._may_double = True
+        if has_room or is_old:
+            self._patience.lifted()
+            self._trusts_prediction = True
+            self._thrash.forget()
+
+    def _record_failure(self, outcome: Outcome, cost: float) -> None:
+        rows, need = outcome.microbatch_size, None
+        if outcome.peak_bytes is not None:
+            need = outcome.peak_bytes - (outcome.resident_bytes or 0)
+        is_beyond = not self._trusts_prediction and rows > ROUNDING + self._frontier.rows_halfway(
+            cost
+        )
+        regressed = self._frontier.failed(
+            Failed(rows=rows, cost=cost, need=need, room=self._room, batch=self._patience.batches)
+        )
+        self._patience.failed(rows=outcome.num_rows, regressed=regressed, is_beyond=is_beyond)
+        self._has_failed = True
+        self._may_double = False
+        if regressed:
+            self._peaks.forget()
+            self._has_probed = False
+            self._thrash.forget()
+        proven = None if regressed else self._frontier.proven_rows(cost)
+        half = min(-(-rows // 2), self._starting_rows(rows, cost))
+        if proven is None:
+            self._ceiling = half
+        else:
+            self._trusts_prediction = False
+            # Where peaks are measured, later trials narrow a bracket however wide.
+            self._ceiling = max(proven, half) if self._predicted_rows(cost) is None else proven
+        if self._ceiling < self._multiple_of <= rows:
+            logger.warning(
+                "%d rows do not fit: going on with sizes that are not multiples of multiple_of=%d",
+                rows,
+                self._multiple_of,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the limit in rows, None while every batch went through whole."""
-        return {"kind": "Halving", "limit": self._limit}
+        """Return everything learned; ``limit`` are rows, None while every batch went whole."""
+        return {
+            "kind": "Halving",
+            "limit": self._limit(),
+            "learned": {
+                "start": None if self._start is None else list(self._start),
+                "frontier": self._frontier.state_dict(),
+                "peaks": self._peaks.state_dict(),
+                "patience": self._patience.state_dict(),
+                "thrash": self._thrash.state_dict(),
+                "ceiling": self._ceiling,
+                "room": self._room,
+                "flags": [
+                    self._trusts_prediction,
+                    self._has_probed,
+                    self._may_double,
+                    self._has_failed,
+                ],
+            },
+        }
+
+    def _limit(self) -> int | None:
+        if self._ceiling is not None:
+            return self._ceiling
+        if self._has_failed:
+            return self._frontier.most_rows()
+        return None if self._start is None else self._start[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a limit.
+        """Take over what was learned; of an older state, the limit as a size to start from.
 
         Raises:
             TypeError: if the limit is not an int or None.
-            ValueError: if another kind of policy wrote the state, or the limit is missing or
-                below 1.
+            ValueError: if another kind of policy wrote the state, the limit is missing or below
+                1, or what was learned is damaged. Nothing has changed then.
         """
         require_kind(state, self)
         if "limit" not in state:
@@ -74,5 +371,32 @@ class Halving:
                 f"the state {state!r} of a Halving policy has no 'limit': give what its "
                 f"state_dict() returned"
             )
-        limit = state["limit"]
-        self._limit = None if limit is None else require_size(limit, name="limit")
+        limit = None if state["limit"] is None else require_size(state["limit"], name="limit")
+        fresh = Halving()
+        fresh._start = None if limit is None else (limit, None)
+        if "learned" in state:
+            try:
+                fresh._load(state["learned"])
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"the state of a Halving policy is damaged ({error!r}): give what its "
+                    f"state_dict() returned, or leave it out"
+                ) from error
+        for name in LEARNED:
+            setattr(self, name, getattr(fresh, name))
+
+    def _load(self, learned: dict[str, Any]) -> None:
+        start = learned["start"]
+        self._start = None if start is None else (int(start[0]), start[1])
+        self._frontier = Frontier.from_state(learned["frontier"])
+        self._peaks = Peaks.from_state(learned["peaks"])
+        self._patience = Patience.from_state(learned["patience"])
+        self._thrash = Thrash.from_state(learned["thrash"])
+        self._ceiling, self._room = learned["ceiling"], learned["room"]
+        flags = [bool(flag) for flag in learned["flags"]]
+        (
+            self._trusts_prediction,
+            self._has_probed,
+            self._may_double,
+            self._has_failed,
+        ) = flags

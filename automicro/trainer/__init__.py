@@ -4,9 +4,10 @@
 
     trainer         Trainer: fit and eval, with every option
     fit             one call of fit: resume, the loop, a proper end
-    fitting         the loop over epochs and batches
+    loop            the loop over epochs and batches
     step            one optimization batch: gradient, clip, optimizer step
     evaluation      one pass in evaluation mode; evaluators says on what
+    evaluation_plan when training is interrupted for that
     feed            passes over a loader that can be taken up in the middle
     snapshot        everything that a checkpoint holds; checkpointing says when
     recording       the numbers of a run, by the names under which they are logged

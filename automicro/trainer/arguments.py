@@ -2,35 +2,8 @@
 
 from datetime import timedelta
 
-from automicro.duration import Duration, Unit, meant_duration
+from automicro.duration import Duration, Unit
 from automicro.trainer.clock import parse_time
-
-
-def read_duration(name: str, duration: str | Duration) -> Duration:
-    """A duration, with the argument's name in what goes wrong.
-
-    Raises:
-        TypeError: not text.
-        ValueError: no duration.
-
-    >>> read_duration("max_duration", "1e6tok")
-    Duration.parse('1000000tok')
-    """
-    try:
-        return Duration.parse(duration)
-    except (TypeError, ValueError) as error:
-        text = str(duration).strip()
-        never = ", or None" if name.endswith("interval") else ""
-        why = (
-            f"is not a whole number of epochs, batches, samples or tokens, at least 1"
-            f"{meant_duration(text)}; write it like '2ep', '500ba', '10000sp' or '1e6tok'{never}"
-        )
-        if text.isdecimal() and int(text) > 0:
-            why = (
-                f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
-                f"or '{text}tok' (tokens)"
-            )
-        raise type(error)(f"{name}={duration!r} {why}") from None
 
 
 def read_time(name: str, value: str | timedelta | None) -> float | None:

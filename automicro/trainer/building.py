@@ -1,6 +1,7 @@
 """Optimizers and schedulers: given, or built once the model is on its device."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,29 +15,44 @@ from automicro.trainer.parameter_groups import (
     check_group_options,
     group_parameters,
 )
+from automicro.warn import warn
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 OptimizerOrFactory: TypeAlias = Optimizer | Callable[[list[Any]], Optimizer]
 SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[[Optimizer], Any]
 
 
+def gather_modules(
+    model: nn.Module, modules: Iterable[nn.Module], loss_fn: object
+) -> list[nn.Module]:
+    """The model, then further modules, then the loss where it is a module that holds something.
+
+    >>> len(gather_modules(nn.Linear(2, 2), [], nn.CrossEntropyLoss(weight=torch.ones(2))))
+    2
+    """
+    gathered = [model, *modules]
+    if isinstance(loss_fn, nn.Module) and not any(loss_fn is each for each in gathered):
+        holds = next(itertools.chain(loss_fn.parameters(), loss_fn.buffers()), None)
+        gathered += [] if holds is None else [loss_fn]
+    return gathered
+
+
 def place_modules(
-    modules: Sequence[nn.Module], loss_fn: object, device: torch.device, *, channels_last: bool
+    modules: Sequence[nn.Module], device: torch.device, *, channels_last: bool
 ) -> None:
     """Move a model and whatever takes part to a device, before an optimizer is built of it.
 
     Args:
         modules: the model, then further modules.
-        loss_fn: moved too where it is a module.
         device: where to.
         channels_last: whether weights of convolutions get the channels last in memory.
 
     Raises:
         ValueError: nothing in them has channels.
 
-    >>> place_modules([nn.Linear(2, 2)], None, torch.device("cpu"), channels_last=False)
+    >>> place_modules([nn.Linear(2, 2)], torch.device("cpu"), channels_last=False)
     """
-    for module in [*modules, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]:
+    for module in modules:
         module.to(device)
     if read_flag("channels_last", channels_last):
         to_channels_last(*modules)
@@ -47,6 +63,7 @@ def build_optimizer(
     model: nn.Module,
     modules: list[nn.Module],
     groups: ParameterGroups = (),
+    loss_fn: object = None,
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
 
@@ -55,10 +72,14 @@ def build_optimizer(
         model: whose parameters they are.
         modules: the model, then further modules that an optimizer may have parameters of.
         groups: see `group_parameters`; none hands over a plain list of parameters.
+        loss_fn: may have parameters of its own, which an optimizer of the model leaves out.
 
     Raises:
         TypeError: neither an optimizer nor something that makes one.
         ValueError: an optimizer of another model, or groups that do not fit.
+
+    Warns:
+        UserWarning: the loss has parameters that nobody trains.
 
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
@@ -80,7 +101,26 @@ def build_optimizer(
         optimizer = made
         check_group_options(optimizer, groups)
     check_optimizer(optimizer, modules)
+    if optimizer is not None and isinstance(loss_fn, nn.Module):
+        _warn_of_untrained(loss_fn, optimizer)
     return optimizer
+
+
+def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    left_out = [
+        name
+        for name, each in loss_fn.named_parameters()
+        if each.requires_grad and id(each) not in trained
+    ]
+    if left_out:
+        warn(
+            f"{type(loss_fn).__name__} has parameters that the optimizer does not have: "
+            f"{', '.join(left_out[:5])}{', …' * (len(left_out) > 5)}. To train them, build the "
+            "optimizer of [*model.parameters(), *loss_fn.parameters()] and pass it; else freeze "
+            "them with loss_fn.requires_grad_(False)",
+            UserWarning,
+        )
 
 
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:

@@ -1,9 +1,17 @@
 """When checkpoints are saved, and going on from one."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from automicro.checkpoints import CheckpointConfig, CheckpointStore, LoadedCheckpoint
+from automicro.checkpoints import (
+    CheckpointConfig,
+    CheckpointStore,
+    FoundCheckpoint,
+    OpenedCheckpoint,
+    open_checkpoint,
+)
 from automicro.duration import Duration
 from automicro.errors import CheckpointError, CheckpointWarning
 from automicro.events import Callbacks, LoopState, Run
@@ -12,6 +20,8 @@ from automicro.trainer.progress import Progress
 from automicro.trainer.snapshot import Snapshot
 from automicro.transfer import on_host
 from automicro.warn import warn
+
+_NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
@@ -73,38 +83,66 @@ class Checkpointer:
         if self._config.resume == "never":
             return None
         with on_host():
-            loaded = self._load()
-        if loaded is None:
+            opened = self._open()
+        if opened is None:
             return None
-        self._snapshot.restore(loaded.state)
+        self._snapshot.compare(opened)
+        saved = self._snapshot.restore(opened)
         self._interval.catch_up(state)
-        self._saved_at = (state.batch, state.epoch)
-        progress.line(f"resumed from {loaded.path}, after batch {state.batch}")
-        return loaded.state
+        # One of another folder is saved here, too, even if there is nothing left to train.
+        if self._is_here(opened.path):
+            self._saved_at = (state.batch, state.epoch)
+        progress.line(f"resumed from {opened.path}, after batch {state.batch}")
+        return saved
 
-    def _load(self) -> LoadedCheckpoint | None:
-        into = self._snapshot.in_place()
-        if self._config.resume != "auto":
-            return self._store.load(self._config.resume, into=into)
-        found = self._store.newest()
-        return None if found is None else self._store.load(found, into=into)
+    def _open(self) -> OpenedCheckpoint | None:
+        chosen = self._choose()
+        return None if chosen is None else open_checkpoint(chosen)
 
-    def save_if_due(self, state: LoopState, progress: Progress) -> None:
+    def _choose(self) -> FoundCheckpoint | Path | None:
+        """The newest of this run's own folder, else the one that was asked for.
+
+        A run that began with another's checkpoint, and was killed, goes on with its own. Only one
+        of its own folder that is asked for by its path is taken as asked.
+        """
+        if self._config.resume == "auto":
+            return self._store.newest()
+        path = Path(self._config.resume)
+        return path if self._is_here(path) else self._store.newest() or path
+
+    def _is_here(self, path: Path) -> bool:
+        return path.resolve().parent == self._store.folder.resolve()
+
+    def save_if_due(
+        self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
+    ) -> None:
         """Save if the interval or a callback asks for it."""
         is_due = self._interval.is_due(state)
         if self._run.take_checkpoint_request() or is_due:
-            self.save(state, progress)
+            self.save(state, progress, metrics=metrics)
 
-    def save(self, state: LoopState, progress: Progress) -> None:
-        """Save the run as it is, unless that was done."""
+    def rehearse(self) -> None:
+        """Refuse now what no checkpoint can hold, before anything was trained.
+
+        Raises:
+            CheckpointError: something of the run has a state that cannot be saved.
+        """
+        self._snapshot.rehearse()
+
+    def save(
+        self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
+    ) -> None:
+        """Save the run as it is, unless that was done.
+
+        Args:
+            state: where training stands.
+            progress: is told.
+            metrics: what was measured of these very weights, by name.
+        """
         if self._saved_at == (state.batch, state.epoch):
             return
         self._callbacks.fire("checkpoint_start", self._run)
         snapshot = self._snapshot.gather()
-        # Values of an earlier evaluation are not those of the weights that are saved.
-        is_evaluated = state.batch in state.evaluated_at.values()
-        values = self._run.values if is_evaluated else {}
-        metrics = {name: value for name, value in values.items() if name.startswith("eval/")}
         try:
             with on_host():  # where copies of the background lie
                 path = self._write(snapshot, step=state.batch, metrics=metrics)
@@ -117,7 +155,7 @@ class Checkpointer:
         progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
         self._callbacks.fire("checkpoint_end", self._run, path)
 
-    def _write(self, snapshot: dict[str, Any], *, step: int, metrics: dict[str, float]) -> Path:
+    def _write(self, snapshot: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> Path:
         if self._config.asynchronous:
             self._store.save_async(snapshot, step=step, metrics=metrics)
             return self._store.folder

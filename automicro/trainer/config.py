@@ -23,10 +23,11 @@ class TrainerConfig:
     microbatch_size: int | str | None = "auto"
     eval_microbatch_size: int | str | None = "auto"
     strict_divisible: bool = False
-    memory_limit: int | str | None = None
+    memory_limit: int | float | str | None = None
     loss_average: Any = "auto"
     batchnorm: str = "warn"
     probe: bool = True
+    remember_sizes: bool = True
     precision: str = "fp32"
     grad_clip_norm: float | None = None
     parameter_groups: Any = ()

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from automicro.memory import active_budget, format_bytes, parse_bytes
+from automicro.memory import active_budget, format_bytes, limit_bytes
 
 
 def choose_device(device: torch.device | str) -> torch.device:
@@ -52,7 +52,7 @@ def _best_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def describe_device(device: torch.device, memory_limit: str | int | None) -> str:
+def describe_device(device: torch.device, memory_limit: str | int | float | None) -> str:
     """Name the device and its limit, as it is now: inside a budget, the simulated one.
 
     >>> describe_device(torch.device("cpu"), None)
@@ -71,7 +71,7 @@ def describe_device(device: torch.device, memory_limit: str | int | None) -> str
     if device.type == "cuda":
         name += f" ({torch.cuda.get_device_name(device)})"
     if memory_limit is not None:
-        name += f" limited to {format_bytes(parse_bytes(memory_limit))}"
+        name += f" limited to {format_bytes(limit_bytes(memory_limit, device))}"
     return name
 
 

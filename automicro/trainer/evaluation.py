@@ -2,19 +2,23 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from automicro.duration import Duration
+from automicro.duration import Duration, read_duration
 from automicro.events import Callbacks, PhaseState, Run
 from automicro.microbatcher import Microbatcher
 from automicro.results import EvalResult
-from automicro.trainer.arguments import read_duration
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.interval import Interval
-from automicro.trainer.lines import count_of, evaluation_line, recovery_line
+from automicro.trainer.lines import (
+    count_of,
+    evaluation_line,
+    recovery_line,
+    remembered_line,
+)
 from automicro.trainer.loading import fetch
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
@@ -49,9 +53,51 @@ class Evaluation:
         self.microbatcher = microbatcher
         self.interval = Interval(interval)
         self.happens_at_end = interval is not None
+        self._every = interval
+        self._prefix = f"{name}/" if name else ""
         self._evaluator = evaluator
         self._metrics = metrics
         self._loader_name = loader_name
+
+    def check_passes(self, max_duration: Duration) -> None:
+        """Refuse an iterator where training may pass over it several times.
+
+        Raises:
+            ValueError: it can be passed over only once.
+        """
+        loader, every = self._evaluator.dataloader, self._every
+        is_endless = self._evaluator.max_batches is not None  # each pass takes the next ones
+        if every is None or is_endless or not isinstance(loader, Iterator):
+            return
+        if every.unit is max_duration.unit and every.value >= max_duration.value:
+            return
+        raise ValueError(
+            f"{self._loader_name} is an iterator ({type(loader).__name__}), which can be passed "
+            f"over only once, and evaluating every '{every}' of max_duration='{max_duration}' may "
+            "need more passes; pass something that starts again, such as a DataLoader or a list, "
+            f"or evaluate once, with an interval of '{max_duration}'"
+        )
+
+    def gives(self, name: str) -> bool:
+        """Whether a value that is logged under this name is one of its own."""
+        return name.startswith(f"eval/{self._prefix}")
+
+    def values_in(self, phase: PhaseState) -> dict[str, float]:
+        """Its latest values, by the names under which they are logged."""
+        return {
+            f"eval/{name}": value
+            for name, value in phase.metrics.items()
+            if name.startswith(self._prefix)
+        }
+
+    @property
+    def metrics(self) -> MetricSet:
+        """Which count nothing between evaluations; some keep their best or smallest value."""
+        return self._metrics
+
+    def release(self) -> None:
+        """Let go of what was counted, which would take memory from training."""
+        self._metrics.reset()
 
     def run(
         self,
@@ -62,8 +108,12 @@ class Evaluation:
         recorder: Recorder,
         run: Run,
         where: str = "",
-    ) -> dict[str, float]:
+        is_stopped: Callable[[], bool] | None = None,
+    ) -> dict[str, float] | None:
         """Pass over the data once; the values go into the phase, too.
+
+        A pass that is broken off, by an error or by ``is_stopped``, leaves the phase as it was.
+        Like after an error, callbacks are not told of an end then.
 
         Args:
             phase: takes note of what happens.
@@ -72,9 +122,46 @@ class Evaluation:
             recorder: logs it.
             run: as callbacks see it.
             where: where training stands, to say so.
+            is_stopped: asked before each batch; None for never.
+
+        Returns:
+            The values, or None for a pass that was broken off.
         """
         start = time.perf_counter()
-        callbacks.fire("eval_start", run)
+        ooms, cut = phase.ooms, phase.cut
+        values = None
+        try:
+            callbacks.fire("eval_start", run)
+            found = self._pass(phase, progress, callbacks, run, is_stopped)
+            if found is None:
+                recorder.forget()
+                return None
+            values, samples, last = found
+        finally:
+            self.release()
+            if values is None:
+                phase.ooms, phase.cut = ooms, cut
+        assert phase.cut is not None
+        others = (name for name in phase.metrics if not name.startswith(self._prefix))
+        phase.metrics = {name: phase.metrics[name] for name in others}
+        phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
+        phase.seconds += time.perf_counter() - start
+        progress.line(
+            evaluation_line(values, name=self.name, samples=samples, cut=phase.cut, where=where)
+        )
+        named = recorder.evaluation(self.name, values, last, phase)
+        callbacks.fire("eval_end", run, named)
+        return values
+
+    def _pass(
+        self,
+        phase: PhaseState,
+        progress: Progress,
+        callbacks: Callbacks,
+        run: Run,
+        is_stopped: Callable[[], bool] | None,
+    ) -> tuple[dict[str, float], int, EvalResult] | None:
+        """The values, the rows, and the result of the last batch; None if it was broken off."""
         self._metrics.reset()
         losses = LossMean()
         samples = batches = 0
@@ -82,9 +169,13 @@ class Evaluation:
         of = f" of {self.name!r}" if self.name else ""
         with noting(lambda: f"in evaluation{of}, batch {batches + 1} of the pass"):
             for batch in self._batches():
+                if is_stopped is not None and is_stopped():
+                    return None
                 callbacks.fire("eval_batch_start", run, batch)
                 result = self.microbatcher.evaluate(batch, self._metrics.metrics)
                 phase.count(result)
+                if result.recalled_size is not None:
+                    progress.line(remembered_line("eval", result.recalled_size))
                 if result.ooms:
                     progress.line(recovery_line("eval", result))
                 if result.loss is not None:
@@ -96,16 +187,7 @@ class Evaluation:
                 progress.status(lambda done=done: done)  # type: ignore[misc]
             values = losses.compute() | self._metrics.compute()
         assert result is not None
-        assert phase.cut is not None
-        prefix = f"{self.name}/" if self.name else ""
-        phase.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
-        phase.seconds += time.perf_counter() - start
-        progress.line(
-            evaluation_line(values, name=self.name, samples=samples, cut=phase.cut, where=where)
-        )
-        named = recorder.evaluation(self.name, values, result, phase)
-        callbacks.fire("eval_end", run, named)
-        return values
+        return values, samples, result
 
     def _batches(self) -> Any:
         batches = fetch(self._evaluator.dataloader, self._loader_name)

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.duration import Duration
+from automicro.duration import Duration, read_duration
 from automicro.policy import Policy
-from automicro.trainer.arguments import read_count, read_duration
+from automicro.trainer.arguments import read_count
 from automicro.trainer.loading import check_loader
 
 INHERITED = "inherited"

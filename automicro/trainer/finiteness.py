@@ -1,6 +1,9 @@
 """What to do about a batch whose loss, or the norm of its gradient, is NaN or infinite."""
 
 import math
+from collections.abc import Callable
+
+from torch import Tensor
 
 from automicro.errors import NonFiniteLossError
 from automicro.events.state import LoopState
@@ -21,6 +24,14 @@ class FinitenessGuard:
         self._mode = mode
         self._in_a_row = 0
 
+    @property
+    def accept(self) -> Callable[[Tensor], bool] | None:
+        """Whether a batch with this loss may leave a trace: in BatchNorm's statistics, say.
+
+        None where every batch may. Reading the loss waits for the device.
+        """
+        return None if self._mode == "ignore" else _is_finite
+
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
         """None where the optimizer may step, else what is not finite, in words.
 
@@ -32,8 +43,10 @@ class FinitenessGuard:
         Raises:
             NonFiniteLossError: the mode is "stop", or too many batches were skipped in a row.
         """
+        if self._mode == "ignore":
+            return None
         what = _describe(loss, norm)
-        if what is None or self._mode == "ignore":
+        if what is None:
             return None
         if self._mode == "skip":
             return self._skip(what, state)
@@ -66,6 +79,10 @@ class FinitenessGuard:
             "skipped; the weights themselves may be NaN or infinite. Go on from an earlier "
             "checkpoint with a lower learning rate, or clip gradients (grad_clip_norm=1.0)"
         )
+
+
+def _is_finite(loss: Tensor) -> bool:
+    return math.isfinite(loss.item())
 
 
 def _where(state: LoopState) -> str:

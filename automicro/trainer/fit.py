@@ -10,11 +10,12 @@ from automicro.memory import peak_bytes, reset_peak
 from automicro.trainer.checkpointing import Checkpointer
 from automicro.trainer.clock import TimeLimit
 from automicro.trainer.evaluation import Evaluation
+from automicro.trainer.evaluation_plan import EvaluationPlan
 from automicro.trainer.feed import Feed
-from automicro.trainer.fitting import FitLoop
 from automicro.trainer.interruption import catching_signals
 from automicro.trainer.lines import RunSettings, count_of
 from automicro.trainer.loading import num_batches
+from automicro.trainer.loop import FitLoop
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
@@ -64,7 +65,7 @@ class Fit:
         Raises:
             ValueError: ``max_duration`` is reached.
         """
-        if self.loop.has_reached_duration:
+        if self.loop.has_reached_duration and self.loop.is_complete:
             raise ValueError(
                 f"fit() has trained for max_duration='{self._settings.max_duration}' already "
                 f"({count_of(self._state.batch, 'batch')}); to go on, make a new Trainer with the "
@@ -106,7 +107,7 @@ class Fit:
             progress.line(interruption.describe(where=where, checkpoint=folder))
             interruption.raise_if_interrupted(where=where, checkpoint=folder)
         reason = self._run.stop_reason
-        if not self.loop.is_finished:
+        if not self.loop.is_complete:
             reason = TIME_IS_OVER
         if reason is not None:
             progress.line(f"training stopped: {reason}")
@@ -123,6 +124,8 @@ class Fit:
         saved = self._checkpointer.resume(self._state, progress)
         if saved is None:
             return None
+        if (reason := saved["stop_reason"]) is not None:  # whoever asked for it may do so again
+            progress.line(f"training had stopped there: {reason}")
         self.loop.catch_up()
         restore_random_numbers(saved)
         return self._state.batch
@@ -162,10 +165,12 @@ def assemble_fit(
         settings: what runs.
     """
     feed = Feed(loader, "train_dataloader")
+    plan = EvaluationPlan(evaluations, state=state, callbacks=callbacks, recorder=recorder, run=run)
     checkpointer = None
     if checkpoint is not None:
         sizes = {f"sizes of {each.name}": each.microbatcher for each in evaluations if each.name}
-        saved = {**parts, **sizes, HOST_PART: feed}
+        kept = {f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations}
+        saved = {**parts, **sizes, **kept, "evaluations": plan, HOST_PART: feed}
         snapshot = Snapshot(
             run,
             parts={name: part for name, part in saved.items() if part is not None},
@@ -178,13 +183,14 @@ def assemble_fit(
         feed,
         count_batches=partial(num_batches, loader),
         accumulate_batches=accumulate_batches,
-        evaluations=evaluations,
+        evaluations=plan,
         metrics=metrics,
         state=state,
         callbacks=callbacks,
         run=run,
         recorder=recorder,
         checkpointer=checkpointer,
+        best_metric=checkpoint.best_metric if checkpoint and checkpoint.keep_best else None,
     )
     return Fit(
         loop,

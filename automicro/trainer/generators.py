@@ -1,4 +1,4 @@
-"""The random number generators that a data loader has of its own."""
+"""The random number generators that a data loader or a model has of its own."""
 
 import random
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator
 
@@ -42,38 +43,80 @@ def find_generators(loader: object) -> dict[str, Generator]:
     return found
 
 
-def generator_states(loader: object) -> dict[str, Any]:
+def module_generators(module: nn.Module) -> dict[str, Generator]:
+    """Those that a model and its submodules keep as attributes, by their place, each once.
+
+    Args:
+        module: the model.
+
+    Example:
+        >>> noisy = nn.Sequential(nn.Linear(2, 2))
+        >>> noisy[0].noise = torch.Generator()
+        >>> list(module_generators(noisy))
+        ['0.noise']
+    """
+    found: dict[int, tuple[str, Generator]] = {}
+    for owner, each in module.named_modules():
+        for name, value in vars(each).items():
+            if isinstance(value, Generator) and id(value) not in found:
+                found[id(value)] = (f"{owner}.{name}".lstrip("."), value)
+    return dict(found.values())
+
+
+def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Where they stand, as tensors and plain values.
+
+    Args:
+        generators: what `find_generators` or `module_generators` gave.
+
+    Example:
+        >>> generators = {"order": random.Random(3)}
+        >>> states = read_generators(generators)
+        >>> drawn = generators["order"].random()
+        >>> write_generators(generators, states)
+        >>> generators["order"].random() == drawn
+        True
+    """
+    return {place: _read(each) for place, each in generators.items()}
+
+
+def write_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Put them back where `read_generators` found them.
+
+    One that is not there, because a loader makes it when a pass begins, is left out.
+
+    Args:
+        generators: the same, or those of something that was made in the same way.
+        states: what `read_generators` gave.
+    """
+    for place, each in generators.items():
+        if place in states:
+            _write(each, states[place])
+
+
+def generator_states(loader: object) -> dict[str, Any]:
+    """Where a loader's own stand, as tensors and plain values.
 
     Args:
         loader: anything that gives batches.
 
     Example:
         >>> class Loader:
-        ...     def __init__(self):
-        ...         self.order = random.Random(3)
-        >>> loader = Loader()
-        >>> states = generator_states(loader)
-        >>> drawn = loader.order.random()
-        >>> restore_generators(loader, states)
-        >>> loader.order.random() == drawn
-        True
+        ...     order = None
+        >>> generator_states(Loader())
+        {}
     """
-    return {place: _read(each) for place, each in find_generators(loader).items()}
+    return read_generators(find_generators(loader))
 
 
 def restore_generators(loader: object, states: Mapping[str, Any]) -> None:
-    """Put them back where `generator_states` found them.
-
-    One that the loader has not got, because it makes it when a pass begins, is left out.
+    """Put a loader's own back where `generator_states` found them.
 
     Args:
         loader: the same, or one that was made in the same way.
         states: what `generator_states` gave.
     """
-    for place, each in find_generators(loader).items():
-        if place in states:
-            _write(each, states[place])
+    write_generators(find_generators(loader), states)
 
 
 def _read(generator: Generator) -> Any:

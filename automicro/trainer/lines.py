@@ -60,7 +60,7 @@ class RunSettings:
     """What runs, and on what."""
 
     device: torch.device
-    memory_limit: str | int | None
+    memory_limit: str | int | float | None
     precision: str
     policies: tuple[Policy, Policy]
     model: nn.Module
@@ -179,6 +179,15 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
         f"{phase}: out of memory, microbatch size {result.failed_sizes[0]} → {size} "
         f"({Cut.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
     )
+
+
+def remembered_line(phase: str, size: int) -> str:
+    """A microbatch size that was not looked for.
+
+    >>> remembered_line("train", 128)
+    'train: started from 128 rows per microbatch, which an earlier run found'
+    """
+    return f"{phase}: started from {count_of(size, 'row')} per microbatch, which an earlier run found"
 
 
 def evaluation_line(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
+from automicro.trainer.metric_state import MetricState
 from automicro.transaction import flatten_metrics
 
 
@@ -55,6 +55,8 @@ class MetricSet:
         self.metrics: Any = None
         if self._by_name:
             self.metrics = self._by_name if is_mapping else self._by_name[""]
+        each = _each_by_name(self._by_name)
+        self._states = {name: MetricState(metric) for name, metric in each.items()}
 
     def reset(self) -> None:
         """Count from zero."""
@@ -62,25 +64,41 @@ class MetricSet:
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted so far, by the place of each metric: tensors and plain values."""
-        return {str(index): _state_of(metric) for index, metric in enumerate(self._each())}
+        """What was counted so far, by the name and the class of each metric."""
+        return {
+            name: {"class": each.class_name, **each.state_dict()}
+            for name, each in self._states.items()
+        }
+
+    def differences(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """What a state lacks of these metrics, and what only it has, in words.
+
+        Args:
+            state: what `state_dict` gave, of whatever metrics.
+        """
+        lacks, extra = [], []
+        for name, each in self._states.items():
+            if name not in state:
+                lacks.append(name)
+            elif not self._is_of(name, state):
+                reason = each.refusal(state[name])
+                was = state[name]["class"]
+                is_other = was != each.class_name
+                lacks.append(f"{name} ({f'there a {was}' if is_other else reason})")
+        extra += [name for name in state if name not in self._states]
+        return lacks, extra
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from what `state_dict` gave.
+        """Go on counting from what `state_dict` gave; what it lacks counts from zero."""
+        self.reset()
+        for name, each in self._states.items():
+            if self._is_of(name, state):
+                each.load_state_dict(state[name])
 
-        Raises:
-            ValueError: of other metrics.
-        """
-        metrics = self._each()
-        if len(state) != len(metrics):
-            raise ValueError(
-                f"it has {len(state)} metrics, and here are {len(metrics)}; pass the same metrics"
-            )
-        for index, metric in enumerate(metrics):
-            _load_state(metric, state[str(index)])
-
-    def _each(self) -> list[Any]:
-        return flatten_metrics(self.metrics)
+    def _is_of(self, name: str, state: Mapping[str, Any]) -> bool:
+        if name not in state or state[name]["class"] != self._states[name].class_name:
+            return False
+        return self._states[name].refusal(state[name]) is None
 
     def compute(self) -> dict[str, float]:
         """The values by name; of a metric with several values, each as ``name/index``."""
@@ -93,25 +111,23 @@ class MetricSet:
         return found
 
 
-def _state_of(metric: Any) -> dict[str, Any]:
-    """Of a torchmetrics metric its states, else what its own ``state_dict`` gives."""
-    if not isinstance(metric, Metric):
-        return metric.state_dict() if hasattr(metric, "state_dict") else {}
-    states = {name: copy.copy(value) for name, value in metric.metric_state.items()}
-    return {"states": states, "updates": metric.update_count}
-
-
-def _load_state(metric: Any, state: Mapping[str, Any]) -> None:
-    if not isinstance(metric, Metric):
-        if hasattr(metric, "load_state_dict"):
-            metric.load_state_dict(state)
-        return
-    metric.reset()
-    for name, value in state["states"].items():
-        put = [each.to(metric.device) for each in value] if isinstance(value, list) else value
-        setattr(metric, name, put.to(metric.device) if isinstance(put, Tensor) else put)
-    # torchmetrics counts updates itself, and a metric without any warns when it is computed.
-    metric._update_count = state["updates"]
+def _each_by_name(metrics: Any, name: str = "") -> dict[str, Any]:
+    """Every metric, also those within others, by its place."""
+    if isinstance(metrics, nn.Module):
+        return {
+            f"{name}.{place}".strip(".") or type(metrics).__name__: module
+            for place, module in metrics.named_modules()
+            if hasattr(module, "update")
+        }
+    if isinstance(metrics, Mapping):
+        return {
+            place: each
+            for key, value in metrics.items()
+            for place, each in _each_by_name(value, f"{name}.{key}".strip(".")).items()
+        }
+    if isinstance(metrics, list | tuple):
+        return _each_by_name(dict(enumerate(metrics)), name)
+    return {name or type(metrics).__name__: metrics}
 
 
 def _names(metrics: Any) -> list[str]:

@@ -30,8 +30,20 @@ def optimizer_state(
     """
     names = _names(optimizer, modules)
     saved = optimizer.state_dict()
+    own = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
+    unnamed = [repr(key) for key in own if not isinstance(key, str)]
+    if unnamed:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state by {', '.join(unnamed)}, and a checkpoint "
+            "knows parameters and text; key optimizer.state by these"
+        )
     return {
-        "state": {names[index]: dict(values) for index, values in saved["state"].items()},
+        "state": {
+            names[index]: _copied(values)
+            for index, values in saved["state"].items()
+            if index not in own
+        },
+        "own": {key: _copied(values) for key, values in own.items()},
         "groups": [
             {
                 **{name: value for name, value in group.items() if name != "params"},
@@ -50,21 +62,14 @@ def load_optimizer_state(
     Raises:
         CheckpointError: the groups hold other parameters.
     """
-    names = _names(optimizer, modules)
-    indices = {name: index for index, name in enumerate(names)}
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    listed = [name for group in state["groups"] for name in group["names"]]
-    there = [len(group["names"]) for group in state["groups"]]
-    if listed != names or there != here:
-        raise CheckpointError(
-            f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
-            f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
-            "of the run that saved it, or start anew with resume='never'"
-        )
-    _refuse_other_options(optimizer, state["groups"])
+    compare_groups(optimizer, modules, state)
+    indices = {name: index for index, name in enumerate(_names(optimizer, modules))}
     optimizer.load_state_dict(
         {
-            "state": {indices[name]: dict(values) for name, values in state["state"].items()},
+            "state": {
+                **{indices[name]: _copied(values) for name, values in state["state"].items()},
+                **{key: _copied(values) for key, values in state["own"].items()},
+            },
             "param_groups": [
                 {
                     **{name: value for name, value in group.items() if name != "names"},
@@ -76,6 +81,36 @@ def load_optimizer_state(
     )
 
 
+def compare_groups(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
+) -> None:
+    """Refuse the state of an optimizer of other parameters.
+
+    Args:
+        optimizer: as it is here.
+        modules: the model, then further modules.
+        state: what `optimizer_state` gave, with or without the data of its tensors.
+
+    Raises:
+        CheckpointError: the groups hold other parameters or have other options.
+    """
+    names = _names(optimizer, modules)
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    listed = [name for group in state["groups"] for name in group["names"]]
+    there = [len(group["names"]) for group in state["groups"]]
+    if listed != names or there != here:
+        raise CheckpointError(
+            f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
+            f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
+            "of the run that saved it, or start anew with resume='never'"
+        )
+    _refuse_other_options(optimizer, state["groups"])
+
+
+def _copied(values: Any) -> Any:
+    return dict(values) if isinstance(values, Mapping) else values
+
+
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
     """Of the optimizer's parameters, in torch's order."""
     named = {
@@ -83,7 +118,15 @@ def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> li
         for prefix, module in zip(_prefixes(modules), modules, strict=True)
         for name, parameter in module.named_parameters()
     }
-    return [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    strangers = [each for each in parameters if id(each) not in named]
+    if strangers:
+        raise CheckpointError(
+            f"the optimizer has {len(strangers)} parameters that no module of the run has, the "
+            f"first of the shape {tuple(strangers[0].shape)}, so that a checkpoint has no name "
+            "for them; pass the module that they are of in modules="
+        )
+    return [named[id(each)] for each in parameters]
 
 
 def _refuse_other_options(

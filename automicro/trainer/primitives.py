@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automicro.compilation import compile_model
 from automicro.microbatcher import Microbatcher
@@ -36,7 +36,7 @@ class Primitives:
         microbatch_size: int | str | Policy | None,
         eval_microbatch_size: int | str | Policy | None,
         compile: bool | Mapping[str, Any],
-        memory_limit: str | int | None,
+        memory_limit: str | int | float | None,
         options: Mapping[str, Any],
     ) -> None:
         self.policies = (
@@ -58,6 +58,14 @@ class Primitives:
             "device": device,
             "backward": None if self.scaler is None else self.scaler.backward,
         }
+
+    def make_for_callback(self, **options: Any) -> Microbatcher:
+        """A microbatcher for passes of a callback's own: unscaled, and nobody remembers its sizes.
+
+        Args:
+            options: of `Microbatcher`, in place of the trainer's.
+        """
+        return self.make(**{"backward": Tensor.backward, "remember_sizes": False, **options})
 
     def make(self, **options: Any) -> Microbatcher:
         """A microbatcher of the model.

@@ -28,7 +28,8 @@ class Recorder:
         self._is_read = len(loggers) > 0 or len(callbacks) > 0
 
     def start(self, settings: Mapping[str, Any], *, resume_step: int | None) -> None:
-        """Begin to log."""
+        """Begin to log. What was said before, outside of training, is of no step of it."""
+        self.forget()
         self._loggers.start(settings, resume_step=resume_step)
 
     def close(self) -> None:
@@ -85,6 +86,10 @@ class Recorder:
         values = self._run.take_unlogged()
         if values:
             self._loggers.log(values, step=self._run.state.batch)
+
+    def forget(self) -> None:
+        """Leave out what callbacks have logged since."""
+        self._run.take_unlogged()
 
     def _take(self, values: Mapping[str, Any]) -> None:
         if self._is_read:

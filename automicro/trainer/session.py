@@ -31,7 +31,7 @@ class Session:
         self,
         *,
         shows_progress: bool,
-        memory_limit: str | int | None,
+        memory_limit: str | int | float | None,
         device: torch.device,
         residents: Sequence[nn.Module | torch.optim.Optimizer],
         deterministic: bool,
@@ -40,6 +40,7 @@ class Session:
         if memory_limit is not None:
             limit_memory(memory_limit, device)  # refuses what cannot be a limit
         self.console: Console | None = None
+        self._shown: Progress | None = None  # while it is open
         self._shows_progress = shows_progress
         self._memory_limit = memory_limit
         self._device = device
@@ -48,11 +49,14 @@ class Session:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Progress]:
-        """Run inside; shows progress.
+        """Run inside; shows progress. Inside of itself it changes nothing.
 
         Raises:
             torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
         """
+        if self._shown is not None:
+            yield self._shown
+            return
         with contextlib.ExitStack() as stack:
             stack.enter_context(recoveries_shown_here())
             if self._deterministic:
@@ -62,7 +66,12 @@ class Session:
             budget = active_budget()
             if budget is not None and self._device.type == "cpu":
                 track_residents(budget, self._residents)
-            yield stack.enter_context(make_progress(self._shows_progress, self.console))
+            self._shown = stack.enter_context(make_progress(self._shows_progress, self.console))
+            stack.callback(self._close)
+            yield self._shown
+
+    def _close(self) -> None:
+        self._shown = None
 
 
 @contextlib.contextmanager

@@ -1,22 +1,49 @@
 """Everything that a run needs to go on as if it had never stopped, gathered and put back."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from automicro.checkpoints import restore_rng_state, rng_state
+from automicro.checkpoints import OpenedCheckpoint, restore_rng_state, rng_state, take_apart
 from automicro.errors import CheckpointError
 from automicro.events import Callbacks, Cut, LoopState, PhaseState, Run
 from automicro.memory import active_budget
-from automicro.trainer.optimizer_state import load_optimizer_state, optimizer_state
+from automicro.microbatcher import Microbatcher
+from automicro.torch_private import is_uninitialized
+from automicro.trainer.agreement import (
+    compare_metrics,
+    refuse_another_version,
+    refuse_other_classes,
+    refuse_other_parts,
+    sizes_for,
+    warn_of_other_callbacks,
+    warn_of_other_options,
+)
+from automicro.trainer.given_options import GivenOptions
+from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.module_state import MODEL_KEYS, ModuleState
+from automicro.trainer.optimizer_state import (
+    compare_groups,
+    load_optimizer_state,
+    optimizer_state,
+)
+from automicro.transfer import on_host
 
 HOST_PART = "data"
 """The part whose tensors (random numbers) lie on the host; all others are the device's."""
 
 
-_KEYS = ("modules", "optimizer", "parts", "callbacks", "progress", "stop_reason", "rng")
+# A run may have these or not: evaluators come and go, and so does the scaler with the precision.
+_OPTIONAL = ("sizes of ", "metrics of ", "scaler")
+
+_REMEDIES = {
+    "scheduler": (
+        "; a LambdaLR saves what its callable objects hold, so use a function, or an object that "
+        "holds numbers"
+    )
+}
 
 
 class Part(Protocol):
@@ -48,70 +75,111 @@ class Snapshot:
         state: LoopState,
     ) -> None:
         assert run.optimizer is not None
+        self._models = ModuleState(run.modules)
         self._modules = run.modules
         self._optimizer = run.optimizer
         self._parts = parts
         self._callbacks = callbacks
         self._state = state
         self._run = run
+        given = GivenOptions.of(run.optimizer, parts.get("scheduler"))
+        self._given = given
+        self._saved_given = given.state_dict()
 
     def gather(self) -> dict[str, Any]:
-        """The state as it is now. Its tensors are those of the run, not copies."""
+        """The state as it is now. Its tensors are those of the run, not copies.
+
+        Raises:
+            CheckpointError: a part has no state.
+        """
         return {
-            **self.in_place(),
+            **self._models.gather(),
             "optimizer": optimizer_state(self._optimizer, self._modules),
-            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "parts": {name: _state_of(name, part) for name, part in self._parts.items()},
             "callbacks": {
                 name: state
                 for name, callback in self._named_callbacks().items()
                 if (state := callback.state_dict())
             },
+            "given": self._saved_given,
             "progress": dataclasses.asdict(self._state),
             "stop_reason": self._run.stop_reason,
             "rng": rng_state(),
         }
 
-    def in_place(self) -> dict[str, Any]:
-        """The part whose tensors are loaded into those that are there: the models."""
-        return {"modules": [module.state_dict() for module in self._modules]}
+    def rehearse(self) -> None:
+        """Gather a state that nobody saves.
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put everything back but the models, which were loaded in place, and random numbers.
+        Raises:
+            CheckpointError: no checkpoint can hold it.
+        """
+        state = self.gather()
+        for key in ("modules", "buffers"):  # lazy modules have a shape once it is saved
+            state[key] = [_initialized(each) for each in state[key]]
+        for name, part in state.pop("parts").items():
+            try:
+                take_apart({name: part})
+            except CheckpointError as error:
+                if name not in _REMEDIES:
+                    raise
+                raise CheckpointError(f"{error}{_REMEDIES[name]}") from error
+        take_apart(state)
+
+    def compare(self, opened: OpenedCheckpoint) -> None:
+        """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed.
 
         Raises:
             CheckpointError: a state of something else than is here.
         """
-        self._refuse_another_version(saved)
-        callbacks = self._named_callbacks()
-        with_state = [name for name, each in callbacks.items() if each.state_dict()]
-        _compare("parts of the run", saved["parts"], here=self._parts, needed=self._parts)
-        _compare("callbacks", saved["callbacks"], here=callbacks, needed=with_state)
+        saved = opened.structure
+        refuse_another_version(saved, self._state)
+        refuse_other_classes(saved["given"], self._given)
+        self._models.compare(opened)
+        compare_groups(self._optimizer, self._modules, saved["optimizer"])
+        refuse_other_parts(saved["parts"], self._parts, optional=_OPTIONAL)
+        for name, part in self._parts.items():
+            if isinstance(part, MetricSet) and name in saved["parts"]:
+                # Between evaluations their metrics have counted nothing.
+                is_within = name == "metrics" and saved["progress"]["epoch_batch"] > 0
+                compare_metrics(saved["parts"][name], part, is_within_epoch=is_within)
+        warn_of_other_callbacks(saved["callbacks"], self._named_callbacks())
+        warn_of_other_options(saved["given"], self._given)
+
+    def restore(self, opened: OpenedCheckpoint) -> dict[str, Any]:
+        """Put everything back but random numbers; what was put back, but the models.
+
+        The models come last, so that they are untouched where anything refuses its own state.
+
+        Args:
+            opened: a checkpoint that `compare` let pass.
+
+        Raises:
+            CheckpointError: something refuses its own state, or the disk fails.
+        """
+        with on_host():
+            others = opened.structure.keys() - set(MODEL_KEYS)
+            saved = opened.load({}, keys=others).state
+        self._restore_others(saved)
+        with on_host():
+            models = opened.load(self._models.targets(), keys=MODEL_KEYS).state
+        self._models.restore(models)
+        _restore_progress(self._state, saved["progress"])
+        return saved
+
+    def _restore_others(self, saved: Mapping[str, Any]) -> None:
         load_optimizer_state(self._optimizer, self._modules, _arriving(saved["optimizer"]))
         for name, part in self._parts.items():
+            if name not in saved["parts"]:
+                continue
             state = saved["parts"][name]
+            if isinstance(part, Microbatcher):
+                state = sizes_for(name, state, part.state_dict())
             _load(name, part, state if name == HOST_PART else _arriving(state))
+        callbacks = self._named_callbacks()
         for name, state in saved["callbacks"].items():
-            _load(name, callbacks[name], _arriving(state))
-        _restore_progress(self._state, saved["progress"])
-        if saved["stop_reason"] is not None:
-            self._run.stop(saved["stop_reason"])
-
-    def _refuse_another_version(self, saved: Mapping[str, Any]) -> None:
-        progress = saved.get("progress", {})
-        here = dataclasses.asdict(self._state)
-        expected = [*_KEYS, *(f"progress.{name}" for name in here)]
-        found = [*saved, *(f"progress.{name}" for name in progress)]
-        for phase in ("train", "eval"):
-            expected += [f"progress.{phase}.{name}" for name in here[phase]]
-            found += [f"progress.{phase}.{name}" for name in progress.get(phase, {})]
-        lacks, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-        if lacks or extra:
-            differing = [f"it lacks {', '.join(lacks)}"] if lacks else []
-            differing += [f"only it has {', '.join(extra)}"] if extra else []
-            raise CheckpointError(
-                f"the checkpoint is of another version of automicro: {'; '.join(differing)}. Go "
-                "on with the version that saved it, or start anew with resume='never'"
-            )
+            if name in callbacks:
+                _load(name, callbacks[name], _arriving(state))
+        self._saved_given = saved["given"]  # these go on, whatever was given now
 
     def _named_callbacks(self) -> dict[str, Any]:
         return dict(zip(self._callbacks.names, self._callbacks, strict=True))
@@ -138,17 +206,26 @@ def _map(state: Any, move: Callable[[Tensor], Tensor]) -> Any:
     return state
 
 
-def _compare(
-    what: str, saved: Iterable[str], *, here: Iterable[str], needed: Iterable[str]
-) -> None:
-    missing, extra = sorted(set(needed) - set(saved)), sorted(set(saved) - set(here))
-    if missing or extra:
-        lacks = f"it lacks {', '.join(missing)}" if missing else ""
-        only = f"only it has {', '.join(extra)}" if extra else ""
+def _state_of(name: str, part: Any) -> Any:
+    lacks = [
+        method
+        for method in ("state_dict", "load_state_dict")
+        if not callable(getattr(part, method, None))
+    ]
+    if lacks:
         raise CheckpointError(
-            f"the checkpoint is of other {what}: {'; '.join(filter(None, (lacks, only)))}. Use "
-            "the options of the run that saved it, or start anew with resume='never'"
+            f"the {name} is a {type(part).__name__}, which has no {' and no '.join(lacks)}, so no "
+            "checkpoint can hold it; give it both methods, or train with checkpoint=None"
         )
+    return part.state_dict()
+
+
+def _initialized(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in state.items()
+        if not (isinstance(value, Tensor) and is_uninitialized(value))
+    }
 
 
 def _load(name: str, part: Any, state: Any) -> None:

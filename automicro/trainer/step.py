@@ -14,7 +14,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler, clip_gradients, step_optimizer
 from automicro.results import StepResult
 from automicro.trainer.finiteness import FinitenessGuard
-from automicro.trainer.lines import recovery_line
+from automicro.trainer.lines import recovery_line, remembered_line
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
 from automicro.trainer.tokens import TokenCounter
@@ -101,21 +101,24 @@ class TrainingStep:
         start = time.perf_counter()
         rates = tuple(float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g)
         tokens = self._count_tokens(batches)
-        result = self._microbatcher.accumulate(batches, self._metrics.metrics)
+        result = self._microbatcher.accumulate(
+            batches, self._metrics.metrics, accept=self._guard.accept
+        )
         state.train.count(result)
+        if result.recalled_size is not None:
+            progress.line(remembered_line("train", result.recalled_size))
         if result.ooms:
             progress.line(recovery_line("train", result))
-        if gradients_ready is not None:
-            self._unscale()
-            gradients_ready(result)
-        norm = self._clip()
+        norm = self._finish_gradients(result, gradients_ready) if result.is_committed else None
         state.loss, length = _read(result, norm)
         # A scale that was too large makes gradients overflow now and then, which the scaler
         # itself answers.
         objection = self._guard.object_to(
             state.loss, length if self._scaler is None else None, state
         )
-        if objection is None and not self._step():
+        if objection is None and not step_optimizer(
+            self._optimizer, self._device, scaler=self._scaler
+        ):
             objection = self._guard.object_to_overflow(state)
         if objection is None:
             self._guard.take_note_of_step()
@@ -128,6 +131,9 @@ class TrainingStep:
         state.loader_batches += len(batches)
         state.samples += result.num_samples
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
+        # After the batch is counted: a scheduler that fails does so after the optimizer's step.
+        if objection is None and self._scheduler is not None:
+            self._scheduler.step()
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, grad_norm=length, learning_rates=rates)
 
@@ -151,7 +157,13 @@ class TrainingStep:
             tokens = _add(tokens, self._tokens.count(batch))
         return tokens
 
-    def _clip(self) -> Tensor | None:
+    def _finish_gradients(
+        self, result: StepResult, gradients_ready: Callable[[StepResult], None] | None
+    ) -> Tensor | None:
+        """Unscale and clip; the norm before clipping."""
+        if gradients_ready is not None:
+            self._unscale()
+            gradients_ready(result)
         if self._grad_clip_norm is None:
             return None
         self._unscale()
@@ -161,20 +173,13 @@ class TrainingStep:
         if self._scaler is not None:
             self._scaler.unscale(self._optimizer)
 
-    def _step(self) -> bool:
-        """Whether the optimizer stepped, and the scheduler with it."""
-        has_stepped = step_optimizer(self._optimizer, self._device, scaler=self._scaler)
-        if has_stepped and self._scheduler is not None:
-            self._scheduler.step()
-        return has_stepped
-
 
 def _add(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
 def _read(result: StepResult, norm: Tensor | None) -> tuple[float, float | None]:
-    """Read loss and norm, the one time per batch that the host waits for the device."""
+    """Read loss and norm in one go: each reading makes the host wait for the device."""
     if norm is None:
         return result.loss.item(), None
     dtype = torch.promote_types(result.loss.dtype, norm.dtype)

@@ -35,7 +35,7 @@ class FitSummary:
         eval_microbatch_size: final, in rows; None without an evaluation.
         train_loss: of the last batch.
         stop_reason: why training ended before ``max_duration``; None where it did not.
-        train_metrics: by name, over the last epoch.
+        train_metrics: by name, over the last complete epoch, or over what was trained of the first.
         eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
     """
 
@@ -76,7 +76,9 @@ class FitSummary:
             "global batch (average)": str(self.global_batch),
             "train loss (last batch)": describe_number(self.train_loss),
             **{
-                f"train {name} (last epoch)": describe_number(value)
+                f"train {name} ({'last' if self.epochs else 'part of an'} epoch)": describe_number(
+                    value
+                )
                 for name, value in self.train_metrics.items()
             },
             **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},

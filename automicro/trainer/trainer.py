@@ -10,23 +10,17 @@ from torch import nn
 
 from automicro.checkpoints import CheckpointConfig
 from automicro.checks import check_choice, check_model, resolve_device
-from automicro.duration import Duration
+from automicro.duration import Duration, read_duration
 from automicro.events import Callback, Callbacks, LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
 from automicro.policy import Policy
-from automicro.trainer.arguments import (
-    in_tokens,
-    read_count,
-    read_duration,
-    read_flag,
-    read_norm,
-    read_time,
-)
+from automicro.trainer.arguments import in_tokens, read_count, read_flag, read_norm, read_time
 from automicro.trainer.building import (
     OptimizerOrFactory,
     SchedulerOrFactory,
     build_optimizer,
     build_scheduler,
+    gather_modules,
     place_modules,
 )
 from automicro.trainer.checkpointing import read_checkpoint
@@ -108,8 +102,8 @@ class Trainer:
         eval_microbatch_size: the same for evaluation, found on its own.
         loss_average: what the loss is a mean over.
         batchnorm: what to do where layers average over the batch.
-        memory_limit: bytes, or text such as ``"24MiB"``, for the whole of `fit` or `eval`,
-            optimizer step included: a simulated device on a CPU, the process's share on CUDA.
+        memory_limit: bytes, text such as ``"24MiB"``, or a share of a CUDA device (``"80%"``), for
+            the whole of `fit` or `eval`, optimizer step included: a simulated device on a CPU.
         strict_divisible: refuse a batch that is not a multiple of the microbatch size.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. With ``"fp16"`` the loss is scaled, and a step whose gradients overflow is
@@ -136,6 +130,8 @@ class Trainer:
             for durations in tokens and tokens per second. Without it they are the sum of
             ``attention_mask``, or the elements of ``input_ids``.
         probe: see `Microbatcher`.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
+            ``automicro cache`` lists. Never with ``deterministic``.
         modules: further modules that take part in the forward.
         callbacks: told of every event of the run; see `Callback`.
         loggers: take down the numbers of the run; see ``automicro.loggers``.
@@ -165,7 +161,7 @@ class Trainer:
         eval_microbatch_size: int | str | Policy | None = "auto",
         loss_average: LossAverage = "auto",
         batchnorm: str = "warn",
-        memory_limit: str | int | None = None,
+        memory_limit: str | int | float | None = None,
         strict_divisible: bool = False,
         precision: str = "fp32",
         grad_clip_norm: float | None = None,
@@ -181,6 +177,7 @@ class Trainer:
         update_metric: Callable[[Any, Any, Any], None] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         probe: bool = True,
+        remember_sizes: bool = True,
         modules: Iterable[nn.Module] = (),
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
@@ -196,7 +193,7 @@ class Trainer:
         check_passes(train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
         device = choose_device(device)
-        modules = [model, *modules]
+        modules = gather_modules(model, modules, loss_fn)
         residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
         self._session = Session(
             shows_progress=progress,
@@ -208,8 +205,8 @@ class Trainer:
         resolve_device(None, model)  # refuses a model without data, which cannot be moved
         if deterministic:
             prepare_cublas(device)
-        place_modules(modules, loss_fn, device, channels_last=channels_last)
-        optimizer = build_optimizer(optimizer, model, modules, parameter_groups)
+        place_modules(modules, device, channels_last=channels_last)
+        optimizer = build_optimizer(optimizer, model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
         primitives = Primitives(
             modules,
@@ -228,6 +225,7 @@ class Trainer:
                 "batch_layout": batch_layout,
                 "update_metric": update_metric,
                 "probe": probe,
+                "remember_sizes": remember_sizes and not deterministic,
             },
         )
         self._state = LoopState()
@@ -239,12 +237,13 @@ class Trainer:
             optimizer=optimizer,
             device=device,
             max_duration=duration,
-            make_microbatcher=primitives.make,
+            evaluations=list(evaluators),
+            make_microbatcher=primitives.make_for_callback,
         )
         observer = self._callbacks.observer(self._run)
         self._microbatcher = primitives.make(
-            microbatch_size=primitives.policies[0],
-            eval_microbatch_size=primitives.policies[1],
+            microbatch_size=microbatch_size,
+            eval_microbatch_size=eval_microbatch_size,
             optimizer=optimizer,
             observer=observer,
         )
@@ -317,8 +316,8 @@ class Trainer:
 
     @property
     def state(self) -> LoopState:
-        """Where training stands; read-only."""
-        return self._state
+        """Where training stands. Setting anything in it is an error."""
+        return self._run.state
 
     def fit(self) -> FitSummary:
         """Train until ``max_duration``.
@@ -388,8 +387,8 @@ class Trainer:
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
         """The model's outputs, one entry for each batch of a loader, in the order of the data.
 
-        Sizes are those of evaluation. Batches need no targets: with ``loss_fn``, a pair is read
-        as inputs and targets, and anything else as inputs.
+        Sizes are those of evaluation. Batches need no targets: with ``loss_fn``, a list of one or
+        two is read as inputs and targets, and anything else as inputs.
 
         Raises:
             ValueError: the loader shuffles.

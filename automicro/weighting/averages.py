@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -89,12 +90,12 @@ class Counted:
                 for count in counts
             ]
         for count in counts:
-            if not isinstance(count, int | float) or not math.isfinite(count) or count < 0:
+            if not isinstance(count, Real) or not math.isfinite(count) or count < 0:
                 raise LossError(
                     f"the loss_average callable gave {count!r} for a microbatch; it must give one "
                     "number of zero or more: what the microbatch's loss was divided by"
                 )
-        return counts
+        return [count if isinstance(count, int) else float(count) for count in counts]
 
 
 class Tokens:

@@ -51,7 +51,9 @@ class LossMean:
         """``"loss"``, and each part as ``"loss/name"``; empty where there were none."""
         means = {name: _mean(values) for name, values in self._values.items()}
         if means and "loss" not in means:
-            means = {"loss": math.fsum(means.values())} | means
+            # As in training, a part of which nothing counts is no part of the sum.
+            parts = [means[name] for name, values in self._values.items() if _counts(values)]
+            means = {"loss": math.fsum(parts) if parts else math.nan} | means
         return means
 
     def _take(self, name: str, loss: Tensor, denominator: float | None) -> None:
@@ -60,6 +62,10 @@ class LossMean:
 
 def _number(denominator: Weight | None) -> float | None:
     return denominator.item() if isinstance(denominator, Tensor) else denominator
+
+
+def _counts(values: list[tuple[float, float | None]]) -> bool:
+    return any(denominator is None or denominator > 0 for _, denominator in values)
 
 
 def _mean(values: list[tuple[float, float | None]]) -> float:

@@ -39,8 +39,7 @@ def _shares(
     if num_microbatches == 1 and isinstance(average, Samples):
         return [None]
     if any(isinstance(denominator, Tensor) for denominator in denominators):
-        if num_microbatches == 1:
-            return [None]  # reading whether every target is ignored would wait for the device
+        # Also for one microbatch: asking whether every target is ignored would wait for the device.
         counts = torch.stack([torch.as_tensor(denominator) for denominator in denominators])
         return list((counts / counts.sum().clamp(min=torch.finfo(torch.float32).tiny)).unbind())
     total = math.fsum(denominators)

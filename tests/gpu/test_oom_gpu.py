@@ -97,7 +97,7 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
     net.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
 
     def call(policy: Fixed | Halving) -> int:
-        step._policy = policy
+        step._train.policy = policy
         try:
             return step.backward(rows).ooms
         finally:

@@ -87,7 +87,7 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
     run.microbatcher.backward(batch)
     whole_bytes = allocator.peak_bytes - base_bytes
     run.zero_grad()
-    run.microbatcher._policy = Fixed(1)
+    run.microbatcher._train.policy = Fixed(1)
     run.microbatcher.backward(batch)  # with the probe of the loss
     run.zero_grad()
     allocator.reset_peak()
@@ -102,7 +102,7 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
         lowest = 0 if is_raised else floor_bytes
         step = (whole_bytes - lowest) // 97  # prime, so that no point is favoured
         room = lowest + step * (series.ooms * 31 % 97)
-        run.microbatcher._policy = Fixed(None) if is_raised else Halving()
+        run.microbatcher._train.policy = Fixed(None) if is_raised else Halving()
         refusals = allocator.refusals
         allocator.limit(base_bytes + room)
         phase[0] = "outside"

@@ -37,7 +37,7 @@ def prepare(scene: Scene, size: int | None) -> Run:
     """A run up to the call that is to be disturbed; a size of None is the whole batch."""
     gc.collect()
     run = build(scene.subject, scene.optimizer, scene.rows)
-    run.microbatcher._policy = Fixed(size)
+    run.microbatcher._train.policy = Fixed(size)
     for _ in range(scene.warm_steps):
         run.microbatcher.backward(run.batches[0], metrics=run.metrics)
         run.optimizer.step()
@@ -79,7 +79,7 @@ def _call_here(scene: Scene, run: Run) -> Any:
 
 def go_on(scene: Scene, run: Run) -> dict[str, Any]:
     """More steps, where anything that was left wrong would show."""
-    run.microbatcher._policy = Fixed(None)
+    run.microbatcher._train.policy = Fixed(None)
     if scene.call == "backward":
         run.optimizer.step()
     for batch in run.batches[2:]:

@@ -82,7 +82,7 @@ class Laboratory:
     def _bytes_of_one_row(self, scene: Scene) -> int:
         """The peak at size one, without the probe, which takes several rows at once."""
         run = prepare(scene, None)
-        run.microbatcher._policy = run.microbatcher._eval_policy = Fixed(1)
+        run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(1)
         run.microbatcher._prober = None
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()
@@ -92,7 +92,7 @@ class Laboratory:
     def _run_reference(self, scene: Scene, size: int, warm_size: int | None) -> Reference:
         """The clean call at a size, after warm steps at another."""
         run = prepare(scene, warm_size)
-        run.microbatcher._policy = run.microbatcher._eval_policy = Fixed(size)
+        run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(size)
         gc.collect()
         base_bytes, before = self.allocator.used_bytes, self.allocator.allocations
         self.allocator.reset_peak()
@@ -110,8 +110,8 @@ class Laboratory:
     ) -> None:
         """One trial: the call disturbed, and all that it left compared."""
         run = prepare(scene, size)
-        run.microbatcher._policy = Halving(initial=size)
-        run.microbatcher._eval_policy = Halving(initial=size)
+        run.microbatcher._train.policy = Halving(initial=size)
+        run.microbatcher._eval.policy = Halving(initial=size)
         before = values(run)
         gc.collect()
         base_bytes, refusals = self.allocator.used_bytes, self.allocator.refusals

@@ -1,5 +1,6 @@
 """One life of a run: a forked process that trains until it is killed or done, and its journal."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -125,7 +126,7 @@ def ending_of(job: Job) -> dict[str, Any]:
     assert fit is not None
     assert fit._checkpointer is not None
     gathered = fit._checkpointer._snapshot.gather()
-    progress = dataclasses.asdict(job.trainer.state)
+    progress = dataclasses.asdict(copy.deepcopy(job.trainer.state))
     for phase in ("train", "eval"):
         del progress[phase]["seconds"]
     return {
@@ -136,9 +137,27 @@ def ending_of(job: Job) -> dict[str, Any]:
         "scheduler": None if job.scheduler is None else job.scheduler.state_dict(),
         "callbacks": [callback.state_dict() for callback in job.own],
         "progress": progress,
-        "parts": gathered["parts"],
+        "parts": {
+            name: _without_measurements(part) if name.startswith("sizes") else part
+            for name, part in gathered["parts"].items()
+        },
         "metrics": fit.loop._metrics.compute(),
     }
+
+
+def _without_measurements(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What was found, without the bytes that a process held meanwhile, which are its own.
+
+    Sizes follow from these only where they are refined.
+    """
+    kept = copy.deepcopy(sizes)
+    for phase in kept.values():
+        learned = phase["policy"].get("learned")
+        if learned is not None:
+            del learned["room"], learned["peaks"]
+            for failed in learned["frontier"]["failed"]:
+                del failed[2:4]
+    return kept
 
 
 @functools.cache

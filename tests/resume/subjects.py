@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import Trainer
+from automicro import Halving, Trainer
 from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.checkpoints import CheckpointConfig
 from automicro.events import Callback, Run
@@ -192,13 +192,17 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
+            remember_sizes=False,  # each life begins as the first one did
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             metrics={"accuracy": MulticlassAccuracy(CLASSES), "confidence": Confidence()},
             max_duration=subject.max_duration,
             accumulate_batches=subject.accumulate_batches,
-            microbatch_size=None if subject.batchnorm else "auto",
+            # Refined sizes follow from measured memory, of which a life that was taken up again
+            # holds a little more or less; those of halving follow from what failed.
+            microbatch_size=(None if subject.batchnorm else Halving(refine=False, grow=False)),
+            eval_microbatch_size=Halving(refine=False, grow=False),
             memory_limit=subject.memory_limit,
             precision=subject.precision,
             grad_clip_norm=subject.grad_clip_norm,

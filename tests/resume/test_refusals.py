@@ -1,5 +1,6 @@
 """A checkpoint of another run is refused with what differs."""
 
+import copy
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from automicro.callbacks import EarlyStopping
 from automicro.checkpoints import CheckpointConfig, CheckpointStore
 from automicro.checkpoints.manifest import MANIFEST
 from automicro.checkpoints.writing import list_checkpoints
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, CheckpointWarning
+from tests.callback_runs import assert_equal, copy_of
 from tests.trainer_runs import CLASSES, FEATURES, adam, make_loader, make_trainer
 
 
@@ -55,19 +57,13 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
     "another optimizer": (
         model,
         {"optimizer": sgd},
-        r"another optimizer than SGD: its groups lack dampening, momentum.*only they have .*betas",
-    ),
-    "another callback": (
-        model,
-        {"callbacks": [EarlyStopping()]},
-        r"is of other callbacks: it lacks EarlyStopping",
+        r"a run with the optimizer AdamW, and this one has the optimizer SGD",
     ),
     "a scheduler": (
         model,
         {"scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 3)},
-        r"is of other parts of the run: it lacks scheduler",
+        r"a run with no scheduler, and this one has the scheduler StepLR",
     ),
-    "a scaler": (model, {"precision": "fp16"}, r"it lacks scaler"),
 }
 
 
@@ -78,17 +74,37 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(
     trainer(tmp_path).fit()
     before = sorted(path.name for path in list_checkpoints(tmp_path))
     make, options, message = OTHERS[other]
+    module = make()
+    weights = copy.deepcopy(module.state_dict())
     with pytest.raises(CheckpointError, match=message) as caught:
-        trainer(tmp_path, make(), max_duration="4ba", **options).fit()
+        trainer(tmp_path, module, max_duration="4ba", **options).fit()
     assert "resume='never'" in str(caught.value)
+    assert_equal(copy_of(module), weights)
     assert sorted(path.name for path in list_checkpoints(tmp_path)) == before
     assert trainer(tmp_path, max_duration="4ba").fit().steps == 4
 
 
 def test_a_callback_that_is_gone_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, callbacks=[EarlyStopping()]).fit()
-    with pytest.raises(CheckpointError, match="other callbacks: only it has EarlyStopping"):
-        trainer(tmp_path, max_duration="4ba").fit()
+    with pytest.warns(CheckpointWarning, match="callback EarlyStopping.*it is dropped"):
+        summary = trainer(tmp_path, max_duration="4ba").fit()
+    assert summary.steps == 4
+
+
+def test_a_callback_that_is_new_starts_fresh_and_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path).fit()
+    stopping = EarlyStopping()
+    with pytest.warns(CheckpointWarning, match="callback EarlyStopping, which starts fresh"):
+        trainer(tmp_path, max_duration="4ba", callbacks=[stopping]).fit()
+    assert stopping.best is not None
+
+
+@pytest.mark.parametrize("precisions", [("fp32", "fp16"), ("fp16", "fp32")])
+def test_another_precision_is_allowed_and_said(tmp_path: Path, precisions: tuple[str, str]) -> None:
+    trainer(tmp_path, precision=precisions[0]).fit()
+    with pytest.warns(CheckpointWarning, match="another precision: .*scale of the loss"):
+        summary = trainer(tmp_path, max_duration="4ba", precision=precisions[1]).fit()
+    assert summary.steps == 4
 
 
 def test_a_checkpoint_of_another_version_is_refused_with_the_differing_keys(

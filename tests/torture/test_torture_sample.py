@@ -92,7 +92,7 @@ def test_the_harness_sees_what_is_left_alive(monkeypatch: pytest.MonkeyPatch) ->
     def hoard(failure: BaseException, *_: object) -> None:
         kept.append(failure)
 
-    monkeypatch.setattr("automicro.attempts.release", hoard)
+    monkeypatch.setattr("automicro.attempts.trial.release", hoard)
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(100)])
     assert verdict.survivors > 0
     assert verdict.bytes_alive > 0

@@ -1,15 +1,15 @@
 """The loop over epochs and batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from automicro.events import Callbacks, Cut, LoopState, Run
 from automicro.results import StepResult
 from automicro.trainer.checkpointing import Checkpointer
-from automicro.trainer.evaluation import Evaluation
+from automicro.trainer.evaluation_plan import EvaluationPlan
 from automicro.trainer.feed import Feed
-from automicro.trainer.lines import batch_line, count_of, position
+from automicro.trainer.lines import batch_line, count_of
 from automicro.trainer.loading import grouped
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
@@ -26,13 +26,15 @@ class FitLoop:
         feed: gives the batches, pass after pass.
         count_batches: how many it gives in a pass, where that is known.
         accumulate_batches: how many of the feed's make up an optimization batch.
-        evaluations: what to evaluate on.
+        evaluations: in between.
         metrics: of training, reset with every epoch.
         state: where training stands; written here.
         callbacks: told of every event.
         run: as they see it; knows when to end.
         recorder: logs the numbers.
         checkpointer: saves; None for no checkpoints.
+        best_metric: what the best checkpoints are kept by, so that one is saved after each
+            evaluation that has it; None where none is kept for that.
     """
 
     def __init__(
@@ -42,18 +44,20 @@ class FitLoop:
         *,
         count_batches: Callable[[], int | None],
         accumulate_batches: int,
-        evaluations: Sequence[Evaluation],
+        evaluations: EvaluationPlan,
         metrics: MetricSet,
         state: LoopState,
         callbacks: Callbacks,
         run: Run,
         recorder: Recorder,
         checkpointer: Checkpointer | None,
+        best_metric: str | None,
     ) -> None:
         self._step = step
         self._feed = feed
         self._count_batches = count_batches
         self._is_taken_up = False
+        self._left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
         self._accumulate_batches = accumulate_batches
         self._evaluations = evaluations
         self._metrics = metrics
@@ -62,6 +66,7 @@ class FitLoop:
         self._run = run
         self._recorder = recorder
         self._checkpointer = checkpointer
+        self._best_metric = best_metric
         self._recent = RecentSpeed()
 
     def run(self, progress: Progress, is_stopped: Callable[[], bool]) -> None:
@@ -69,39 +74,47 @@ class FitLoop:
 
         Args:
             progress: where to say how it goes.
-            is_stopped: asked after each batch.
+            is_stopped: asked after each batch, in training and in evaluations.
         """
-
-        def is_over() -> bool:
-            return self.is_finished or is_stopped()
-
         # As after each evaluation, so that a run that was taken up again has as much memory.
         for evaluation in self._evaluations:
-            _release(evaluation)
+            evaluation.release()
         self._tell("fit_start")
-        while not is_over():
-            self._begin_epoch()
-            batches = self._feed.batches(self._state.epoch)
-            is_complete = True
-            for group in grouped(batches, self._accumulate_batches):
-                self._train(group, progress)
-                self._evaluate_if_due(progress)
-                is_last = self._state.epoch_batch == self.num_batches
-                if is_over():
-                    is_complete = is_last
-                    break
-                # What is logged at a step comes before its checkpoint, or a resume would log it
-                # twice. So a checkpoint of the last batch waits for the end of the epoch.
-                if not is_last:
-                    self._save_if_due(progress)
-            self._end_epoch(progress, is_complete=is_complete)
-            if not is_over():
-                self._save_if_due(progress)
+        if self._checkpointer is not None and self._state.batch == 0:
+            self._checkpointer.rehearse()
+        self._evaluations.run_due(progress, is_stopped)  # what was broken off
+        while not (self.is_finished or is_stopped()):
+            self._train_epoch(progress, is_stopped)
         if self.is_finished:
-            self._evaluate_at_end(progress)
+            self._evaluations.run_at_end(progress, is_stopped)
         if self._checkpointer is not None:
-            self._checkpointer.save(self._state, progress)
+            self._checkpointer.save(self._state, progress, metrics=self._measured())
         self._tell("fit_end")
+
+    def _train_epoch(self, progress: Progress, is_stopped: Callable[[], bool]) -> None:
+        """Train on a pass, or on what is left of it, until its end or that of training."""
+        groups = self._begin_epoch()
+        for group in groups:
+            self._train(group, progress)
+            # What is logged at a step comes before its checkpoint, or a resume would log it
+            # twice. So the last batch is evaluated and saved at the end of the epoch.
+            is_last = self._state.epoch_batch == self.num_batches
+            if not is_last:
+                self._evaluations.run_due(progress, is_stopped)
+            if self.is_finished or is_stopped():
+                if is_last:
+                    break
+                self._left = groups
+                self._sum_up_first_epoch()
+                return
+            if not is_last:
+                self._save_if_due(progress)
+        # Where nobody knew that it was the last one, it was saved before the end of the epoch.
+        was_saved = self._is_saved()
+        self._end_epoch()
+        self._evaluations.run_due(progress, is_stopped)
+        if not (self.is_finished or is_stopped()):
+            self._save_if_due(progress, is_due=was_saved)
 
     def _tell(self, event: str, *subject: Any) -> None:
         self._callbacks.fire(event, self._run, *subject)
@@ -117,6 +130,11 @@ class FitLoop:
         return self._state.done(self._run.max_duration.unit) >= self._run.max_duration.value
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all is trained and evaluated, or a callback asked to stop before."""
+        return self.is_finished and self._evaluations.is_complete_at_end
+
+    @property
     def num_batches(self) -> int | None:
         """Optimization batches of an epoch, where the loader knows."""
         loaded = self._count_batches()
@@ -125,8 +143,7 @@ class FitLoop:
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""
         self._is_taken_up = self._state.epoch_batch > 0
-        for evaluation in self._evaluations:
-            evaluation.interval.catch_up(self._state)
+        self._evaluations.catch_up()
 
     def where(self) -> str:
         """Where training stands, for errors."""
@@ -136,13 +153,17 @@ class FitLoop:
             f"({count_of(state.batch, 'batch')} done)"
         )
 
-    def _begin_epoch(self) -> None:
-        """Begin a pass, or go on in the middle of one that was saved."""
-        if not self._is_taken_up:
-            self._state.epoch_batch = 0
-            self._metrics.reset()
+    def _begin_epoch(self) -> Iterator[list[Any]]:
+        """Begin a pass, or go on in the middle of one that was left or saved."""
+        groups, self._left = self._left, None
+        if groups is None:
+            if not self._is_taken_up:
+                self._state.epoch_batch = 0
+                self._metrics.reset()
+            groups = grouped(self._feed.batches(self._state.epoch), self._accumulate_batches)
         self._is_taken_up = False
         self._tell("epoch_start")
+        return groups
 
     def _train(self, loaded: Sequence[Any], progress: Progress) -> None:
         """Train on one optimization batch, and tell of it."""
@@ -159,49 +180,39 @@ class FitLoop:
     def _tell_ready(self, result: StepResult) -> None:
         self._tell("gradients_ready", result)
 
-    def _end_epoch(self, progress: Progress, *, is_complete: bool) -> None:
-        """Sum a pass up; one that ends early counts as no epoch."""
+    def _end_epoch(self) -> None:
+        """Sum a complete pass up."""
         state = self._state
         state.train.metrics = self._metrics.compute()
-        if not is_complete:
-            return
         state.epoch += 1
         state.epoch_batch = 0
         self._recorder.epoch(state.train.metrics)
         self._tell("epoch_end")
         self._recorder.flush()
-        self._evaluate_if_due(progress)
 
-    def _evaluate_if_due(self, progress: Progress) -> None:
-        for evaluation in self._evaluations:
-            if evaluation.interval.is_due(self._state):
-                self._evaluate(evaluation, progress)
+    def _sum_up_first_epoch(self) -> None:
+        """Give metrics of a part of it, where training stops in its middle."""
+        if self._state.epoch == 0:
+            self._state.train.metrics = self._metrics.compute()
 
-    def _evaluate_at_end(self, progress: Progress) -> None:
-        for evaluation in self._evaluations:
-            if evaluation.happens_at_end:
-                self._evaluate(evaluation, progress)
-
-    def _evaluate(self, evaluation: Evaluation, progress: Progress) -> None:
-        """Evaluate in the middle of training, unless that was done for this very batch."""
-        state = self._state
-        if state.evaluated_at.get(evaluation.name) == state.batch:
+    def _save_if_due(self, progress: Progress, *, is_due: bool = False) -> None:
+        if self._checkpointer is None:
             return
-        evaluation.run(
-            state.eval,
-            progress,
-            callbacks=self._callbacks,
-            recorder=self._recorder,
-            run=self._run,
-            where=position(state, self._run.max_duration),
-        )
-        _release(evaluation)
-        state.evaluated_at[evaluation.name] = state.batch
-        self._recorder.flush()
+        values = self._measured()
+        if is_due or self._best_metric in values:
+            self._run.save_checkpoint()
+        self._checkpointer.save_if_due(self._state, progress, metrics=values)
 
-    def _save_if_due(self, progress: Progress) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.save_if_due(self._state, progress)
+    def _measured(self) -> dict[str, float]:
+        """What was found for the model as it is."""
+        best = self._best_metric
+        # Where it is another evaluation's turn to give it, its absence is no mistake to warn of.
+        return {} if best and self._evaluations.is_awaited(best) else self._evaluations.values()
+
+    def _is_saved(self) -> bool:
+        """Whether there is a checkpoint of this very batch."""
+        saver = self._checkpointer
+        return saver is not None and saver.saved_in(self._state) is not None
 
     def _describe(self, trained: TrainedBatch, speed: Speed) -> str:
         rates = set(trained.learning_rates)
@@ -214,8 +225,3 @@ class FitLoop:
             speed=speed,
             learning_rate=rates.pop() if len(rates) == 1 else None,
         )
-
-
-def _release(evaluation: Evaluation) -> None:
-    """Let go of what an evaluation counted, which would take memory from training."""
-    evaluation._metrics.reset()

@@ -1,0 +1,8 @@
+"""Attempts at a step: propose a size, cut, attempt, commit or roll back, until a batch fits."""
+
+from automicro.attempts.cut_rule import CutRule
+from automicro.attempts.phase import Phase
+from automicro.attempts.phases import make_phases
+from automicro.attempts.run import Finished, run_attempts
+
+__all__ = ["CutRule", "Finished", "Phase", "make_phases", "run_attempts"]

@@ -1,0 +1,160 @@
+"""Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from automicro.attempts.cut_rule import CutRule
+from automicro.attempts.recollection import Recollection
+from automicro.attempts.run import Finished, run_attempts
+from automicro.inputs import InputGuard, InputWatch
+from automicro.memory import Meter, ResidentMemory
+from automicro.observer import Narrator, Observer
+from automicro.policy import Fixed, Policy
+from automicro.transaction import (
+    BufferMemory,
+    Buffers,
+    Metrics,
+    Part,
+    RandomState,
+    Transaction,
+    find_generators,
+    flatten_metrics,
+)
+
+T = TypeVar("T")
+
+
+class Phase:
+    """Runs steps at the sizes of one policy, each as one transaction.
+
+    Args:
+        name: ``"train"`` or ``"eval"``.
+        policy: proposes sizes.
+        modules: everything that takes part.
+        device: where they compute.
+        strict_divisible: whether a batch must be a multiple of the size.
+        observer: told of every attempt; None for nobody.
+        recollection: of sizes that earlier runs found; None for none.
+
+    Attributes:
+        policy: as given.
+        size: rows of the largest microbatch of the last batch; None before the first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        *,
+        strict_divisible: bool = False,
+        observer: Observer | None = None,
+        recollection: Recollection | None = None,
+    ) -> None:
+        self.policy = policy
+        self.size: int | None = None
+        self._name = name
+        self._device = device
+        self._observer = observer
+        self._recollection = recollection
+        self._is_new = True
+        self._rule = CutRule(strict_divisible=strict_divisible)
+        self._meter = Meter(device)
+        self._buffers = BufferMemory(modules)
+        self._generators = find_generators(modules)
+        self._inputs = InputGuard()
+
+    @property
+    def adapts(self) -> bool:
+        """Whether sizes may change."""
+        return not isinstance(self.policy, Fixed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found, as plain values."""
+        return {"policy": self.policy.state_dict(), "min_rows": self._rule.min_rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was found earlier.
+
+        Raises:
+            ValueError: a state of another policy.
+        """
+        self.policy.load_state_dict(state["policy"])
+        self._is_new = False
+        self._rule.min_rows = state["min_rows"]
+
+    def watch(self, tensors: Sequence[Tensor]) -> InputWatch:
+        """Guard the tensors of a batch against a model that writes into its input."""
+        return self._inputs.watch(tensors, self._device)
+
+    def buffers(self) -> Buffers:
+        """The buffers of the modules, for one step."""
+        return Buffers(self._buffers)
+
+    def narrator(self) -> Narrator | None:
+        """What tells of one step; None where nobody listens."""
+        return None if self._observer is None else Narrator(self._observer, self._name)
+
+    def run(
+        self,
+        attempt: Callable[[list[list[int]]], T],
+        parts: Sequence[Part],
+        *,
+        batches: Sequence[Any],
+        rows: Sequence[int],
+        costs: Sequence[float],
+        metrics: Any,
+        measure_residents: Callable[[], ResidentMemory],
+        narrator: Narrator | None,
+        policy: Policy | None = None,
+        accept: Callable[[T], bool] | None = None,
+    ) -> Finished[T]:
+        """Run a step until it fits; see `run_attempts`.
+
+        Args:
+            attempt: does the work for slices of these rows, a list for each batch.
+            parts: what it changes, besides random numbers and metrics.
+            batches: of the step.
+            rows: of each batch.
+            costs: elements of one row of each batch.
+            metrics: that it updates.
+            measure_residents: what lies on the device at any size.
+            narrator: tells of it.
+            policy: in place of the phase's.
+            accept: asked once it went through; False rolls it back.
+        """
+        recollection = self._recollection if self.adapts else None
+        recalled_size: int | None = None
+        if recollection is not None:
+            recalled_size = recollection.look_up(
+                batches[0], rows[0], self.policy, is_new=self._is_new
+            )
+        self._is_new = False
+        finished = run_attempts(
+            attempt,
+            rows=rows,
+            costs=costs,
+            policy=policy or self.policy,
+            rule=self._rule,
+            transaction=Transaction(
+                [
+                    *parts,
+                    RandomState(self._device, self._generators),
+                    Metrics(flatten_metrics(metrics)),
+                ]
+            ),
+            device=self._device,
+            accept=accept,
+            meter=self._meter if self.adapts else None,
+            measure_residents=measure_residents,
+            narrator=narrator,
+        )
+        self.size = finished.microbatch_size
+        if recollection is not None:
+            recollection.take_down(finished, costs)
+        return dataclasses.replace(finished, recalled_size=recalled_size)

@@ -1,0 +1,78 @@
+"""The two phases of a `Microbatcher`, from its options."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from automicro.attempts.phase import Phase
+from automicro.attempts.recollection import Recollection
+from automicro.observer import Observer
+from automicro.policy import Policy, make_policy
+from automicro.size_cache import describe_run, describe_shapes
+from automicro.slicing import BatchLayout
+
+Size = int | str | Policy | None
+
+
+def make_phases(
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    microbatch_size: Size,
+    eval_microbatch_size: Size,
+    strict_divisible: bool,
+    remember_sizes: bool,
+    optimizer: torch.optim.Optimizer | None,
+    precision: str,
+    layout: BatchLayout,
+    observer: Observer | None,
+) -> tuple[Phase, Phase]:
+    """Training, and evaluation.
+
+    Args:
+        modules: everything that takes part.
+        device: where they compute.
+        microbatch_size: of training.
+        eval_microbatch_size: of evaluation.
+        strict_divisible: whether training refuses a batch that is not a multiple of the size.
+        remember_sizes: whether ``"auto"`` starts where an earlier run ended.
+        optimizer: part of what a size is remembered for, as are precision and layout.
+        precision: of the forward.
+        layout: of batches.
+        observer: told of every attempt; None for nobody.
+
+    Raises:
+        TypeError, ValueError: what cannot be a size.
+    """
+
+    def make(name: str, size: Size, argument: str, *, strict: bool = False) -> Phase:
+        describe = partial(
+            describe_run,
+            modules,
+            device=device,
+            optimizer=optimizer,
+            precision=precision,
+            phase=name,
+            layout=layout,
+        )
+        remembers = remember_sizes and isinstance(size, str)
+        return Phase(
+            name,
+            make_policy(size, name=argument),
+            modules,
+            device,
+            strict_divisible=strict,
+            observer=observer,
+            recollection=(
+                Recollection(describe, partial(describe_shapes, layout=layout))
+                if remembers
+                else None
+            ),
+        )
+
+    return (
+        make("train", microbatch_size, "microbatch_size", strict=strict_divisible),
+        make("eval", eval_microbatch_size, "eval_microbatch_size"),
+    )

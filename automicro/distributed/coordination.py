@@ -1,0 +1,152 @@
+"""Several ranks as one: agreeing, voting and stopping, with the model's wrappers guarded."""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from automicro.distributed.guard import Guard
+from automicro.distributed.votes import Votes
+from automicro.errors import PeerFailedError, PeerStoppedError, RankError
+from automicro.oom import Failure, classify
+from automicro.ranks import Agreement, Proposal, Status
+
+logger = logging.getLogger(__name__)
+
+
+class CoordinatedRanks:
+    """Implements `automicro.ranks.Ranks` for several processes.
+
+    Args:
+        votes: among all ranks.
+        guards: of the wrappers that the model is made of.
+
+    Example:
+        >>> from automicro.distributed import SimulatedWorld
+        >>> world = SimulatedWorld(2)
+        >>> def step(rank: int) -> int:
+        ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
+        ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
+        ...     ranks.vote()
+        ...     return agreement.num_microbatches
+        >>> world.run(step)
+        [2, 2]
+    """
+
+    def __init__(self, votes: Votes, guards: Sequence[Guard] = ()) -> None:
+        self._votes = votes
+        self._guards = guards
+        self.rank = votes.rank
+        self.world_size = votes.world_size
+        self._is_over = False
+
+    @property
+    def num_votes(self) -> int:
+        """How many exchanges there were, agreements included."""
+        return self._votes.count
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        try:
+            for guard in self._guards:
+                guard.prepare()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        try:
+            agreement = self._votes.agree(proposal)
+        except PeerStoppedError:
+            self._raise_reasons(None)
+            raise
+        try:
+            for guard in self._guards:
+                guard.open(agreement.num_microbatches, training=proposal.training)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return agreement
+
+    def microbatch(self, index: int) -> AbstractContextManager[None]:
+        if len(self._guards) == 1:
+            return self._guards[0].microbatch(index)
+        return self._guarded_by_all(index)
+
+    @contextlib.contextmanager
+    def _guarded_by_all(self, index: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for guard in self._guards:
+                stack.enter_context(guard.microbatch(index))
+            yield
+
+    def vote(self) -> None:
+        strayed = any(guard.has_strayed for guard in self._guards)
+        ballot = self._votes.cast("commit", flag=strayed)
+        for guard in self._guards:
+            guard.commit(any_strayed=ballot.flag > 0)
+
+    def stop(self, failure: BaseException, status: Status) -> Status:
+        if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
+            return Status.FATAL  # there is nobody left to vote with
+        is_first_to_know = self._votes.stopped is None
+        if is_first_to_know:
+            self._play_rest()
+        together = self._votes.report(status)
+        trouble = self._recover()
+        self._votes.clear()
+        if together is Status.FATAL:
+            is_culprit = is_first_to_know and status is Status.FATAL
+            self._raise_reasons(failure if is_culprit else None)
+        elif trouble is not None:
+            self.fail(trouble)
+            raise trouble
+        elif is_first_to_know:
+            logger.debug("rank %d ended the attempt: %s", self.rank, failure)
+        return together
+
+    def _recover(self) -> Exception | None:
+        try:
+            for guard in self._guards:
+                guard.recover()
+        except Exception as error:
+            return error
+        return None
+
+    def _play_rest(self) -> None:
+        try:
+            for guard in self._guards:
+                guard.play_rest()
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE:
+                self._votes.give_up(error, "the collectives of a failed attempt")
+            raise RankError(
+                f"rank {self.rank} ran out of memory again while it took part in the collectives "
+                "that its peers still wait for, so they cannot be told; start again from the last "
+                "checkpoint with a smaller microbatch_size"
+            ) from error
+
+    def fail(self, failure: BaseException) -> None:
+        if self._is_over or isinstance(failure, RankError):
+            return  # all ranks know
+        self._votes.report(Status.FATAL)
+        self._raise_reasons(failure)
+
+    def from_first(self, values: Iterable[float]) -> list[float]:
+        return self._votes.from_first(values)
+
+    def _raise_reasons(self, own: BaseException | None) -> None:
+        """Let all ranks know who failed, and why; raise where it was not this one."""
+        self._is_over = True
+        reasons = self._votes.explain(None if own is None else _describe(own))
+        if own is None:
+            raise PeerFailedError(
+                f"rank {self.rank} stops because another rank failed:\n{reasons}\n"
+                "The state here is as before the step. Mend the cause on that rank (its log has "
+                "the traceback), and start again from the last checkpoint."
+            )
+        own.add_note(
+            f"automicro: this happened on rank {self.rank} of {self.world_size}; the others were "
+            "told and stop too"
+        )
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,239 @@
+"""`DistributedDataParallel`: gradients are reduced in the last microbatch, bucket by bucket."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro.distributed.votes import Votes
+from automicro.torch_private import without_modes
+from automicro.torch_private_distributed import (
+    GradBucket,
+    buffer_comm_hook,
+    comm_hooks,
+    keeping_versions,
+    local_used_map,
+    rebuild_buckets,
+    reset_reducer,
+)
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+class VotingHook:
+    """A communication hook of DDP that lets a guard have its say before each bucket.
+
+    Args:
+        hook: reduces a bucket; torch's own averaging unless given. It must not keep anything from
+            one bucket to the next, because an attempt that is rolled back has fed it too.
+    """
+
+    def __init__(self, hook: Hook | None = None) -> None:
+        self.hook = hook
+        # DDP asks for these, and forbids bf16 where they say so and the network cannot.
+        self.__name__ = self.__qualname__ = getattr(hook, "__name__", "voting_hook")
+        self.before: Callable[[GradBucket], None] = lambda bucket: None
+        self.pending: list[torch.futures.Future[Tensor]] = []
+
+    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.before(bucket)
+        with without_modes():
+            future = (self.hook or _average)(state, bucket)
+        self.pending.append(future)
+        return future
+
+    def drain(self) -> None:
+        """Wait for reductions that are under way: they write into buckets that are used again."""
+        for future in self.pending:
+            future.wait()
+        self.pending.clear()
+
+
+def _average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return average_buffer(state, bucket.buffer())
+
+
+def average_buffer(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Average a bucket's content over ranks with the rounding of DDP without any hook."""
+    buffer.mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return reduced
+
+
+class DdpGuard:
+    """Guards one model wrapped by DDP.
+
+    Microbatches but the last run without synchronisation. The first time buckets are reduced, a
+    vote comes before each; once they are known, a rank that failed reduces zeros in their place,
+    and an attempt has no vote but the one at its end.
+
+    Args:
+        model: the wrapped model.
+        votes: among all ranks of the model.
+        always_guarded: never replay, because other collectives run in between.
+
+    Raises:
+        ValueError: the wrapper has options under which an attempt cannot be undone.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, votes: Votes, *, always_guarded: bool = False
+    ) -> None:
+        _refuse(model, votes)
+        self._model = model
+        self._votes = votes
+        self._hook = _voting_hook_of(model)
+        self._hook.before = self._before
+        # The zeros that a failed rank reduces would go through a user's hook as well.
+        self._can_replay = not always_guarded and self._hook.hook is None
+        self._buckets: list[Tensor] = []
+        self._known = False
+        self._launched = 0
+        self._stale_buffers = model.broadcast_buffers and model.require_forward_param_sync
+        self._flat: list[tuple[Tensor, list[Tensor]]] = []
+        self._last = 0
+        self._is_open = False
+        self._training = False
+        self._has_strayed = False
+        self._votes_here = False
+
+    @property
+    def has_strayed(self) -> bool:
+        return self._has_strayed
+
+    def prepare(self) -> None:
+        self._flat = []
+        if self._stale_buffers:
+            self._flat = [
+                (torch.cat([buffer.detach().flatten() for buffer in buffers]), buffers)
+                for buffers in _buffers_by_type(self._model)
+            ]
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
+        # What DDP would do in the next forward, where a rank may be missing.
+        self._send_buffers()
+        self._model.require_forward_param_sync = False
+        if training and rebuild_buckets(self._model):
+            self._known = False
+            self._buckets = []
+        self._last = num_microbatches - 1
+        self._training = training
+        self._launched = 0
+        self._has_strayed = False
+        self._votes_here = not (self._known and self._can_replay)
+        self._is_open = True
+
+    @contextlib.contextmanager
+    def microbatch(self, index: int) -> Iterator[None]:
+        if self._training and index < self._last:
+            with self._model.no_sync():
+                yield
+        else:
+            yield
+        self._model.require_forward_param_sync = False
+
+    def commit(self, *, any_strayed: bool) -> None:
+        self._is_open = False
+        self._hook.pending.clear()
+        self._known = (self._training and not any_strayed) or (self._known and not any_strayed)
+        if self._training:
+            self._stale_buffers = self._model.broadcast_buffers
+
+    def play_rest(self) -> None:
+        if not self._training or self._votes_here:
+            return
+        with without_modes():
+            self._hook.drain()
+            for buffer in self._buckets[self._launched :]:
+                self._hook.pending.append(average_buffer(self._model.process_group, buffer.zero_()))
+            used = local_used_map(self._model)
+            if used is not None and self._launched < len(self._buckets):
+                dist.all_reduce(torch.zeros_like(used), group=self._model.process_group)
+
+    def recover(self) -> None:
+        self._is_open = False
+        self._hook.drain()
+        if self._training:
+            reset_reducer(self._model)
+        self._model.require_forward_param_sync = False
+
+    def _before(self, bucket: GradBucket) -> None:
+        if not self._is_open:
+            return
+        index, buffer = bucket.index(), bucket.buffer()
+        if self._votes_here:
+            self._votes.cast(f"bucket {index} of {buffer.numel()} numbers")
+            del self._buckets[index:]
+            self._buckets.append(buffer)
+        elif not (
+            index == self._launched < len(self._buckets)
+            and buffer.data_ptr() == self._buckets[index].data_ptr()
+        ):
+            self._has_strayed = True
+        self._launched = index + 1
+
+    def _send_buffers(self) -> None:
+        for flat, buffers in self._flat:
+            dist.broadcast(flat, group=self._model.process_group, group_src=0)
+            with torch.no_grad(), keeping_versions(buffers):
+                values = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value.view(buffer.shape))
+        self._flat = []
+        self._stale_buffers = False
+
+
+def _buffers_by_type(model: DistributedDataParallel) -> list[list[Tensor]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for name, buffer in model.module.named_buffers():
+        if name not in model.parameters_to_ignore:
+            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    return list(groups.values())
+
+
+def _voting_hook_of(model: DistributedDataParallel) -> VotingHook:
+    hooks = comm_hooks(model)
+    if not hooks:
+        hook = VotingHook()
+        model.register_comm_hook(model.process_group, hook)
+        return hook
+    hook = hooks[0][0]
+    if isinstance(hook, VotingHook):
+        return hook
+    raise ValueError(
+        f"the model's DDP wrapper has the communication hook "
+        f"{getattr(hook, '__qualname__', hook)!r}, and torch lets nobody put a vote before it "
+        "afterwards; register it as model.register_comm_hook(state, VotingHook(hook)) with "
+        "automicro.distributed.VotingHook, or leave it out"
+    )
+
+
+def _refuse(model: DistributedDataParallel, votes: Votes) -> None:
+    refused = {
+        "static_graph=True": (model.static_graph, "leave it out: it does not work with no_sync()"),
+        "delay_all_reduce_named_params": (
+            bool(getattr(model, "_delay_all_reduce_params", None)),
+            "leave it out",
+        ),
+        "a buffer communication hook": (
+            buffer_comm_hook(model) is not None,
+            "leave it out, or use broadcast_buffers=False",
+        ),
+        "mixed_precision": (model.mixed_precision is not None, "use autocast (precision='bf16')"),
+        f"a process group of {dist.get_world_size(model.process_group)} ranks": (
+            dist.get_world_size(model.process_group) != votes.world_size,
+            f"wrap it for all {votes.world_size} ranks, so that all take part in the vote",
+        ),
+    }
+    for what, (is_so, remedy) in refused.items():
+        if is_so:
+            raise ValueError(
+                f"a model wrapped by DistributedDataParallel with {what} cannot roll back an "
+                f"attempt that ran out of memory on one rank; {remedy}"
+            )

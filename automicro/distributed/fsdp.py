@@ -1,0 +1,294 @@
+"""FSDP2 (`fully_shard`): parameters are gathered and gradients scattered in every microbatch."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from automicro.distributed.votes import Votes
+from automicro.torch_private import without_modes
+from automicro.torch_private_distributed import (
+    collectives_of,
+    drop_unsharded,
+    has_many_groups,
+    replicate_group,
+    reset_sharded,
+)
+
+
+class Collective(NamedTuple):
+    """One collective of a microbatch, with all that is needed to take part in it.
+
+    Attributes:
+        kind: ``"all-gather"`` or ``"reduce-scatter"``.
+        where: its place among the collectives of the model's modules.
+        numel: of the tensor that goes in.
+        dtype: of that tensor.
+    """
+
+    kind: str
+    where: int
+    numel: int
+    dtype: torch.dtype
+
+
+class _Guarded:
+    """Puts the guard before a module's collective of one kind."""
+
+    def __init__(self, guard: "FsdpGuard", where: int, inner: Any) -> None:
+        self.guard = guard
+        self.where = where
+        self.inner = inner
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        allocated: torch.Tensor = self.inner.allocate(size, dtype=dtype, device=device)
+        return allocated
+
+
+class GuardedAllGather(_Guarded):
+    """An all-gather with a vote before it, or noted for a replay."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        step = Collective("all-gather", self.where, input_tensor.numel(), input_tensor.dtype)
+        self.guard.before(step, group)
+        with without_modes():
+            work: dist.Work | None = self.inner(
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                async_op=async_op,
+            )
+        self.guard.after(step)
+        return work
+
+
+class GuardedReduceScatter(_Guarded):
+    """A reduce-scatter with a vote before it, or noted for a replay."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        step = Collective("reduce-scatter", self.where, input_tensor.numel(), input_tensor.dtype)
+        self.guard.before(step, group, op=op, device=input_tensor.device)
+        with without_modes():
+            work: dist.Work | None = self.inner(
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                op=op,
+                async_op=async_op,
+            )
+        self.guard.after(step)
+        return work
+
+
+class _Reduction(NamedTuple):
+    group: dist.ProcessGroup
+    op: Any
+    device: torch.device
+    replicas: dist.ProcessGroup | None
+
+
+_Key = tuple[bool, bool, bool]
+
+
+class FsdpGuard:
+    """Guards all modules of a model that `fully_shard` was applied to.
+
+    The first microbatch of each kind votes before every collective and takes down which they were.
+    Afterwards a microbatch has one vote, at its end (the last one's is that of the attempt), and a
+    rank that ran out of memory plays the rest: it gathers its real shards and scatters zeros.
+
+    Args:
+        modules: the model, and others that take part.
+        votes: among all ranks.
+        always_guarded: never replay, because other collectives run in between.
+
+    Raises:
+        ValueError: the model is sharded in a way that an attempt cannot be undone.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], votes: Votes, *, always_guarded: bool = False
+    ) -> None:
+        modules = list(modules)
+        self._votes = votes
+        self._can_replay = not always_guarded
+        found = {
+            id(module): (name, module)
+            for root in modules
+            for name, module in root.named_modules()
+            if isinstance(module, FSDPModule)
+        }
+        self._names = [name for name, _ in found.values()]
+        self._modules: list[FSDPModule] = [module for _, module in found.values()]
+        self._roots = _outermost(self._modules)
+        for where, module in enumerate(self._modules):
+            self._take_over(where, module)
+        self._schedules: dict[_Key, list[Collective]] = {}
+        self._fresh: dict[_Key, list[Collective]] = {}
+        self._trace: list[Collective] = []
+        self._reductions: dict[int, _Reduction] = {}
+        self._gather_groups: dict[int, dist.ProcessGroup] = {}
+        self._key: _Key = (True, True, True)
+        self._num_microbatches = 0
+        self._index = 0
+        self._votes_here = True
+        self._is_open = False
+        self._has_strayed = False
+
+    @property
+    def has_strayed(self) -> bool:
+        return self._has_strayed
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
+        self._num_microbatches = num_microbatches
+        self._training = training
+        self._fresh = {}
+        self._has_strayed = False
+        self._is_open = True
+        self._begin(0)
+
+    @contextlib.contextmanager
+    def microbatch(self, index: int) -> Iterator[None]:
+        assert index == self._index, "microbatches run in order"
+        yield
+        if self._votes_here:
+            self._fresh[self._key] = self._trace
+        elif self._trace != self._schedules[self._key]:
+            self._has_strayed = True
+        if index + 1 < self._num_microbatches:
+            self._votes.cast(f"end of microbatch {index}")
+            self._begin(index + 1)
+        else:
+            # What comes before the vote of the attempt has no collectives to play.
+            self._votes_here = True
+
+    def commit(self, *, any_strayed: bool) -> None:
+        self._is_open = False
+        if any_strayed:
+            # Such a model's collectives depend on its input: they cannot be foretold.
+            self._can_replay = False
+            self._schedules.clear()
+        elif self._can_replay:
+            self._schedules |= self._fresh
+
+    def play_rest(self) -> None:
+        if self._votes_here or not self._is_open:
+            return
+        rest = self._schedules[self._key][len(self._trace) :]
+        self._is_open = False
+        self._reset()
+        with without_modes(), torch.no_grad():
+            for step in rest:
+                if step.kind == "all-gather":
+                    self._modules[step.where].unshard()
+                    self._modules[step.where].reshard()
+                else:
+                    self._scatter_zeros(step)
+
+    def recover(self) -> None:
+        self._is_open = False
+        self._reset()
+
+    def before(
+        self,
+        step: Collective,
+        group: dist.ProcessGroup,
+        *,
+        op: Any = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """A collective is about to be enqueued, with all that it needs allocated.
+
+        Raises:
+            PeerStoppedError: a peer will not come to it.
+        """
+        if not self._is_open:
+            return
+        if self._votes_here:
+            self._votes.cast(f"{step.kind} of {self._names[step.where]!r}, {step.numel} numbers")
+            if device is None:
+                # Played, a module gathers over its own group, not over that after forward.
+                self._can_replay &= self._gather_groups.setdefault(step.where, group) is group
+            else:
+                replicas = replicate_group(self._modules[step.where])
+                self._reductions[step.where] = _Reduction(group, op, device, replicas)
+
+    def after(self, step: Collective) -> None:
+        """A collective was enqueued."""
+        if self._is_open:
+            self._trace.append(step)
+
+    def _begin(self, index: int) -> None:
+        self._index = index
+        self._key = (self._training, index == 0, index == self._num_microbatches - 1)
+        self._trace = []
+        self._votes_here = not self._can_replay or self._key not in self._schedules
+
+    def _scatter_zeros(self, step: Collective) -> None:
+        to = self._reductions[step.where]
+        zeros = torch.zeros(step.numel, dtype=step.dtype, device=to.device)
+        share = zeros.new_empty(step.numel // dist.get_world_size(to.group))
+        # The same under its older name before torch 2.13.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(share, zeros, op=to.op, group=to.group)
+        if to.replicas is not None:
+            dist.all_reduce(share, group=to.replicas)
+
+    def _reset(self) -> None:
+        for root in self._roots:
+            reset_sharded(root)
+        drop_unsharded(module for module in self._modules if isinstance(module, nn.Module))
+
+    def _take_over(self, where: int, module: FSDPModule) -> None:
+        if not hasattr(module, "reset_iter_state"):
+            raise ValueError(
+                f"torch {torch.__version__} cannot put a model that fully_shard was applied to "
+                "back in order after running out of memory; upgrade to torch 2.13, or use "
+                "DistributedDataParallel"
+            )
+        name = self._names[where]
+        if has_many_groups(module):
+            raise ValueError(
+                f"the parameters of {name!r} are sharded over several meshes (shard_placement_fn), "
+                "whose collectives cannot be guarded one by one; shard each over one mesh"
+            )
+        inner = collectives_of(module)
+        if inner is None:
+            return
+        # Two Microbatchers may guard a model one after the other: the later one takes over.
+        gather, scatter = (each.inner if isinstance(each, _Guarded) else each for each in inner)
+        module.set_custom_all_gather(GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(
+            GuardedReduceScatter(self, where, scatter)  # type: ignore[arg-type]
+        )
+
+
+def _outermost(modules: list[FSDPModule]) -> list[FSDPModule]:
+    inside = {
+        id(inner)
+        for module in modules
+        if isinstance(module, nn.Module)
+        for inner in module.modules()
+        if inner is not module
+    }
+    return [module for module in modules if id(module) not in inside]

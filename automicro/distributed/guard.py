@@ -1,0 +1,35 @@
+"""What keeps the collectives of a model's wrapper matched when a rank runs out of memory."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Guard(Protocol):
+    """Stands between a wrapper (DDP, FSDP2) and its collectives.
+
+    Either it votes before each collective (*guarded*), so that no rank enters one that another
+    will not reach; or, once it knows which collectives an attempt has, it does not (*replay*), and
+    a rank that failed plays those that its peers still wait for.
+    """
+
+    def prepare(self) -> None:
+        """Before the ranks agree: allocate what `open` needs."""
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
+        """All ranks have agreed to begin an attempt."""
+
+    def microbatch(self, index: int) -> AbstractContextManager[None]:
+        """Around forward and backward of a microbatch. At its end it may vote."""
+
+    @property
+    def has_strayed(self) -> bool:
+        """Whether the attempt's collectives were others than were known."""
+
+    def commit(self, *, any_strayed: bool) -> None:
+        """All ranks ended the attempt well: learn from it."""
+
+    def play_rest(self) -> None:
+        """After a failure here: run the collectives up to the peers' next vote."""
+
+    def recover(self) -> None:
+        """Put the wrapper back in order after an attempt that did not end. All ranks call it."""

@@ -1,0 +1,53 @@
+"""Who is missing after a vote broke off: all that are left sign in the processes' store."""
+
+import logging
+import time
+
+from automicro.torch_private_distributed import Store
+
+logger = logging.getLogger(__name__)
+
+
+class RollCall:
+    """Names the ranks that do not answer.
+
+    Args:
+        store: where the processes met.
+        rank: this process's number.
+        world_size: how many there are.
+        wait_seconds: for the others to notice too.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, wait_seconds: float = 3.0
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._wait_seconds = wait_seconds
+
+    def missing(self) -> list[int] | None:
+        """The ranks that have not signed in time; None if the store itself is gone."""
+        waiting = {rank for rank in range(self._world_size) if rank != self._rank}
+        known: list[int] | None = None
+        end = time.monotonic() + self._wait_seconds
+        try:
+            self._store.set(self._key(self._rank), "here")
+            while waiting and time.monotonic() < end:
+                waiting = {rank for rank in waiting if not self._store.check([self._key(rank)])}
+                known = sorted(waiting)
+                time.sleep(0.05)
+        except Exception as error:
+            logger.debug("the store is gone: %s", error)
+        return known
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"automicro/still_here/{rank}"
+
+
+class NoRollCall:
+    """Where there is no store to sign in."""
+
+    def missing(self) -> list[int] | None:
+        return None

@@ -1,0 +1,109 @@
+"""What one attempt takes of a device: peak, time, and what the device could have given."""
+
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from automicro.memory.device import (
+    allocated_bytes,
+    begin_lap,
+    capacity_bytes,
+    lap_peak_bytes,
+    num_alloc_retries,
+)
+from automicro.memory.size import parse_bytes
+
+_REQUEST = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
+_SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one attempt took.
+
+    Attributes:
+        peak_bytes: the most that live tensors held; of an attempt that ran out of memory, with
+            what it asked for last, so its need was at least that.
+        resident_bytes: what lay there before.
+        capacity_bytes: what the process could hold.
+        seconds: of the host, from beginning to end.
+        alloc_retries: how often the allocator gave its cache back to go on.
+
+    All but the seconds are None where nobody counts.
+    """
+
+    peak_bytes: int | None
+    resident_bytes: int | None
+    capacity_bytes: int | None
+    seconds: float
+    alloc_retries: int | None
+
+
+class Meter:
+    """Measures attempts on a device, one after the other.
+
+    >>> from automicro.memory import MemoryBudget
+    >>> meter = Meter(torch.device("cpu"))
+    >>> with MemoryBudget("1MiB"):
+    ...     meter.begin()
+    ...     x = torch.zeros(1024)
+    ...     measured = meter.end()
+    >>> measured.peak_bytes, measured.resident_bytes, measured.capacity_bytes
+    (4096, 0, 1048576)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = 0.0
+        self._resident: int | None = None
+        self._retries: int | None = None
+        self._capacity: int | None = None
+        self._read_at = float("-inf")
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        begin_lap(self._device)
+        self._resident = allocated_bytes(self._device)
+        self._retries = num_alloc_retries(self._device)
+        self._start = time.perf_counter()
+
+    def end(self, failure: BaseException | None = None) -> Measured:
+        """It went through, or ran out of memory with this error.
+
+        Call it before the memory of the attempt is given back.
+        """
+        now = time.perf_counter()
+        if failure is not None or now - self._read_at > _SECONDS_BETWEEN_READINGS:
+            self._capacity, self._read_at = capacity_bytes(self._device), now
+        elif self._device.type == "cpu":
+            self._capacity = capacity_bytes(self._device)  # of a budget, which costs nothing
+        peak, retries = lap_peak_bytes(self._device), num_alloc_retries(self._device)
+        if failure is not None and peak is not None:
+            held = allocated_bytes(self._device) or 0
+            peak = max(peak, held + _requested_bytes(failure))
+        return Measured(
+            peak_bytes=peak,
+            resident_bytes=self._resident,
+            capacity_bytes=self._capacity,
+            seconds=now - self._start,
+            alloc_retries=(
+                None if retries is None or self._retries is None else retries - self._retries
+            ),
+        )
+
+
+def _requested_bytes(failure: BaseException) -> int:
+    """What an out-of-memory error says that was asked for; 0 where it does not say.
+
+    >>> _requested_bytes(MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"))
+    20971520
+    """
+    found = _REQUEST.search(str(failure))
+    if found is None:
+        return 0
+    try:
+        return parse_bytes(found[1])
+    except ValueError:
+        return 0

@@ -1,0 +1,140 @@
+"""The private names of `torch.distributed` and of its wrappers: as `torch_private`, for them."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket, Store
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "GradBucket",
+    "Store",
+    "buffer_comm_hook",
+    "collectives_of",
+    "comm_hooks",
+    "default_store",
+    "drop_unsharded",
+    "has_many_groups",
+    "keeping_versions",
+    "local_used_map",
+    "mesh_dims",
+    "rebuild_buckets",
+    "replicate_group",
+    "reset_reducer",
+    "reset_sharded",
+]
+
+
+def default_store() -> Store:
+    """The key-value store that the processes met in."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Let in-place writes to tensors go unnoticed by autograd.
+
+    >>> tensor = torch.zeros(2)
+    >>> with keeping_versions([tensor]):
+    ...     _ = tensor.add_(1)
+    >>> tensor._version
+    0
+    """
+    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    return cast(AbstractContextManager[None], preserve(tuple(tensors)))
+
+
+# DistributedDataParallel
+
+
+def comm_hooks(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The communication hooks that were registered, each with its state."""
+    return list(model._comm_hooks)
+
+
+def buffer_comm_hook(model: DistributedDataParallel) -> Any:
+    """The hook that synchronises buffers in place of the wrapper; None without one."""
+    return getattr(model, "buffer_hook", None)
+
+
+def rebuild_buckets(model: DistributedDataParallel) -> bool:
+    """Let the reducer order its buckets as gradients arrived, which the next forward would do.
+
+    All ranks call it, because the order comes from rank 0. Returns whether anything was rebuilt.
+    """
+    return bool(model.reducer._rebuild_buckets())
+
+
+def reset_reducer(model: DistributedDataParallel) -> None:
+    """Make the reducer forget a backward that was not finished. All ranks call it."""
+    model.reducer._reset_state()
+
+
+def local_used_map(model: DistributedDataParallel) -> Tensor | None:
+    """What the reducer reduces after its last bucket, where it looks for unused parameters."""
+    if not model.find_unused_parameters:
+        return None
+    return model.reducer._get_local_used_map()
+
+
+# FSDP2
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there was one at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def has_many_groups(module: FSDPModule) -> bool:
+    """Tell whether a module's parameters lie on several meshes."""
+    return len(_groups(module)) > 1
+
+
+def collectives_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """What a module all-gathers and reduce-scatters with; None where it shards nothing."""
+    groups = _groups(module)
+    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
+
+
+def replicate_group(module: FSDPModule) -> dist.ProcessGroup | None:
+    """The group over which gradients are summed right after the reduce-scatter; None for none."""
+    group = _groups(module)[0]
+    if group._is_hsdp and group.all_reduce_grads:
+        found: dist.ProcessGroup = group._all_reduce_process_group
+        return found
+    return None
+
+
+def reset_sharded(root: FSDPModule) -> None:
+    """``reset_iter_state``, also where memory ran out before the first forward had begun."""
+    # The first forward gives the context its attributes, and there is nothing to reset before.
+    if hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
+        root.reset_iter_state()
+
+
+def drop_unsharded(modules: Iterable[nn.Module]) -> None:
+    """Drop what ``reset_iter_state`` leaves behind: gradients of whole parameters, their memory.
+
+    Without this the next backward adds to a failed one's gradients.
+    """
+    for module in modules:
+        for group in _groups(module) if isinstance(module, FSDPModule) else []:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is not None:
+                    whole.grad = None
+                if group.is_sharded:
+                    parameter.free_unsharded_param()
+
+
+def mesh_dims(module: FSDPModule) -> int:
+    """How many dimensions of a mesh hold replicas and shards of a module: 1, or 2 for HSDP."""
+    return 2 if any(group._is_hsdp for group in _groups(module)) else 1

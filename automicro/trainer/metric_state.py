@@ -1,0 +1,211 @@
+"""What one metric has counted, as tensors and plain values."""
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from automicro.content import same_content
+from automicro.errors import CheckpointWarning
+from automicro.warn import warn
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_ARRAY = "numpy array"
+
+
+class _Bare(Metric):
+    """A metric that counts nothing: what it has, every metric of torchmetrics has."""
+
+    def update(self) -> None: ...
+
+    def compute(self) -> None: ...
+
+
+class MetricState:
+    """Saves and restores a metric.
+
+    Of a torchmetrics metric its states; of one with a ``state_dict`` and a ``load_state_dict`` of
+    its own what these say; and of every other, and besides the states, each attribute that is
+    data and has changed since the metric was made.
+
+    Args:
+        metric: that has counted nothing yet.
+
+    Example:
+        >>> class Rows:
+        ...     count = 0
+        ...     def update(self, outputs):
+        ...         self.count += len(outputs)
+        >>> rows = Rows()
+        >>> state = MetricState(rows)
+        >>> rows.update([1, 2, 3])
+        >>> state.state_dict()["attributes"]
+        {'count': 3}
+    """
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self._is_known = isinstance(metric, Metric)
+        self._saves_itself = not self._is_known and all(
+            callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+        # A module saves its tensors itself, and no other attribute; a collection has no counts.
+        is_module = isinstance(metric, nn.Module) and not isinstance(metric, MetricCollection)
+        self._has_attributes = is_module or not self._saves_itself
+        base: Any = _Bare() if self._is_known else nn.Module()
+        self._ignored = frozenset(vars(base)) if is_module else frozenset()
+        self._given = copy.deepcopy(self._data())
+        self._has_warned = False
+
+    @property
+    def class_name(self) -> str:
+        """Of the metric."""
+        return type(self._metric).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted."""
+        self._warn_of_other_attributes()
+        given = self._given
+        changed = {
+            name: _encode(value)
+            for name, value in self._data().items()
+            if name not in given or not _is_same(value, given[name])
+        }
+        if self._saves_itself:
+            return {"own": self._metric.state_dict(), "attributes": changed}
+        if not self._is_known:
+            return {"attributes": changed}
+        states = {name: copy.copy(value) for name, value in self._metric.metric_state.items()}
+        return {"states": states, "updates": self._metric.update_count, "attributes": changed}
+
+    def refusal(self, state: Mapping[str, Any]) -> str | None:
+        """Why a state is not one of this metric, in words; None where it is."""
+        if ("own" in state) != self._saves_itself or ("states" in state) != self._is_known:
+            return "it keeps its state in another way"
+        if not self._is_known:
+            return None
+        here, saved = self._metric.metric_state, state["states"]
+        if here.keys() != saved.keys():
+            return f"it has the states {', '.join(saved)}, here {', '.join(here)}"
+        for name, value in here.items():
+            is_list, was_list = isinstance(value, list), isinstance(saved[name], list)
+            if is_list != was_list:
+                return f"its state {name} is a {type(saved[name]).__name__}"
+            # What begins as one number or as nothing may take on a shape as it counts.
+            is_shaped = not is_list and value.dim() > 0 and value.numel() > 0
+            if is_shaped and value.shape != saved[name].shape:
+                return f"its state {name} has the shape {tuple(saved[name].shape)}"
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from what `state_dict` gave. The metric was reset before."""
+        metric = self._metric
+        if self._saves_itself:
+            metric.load_state_dict(state["own"])
+        for name, value in state["attributes"].items():
+            _put(metric, name, _decode(value))
+        if not self._is_known:
+            return
+        for name, value in state["states"].items():
+            put = [each.to(metric.device) for each in value] if isinstance(value, list) else value
+            setattr(metric, name, put.to(metric.device) if isinstance(put, Tensor) else put)
+        # torchmetrics counts updates itself, and a metric without any warns when it is computed.
+        metric._update_count = state["updates"]
+
+    def _attributes(self) -> dict[str, Any]:
+        if not self._has_attributes:
+            return {}
+        states = self._metric.metric_state if self._is_known else {}
+        return {
+            name: value
+            for name, value in getattr(self._metric, "__dict__", {}).items()
+            if name not in self._ignored and name not in states
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {name: value for name, value in self._attributes().items() if _is_data(value)}
+
+    def _warn_of_other_attributes(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        # Those of torchmetrics keep what they count in states; they may hold anything besides.
+        lost = [
+            f"{name} (a {type(value).__name__})"
+            for name, value in self._attributes().items()
+            if not _is_data(value)
+            and not callable(value)
+            and not (self._is_known and not isinstance(value, deque | list | dict))
+        ]
+        if lost:
+            warn(
+                f"checkpoints cannot hold {', '.join(lost)} of the metric {self.class_name}, so "
+                "after a resume within an epoch it counts from there only; give the metric "
+                "state_dict and load_state_dict, with tensors and plain values",
+                CheckpointWarning,
+            )
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc"
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter)
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
+        return all(_is_data(key) and _is_data(each) for key, each in value.items())
+    if type(value) in (list, tuple, set):
+        return all(map(_is_data, value))
+    return isinstance(value, np.generic) or type(value) in _PLAIN
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return same_content(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, Mapping) and type(value) is not Counter:
+        return {key: _encode(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_encode, value))
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, Mapping) and type(value) is not Counter:
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].cpu().numpy()
+        return {key: _decode(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_decode, value))
+    return value
+
+
+def _put(metric: Any, name: str, value: Any) -> None:
+    """Containers stay the objects that they are: others may share them, or they have defaults."""
+    old = getattr(metric, name, None)
+    if isinstance(old, dict) and isinstance(value, dict):
+        old.clear()
+        old.update(value)
+    elif isinstance(old, list) and isinstance(value, list):
+        old[:] = value
+    else:
+        device = old.device if isinstance(old, Tensor) else getattr(metric, "device", None)
+        is_moved = isinstance(value, Tensor) and isinstance(device, torch.device)
+        setattr(metric, name, value.to(device) if is_moved else value)

@@ -1,0 +1,375 @@
+"""The peers themselves on simulated memory, beside the rules that `benchmarks.sizes` writes down.
+
+    python -m benchmarks.sizes_of_peers [--seeds 300] [--json FILE]
+
+Runs accelerate's `find_executable_batch_size`, Lightning's `Tuner.scale_batch_size` and Composer's
+`Trainer` with their defaults, as installed. Each is asked to train three optimization batches with
+a real model and optimizer on the CPU; only the memory is simulated: the model asks the memory
+function of a seed whether the rows that it was given fit, and raises CUDA's out-of-memory error
+where they do not. A peer that cannot be imported is named as not run.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import importlib
+import importlib.metadata
+import json
+import logging
+import pathlib
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.sizes import (
+    FAMILIES,
+    Found,
+    accelerate_rule,
+    composer_rule,
+    lightning_binsearch,
+    lightning_power,
+    table_of_peers,
+)
+from tests.policy.memory_functions import Device, make_device
+
+BATCHES = 3
+# Lightning never shrinks a batch as large as the dataset: while it searches there are more rows.
+MANY_ROWS = 10**6
+
+
+class Rows(Dataset[Tensor]):
+    """As many equal rows as asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(1)
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return torch.ones(len(indices), 1)
+
+
+def loader(rows: int, batch_size: int) -> DataLoader[Tensor]:
+    return DataLoader(Rows(rows), batch_size=batch_size, collate_fn=lambda batch: batch)
+
+
+class Memory(nn.Module):
+    """One weight, and a forward that runs out of memory where the memory function says so."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.device = device
+        self.asked: list[tuple[int, bool]] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        rows = len(batch)
+        fits = self.device.fits(rows, 1.0, 0)
+        self.asked.append((rows, fits))
+        if not fits:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rows} rows.")
+        return (self.weight * batch).mean()
+
+    @property
+    def failures(self) -> int:
+        return sum(not fits for _, fits in self.asked)
+
+
+class Steps(torch.optim.SGD):
+    """Counts what it is asked to do."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=1e-6)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)  # a closure may run out of memory: then no step was taken
+        self.count += 1
+        return loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerRun:
+    """What a peer paid and found; the size is its microbatch or, where it keeps none, its batch."""
+
+    found: Found
+    batch: int
+    steps: int
+    was_tried: bool = True
+    died: bool = False
+
+
+def run_accelerate(device: Device) -> PeerRun:
+    find = importlib.import_module("accelerate.utils").find_executable_batch_size
+    memory = Memory(device)
+    optimizer = Steps(memory.parameters())
+
+    def train(batch_size: int) -> int:
+        for batch in loader(BATCHES * device.batch, batch_size):
+            optimizer.zero_grad()
+            memory(batch).backward()
+            optimizer.step()
+        return batch_size
+
+    size = find(train, starting_batch_size=device.batch)()
+    return PeerRun(
+        found=Found(
+            failures=memory.failures,
+            rows_in_vain=sum(rows for rows, fits in memory.asked if not fits),
+            size=size,
+        ),
+        batch=size,
+        steps=optimizer.count,
+    )
+
+
+def run_lightning(device: Device, mode: str) -> PeerRun:
+    lightning = importlib.import_module("lightning.pytorch")
+    tuner = importlib.import_module("lightning.pytorch.tuner").Tuner
+    memory = Memory(device)
+
+    class Job(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        batch_size = 2
+        rows = MANY_ROWS
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = memory
+
+        def train_dataloader(self) -> DataLoader[Tensor]:
+            return loader(self.rows, self.batch_size)
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.memory(batch)  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Steps:
+            self.steps = Steps(self.memory.parameters())
+            return self.steps
+
+    def trainer(folder: str) -> Any:
+        return lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+
+    job = Job()
+    with tempfile.TemporaryDirectory() as folder:
+        size = tuner(trainer(folder)).scale_batch_size(job, mode=mode)
+        tried, failures = list(memory.asked), memory.failures
+        job.batch_size, job.rows = size, BATCHES * device.batch
+        died = False
+        try:
+            trainer(folder).fit(job)
+        except torch.OutOfMemoryError:
+            died = True
+    return PeerRun(
+        found=Found(failures=failures, rows_in_vain=sum(rows for rows, _ in tried), size=size),
+        batch=size,
+        steps=job.steps.count,
+        was_tried=any(fits and rows >= size for rows, fits in tried),
+        died=died,
+    )
+
+
+def run_composer(device: Device) -> PeerRun:
+    composer = import_composer()
+    memory = Memory(device)
+
+    class Job(composer.ComposerModel):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = memory
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return memory(batch)  # type: ignore[no-any-return]
+
+        def loss(self, outputs: Tensor, batch: Tensor) -> Tensor:
+            return outputs
+
+    optimizer = Steps(memory.parameters())
+    trainer = composer.Trainer(
+        model=Job(),
+        train_dataloader=loader(BATCHES * device.batch, device.batch),
+        optimizers=optimizer,
+        max_duration=f"{BATCHES}ba",
+        device="cpu",
+        device_train_microbatch_size="auto",
+        progress_bar=False,
+        log_to_console=False,
+    )
+    trainer.fit()
+    size = trainer.state.device_train_microbatch_size
+    trainer.close()
+    return PeerRun(
+        found=Found(
+            failures=memory.failures,
+            # What fitted before the microbatch that did not is lost with it.
+            rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * device.batch,
+            size=size,
+        ),
+        batch=device.batch,
+        steps=optimizer.count,
+    )
+
+
+def import_composer() -> Any:
+    """Composer, without its check that "auto" runs on a GPU."""
+    composer = importlib.import_module("composer")
+    trainer: Any = importlib.import_module("composer.trainer.trainer")
+    trainer._is_auto_microbatching = lambda size, device=None: size == "auto"
+    return composer
+
+
+# At the top of the module because what it defines goes away with it.
+OPERATORS: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def repair_torchvision() -> None:
+    """Let a torchvision be imported that was built for CUDA: without a GPU it registers no
+    operators and then misses two of them. Lightning and Composer import it."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    except ImportError:
+        return
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A peer, how to tell whether it is there, and the rule that should do the same."""
+
+    distribution: str
+    load: Callable[[], object]
+    run: Callable[[Device], PeerRun]
+    rule: Callable[[Device], Found]
+
+
+PEERS = {
+    "accelerate": Peer(
+        distribution="accelerate",
+        load=lambda: importlib.import_module("accelerate.utils"),
+        run=run_accelerate,
+        rule=accelerate_rule,
+    ),
+    "Lightning (power)": Peer(
+        distribution="lightning",
+        load=lambda: importlib.import_module("lightning.pytorch.tuner"),
+        run=lambda device: run_lightning(device, "power"),
+        rule=lightning_power,
+    ),
+    "Lightning (binsearch)": Peer(
+        distribution="lightning",
+        load=lambda: importlib.import_module("lightning.pytorch.tuner"),
+        run=lambda device: run_lightning(device, "binsearch"),
+        rule=lightning_binsearch,
+    ),
+    "Composer": Peer(
+        distribution="mosaicml", load=import_composer, run=run_composer, rule=composer_rule
+    ),
+}
+
+
+def measure(peer: Peer, devices: list[Device]) -> dict[str, Any]:
+    start = time.perf_counter()
+    runs = [peer.run(device) for device in devices]
+    seconds = time.perf_counter() - start
+    differences, excess = [], []
+    for device, run in zip(devices, runs, strict=True):
+        rule, found = peer.rule(device), run.found
+        if (rule.failures, rule.size) != (found.failures, found.size):
+            differences.append(
+                {
+                    "seed": device.seed,
+                    "rule": dataclasses.asdict(rule),
+                    "peer": dataclasses.asdict(found),
+                }
+            )
+        excess.append(-(-device.batch // max(1, found.size)) / device.best(1.0, 0) - 1)
+    off = [run.steps - BATCHES for run in runs]
+    return {
+        "version": importlib.metadata.version(peer.distribution),
+        "functions": len(devices),
+        "agree_with_the_rule": len(devices) - len(differences),
+        "differences": differences,
+        "failures_mean": statistics.mean(run.found.failures for run in runs),
+        "failures_max": max(run.found.failures for run in runs),
+        "batches_in_vain_mean": statistics.mean(
+            run.found.rows_in_vain / device.batch for device, run in zip(devices, runs, strict=True)
+        ),
+        "excess_mean": statistics.mean(excess),
+        "excess_max": max(excess),
+        "at_the_optimum": sum(value <= 0 for value in excess) / len(devices),
+        "batch_kept": sum(
+            run.batch == device.batch for device, run in zip(devices, runs, strict=True)
+        ),
+        "sizes_never_tried": sum(not run.was_tried for run in runs),
+        "training_ran_out_of_memory": sum(run.died for run in runs),
+        "optimizer_steps_due": BATCHES,
+        "too_many_steps": sum(value > 0 for value in off),
+        "too_few_steps": sum(value < 0 for value in off),
+        "steps_median": statistics.median(run.steps for run in runs),
+        "steps_max": max(run.steps for run in runs),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    repair_torchvision()
+    devices = [make_device(seed, FAMILIES[seed % len(FAMILIES)]) for seed in range(arguments.seeds)]
+    results: dict[str, dict[str, Any]] = {}
+    missing: dict[str, str] = {}
+    for name, peer in PEERS.items():
+        try:
+            peer.load()
+        except Exception as error:  # an installation that is broken fails in any way
+            missing[name] = f"{type(error).__name__}: {error}"
+            print(f"{name}: not run ({missing[name]})")
+    # They collect garbage after each failure: without what was imported that takes no time.
+    gc.freeze()
+    for name, peer in PEERS.items():
+        if name not in missing:
+            results[name] = measure(peer, devices)
+            print(f"{name}: {json.dumps(results[name], indent=1)}", flush=True)
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seeds": arguments.seeds,
+        "families": list(FAMILIES),
+        "not_run": missing,
+        "peers": results,
+    }
+    print(table_of_peers(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

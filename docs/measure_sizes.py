@@ -1,0 +1,191 @@
+"""Measure the sizes in docs/sizes_table.md: small models on devices simulated on the CPU.
+
+    OMP_NUM_THREADS=1 python docs/measure_sizes.py
+
+Every model trains a few steps under each limit with microbatch_size="auto". What was found goes
+into a cache, and the table is what `automicro cache --markdown` prints of it.
+"""
+
+import pathlib
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from automicro import MemoryBudget, Microbatcher, StepResult
+from automicro.cli.size_table import as_markdown
+from automicro.demo import digits, topics
+from automicro.memory import parse_bytes
+from automicro.size_cache import RememberedSize, SizeCache, describe_run
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "sizes_table.md"
+STEPS = 12
+HEAD = """\
+# Measured microbatch sizes
+
+Written by `python docs/measure_sizes.py`. **The devices are simulated on a CPU**: a
+[`MemoryBudget`](guarantees.md) of the size in the table, which counts what tensors hold and knows
+no fragmentation. Training in fp32 with AdamW; each line is what `microbatch_size="auto"` had
+settled on after {steps} steps, with the peak of the last one, optimizer step included.
+[Remembered sizes](remembered_sizes.md) tells how to get such a table of your own models and
+devices.
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    limits: tuple[str, ...]
+    loss_fn: nn.Module | None = None
+
+
+class MLP(nn.Module):
+    """Three layers over flat images."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, digits.NUM_CLASSES),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+class Residual(nn.Module):
+    """Two convolutions, and a way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.GroupNorm(8, channels),
+            nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.GroupNorm(8, channels),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.relu(images + self.body(images))
+
+
+class SmallResNet(nn.Sequential):
+    """Three stages of residual blocks on images of 32×32, with GroupNorm."""
+
+    def __init__(self, *, width: int = 16) -> None:
+        parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+        for stage in range(3):
+            parts.append(Residual(width << stage))
+            if stage < 2:
+                parts.append(nn.Conv2d(width << stage, width << (stage + 1), 3, 2, padding=1))
+        super().__init__(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=1024, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    config.num_labels = 4
+    model: nn.Module = transformers.BertForSequenceClassification(config)
+    return model
+
+
+def docs_lm() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=176, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=128, tie_word_embeddings=True,
+        use_cache=False, bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def digits_batch(rows: int = 512) -> Any:
+    return next(iter(digits.loader("train", batch_size=rows)))
+
+
+def images() -> Any:
+    return torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+
+
+def text(classes: int | None = None) -> dict[str, Tensor]:
+    ids = torch.randint(1024, (48, 64))
+    return {"input_ids": ids, "labels": ids if classes is None else torch.randint(classes, (48,))}
+
+
+def docs_batch() -> Any:
+    return next(iter(topics.loader("train", batch_size=64, max_length=128, seed=0)))
+
+
+JOBS = (
+    Job(MLP, lambda: digits_batch(1437), ("8MiB", "10MiB", "24MiB"), nn.CrossEntropyLoss()),
+    Job(digits.CNN, digits_batch, ("16MiB", "32MiB", "64MiB"), nn.CrossEntropyLoss()),
+    Job(SmallResNet, images, ("16MiB", "32MiB", "64MiB"), nn.CrossEntropyLoss()),
+    Job(docs_lm, docs_batch, ("12MiB", "24MiB", "48MiB")),
+    Job(bert, lambda: text(4), ("32MiB", "48MiB", "96MiB")),
+    Job(gpt2, text, ("32MiB", "48MiB", "96MiB")),
+)
+
+
+def measure(job: Job, limit: str, cache: SizeCache) -> StepResult:
+    """Train a few steps under a limit, and remember the size that the last one used."""
+    torch.manual_seed(0)
+    model, batch = job.make(), job.batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    microbatcher = Microbatcher(model, loss_fn=job.loss_fn, optimizer=optimizer)
+    with MemoryBudget(parse_bytes(limit)) as budget:
+        for _ in range(STEPS):
+            budget.reset_peak()
+            start = time.perf_counter()
+            result = microbatcher.backward(batch)
+            seconds = time.perf_counter() - start
+            optimizer.step()
+            optimizer.zero_grad()
+            peak_bytes = budget.peak_bytes
+        rows = result.num_samples
+        key = describe_run(
+            [model], batch, rows=rows, device=torch.device("cpu"), optimizer=optimizer
+        )
+    size = RememberedSize(
+        microbatch_size=result.microbatch_size, peak_bytes=peak_bytes, seconds=seconds
+    )
+    cache.remember(key, size)
+    return result
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        cache = SizeCache(folder)
+        for job in JOBS:
+            for limit in job.limits:
+                found = measure(job, limit, cache)
+                sys.stdout.write(
+                    f"{job.make.__name__} {limit}: {found.microbatch_size} of {found.num_samples}\n"
+                )
+        table = as_markdown(cache.entries())
+    PAGE.write_text(f"{HEAD.format(steps=STEPS)}\n{table}", encoding="utf-8")
+    sys.stdout.write(f"wrote {PAGE.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    main()

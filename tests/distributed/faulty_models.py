@@ -1,0 +1,156 @@
+"""Small models in every wrapper, which run out of memory where a plan says so."""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from automicro.distributed import VotingHook
+from automicro.torch_private_distributed import collectives_of
+
+WIDTH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Where a rank fails, once."""
+
+    rank: int
+    where: str  # before, forward, backward, between, end, gather, scatter
+    step: int = 1
+    microbatch: int = 0
+    layer: int = 0
+    error: type[BaseException] = torch.OutOfMemoryError  # SystemExit kills the process
+
+
+class Faults:
+    def __init__(self, plan: Sequence[Fault] = ()) -> None:
+        self.waiting = [fault for fault in plan if fault.rank == dist.get_rank()]
+        self.fired = 0
+        self.step = self.microbatch = -1
+        self.depth = 3
+
+    def reach(self, where: str, layer: int = 0) -> None:
+        for fault in self.waiting:
+            if (where, self.step, self.microbatch) == (fault.where, fault.step, fault.microbatch):
+                if where in ("forward", "backward", "gather", "scatter") and layer != fault.layer:
+                    continue
+                self.waiting.remove(fault)
+                self.fired += 1
+                if fault.error is SystemExit:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault.error is torch.OutOfMemoryError:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+                raise fault.error("a mistake of the user's")
+
+
+class Block(nn.Module):
+    def __init__(self, layer: int, faults: list[Faults], recompute: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.faults = faults
+        self.recompute = recompute
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.faults[0].reach("forward", self.layer)
+        if self.recompute:
+            inner: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        else:
+            inner = self.inner(x)
+        if inner.requires_grad:
+            inner.register_hook(self._reach_backward)
+        return x + inner
+
+    def _reach_backward(self, gradient: Tensor) -> Tensor:
+        self.faults[0].reach("backward", self.layer)
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self, faults: list[Faults], *, norm: bool = True, recompute: bool = False) -> None:
+        super().__init__()
+        self.faults = faults
+        self.first = nn.Linear(4, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.blocks = nn.ModuleList([Block(index, faults, recompute) for index in range(3)])
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks[: self.faults[0].depth]:
+            x = block(x)
+        output: Tensor = self.last(x)
+        return output
+
+
+class FaultyCollective:
+    """A user's own collective, whose allocation fails where the plan says so."""
+
+    def __init__(self, kind: str, layer: int, faults: list[Faults], inner: Any) -> None:
+        self.kind, self.layer, self.faults, self.inner = kind, layer, faults, inner
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.faults[0].reach(self.kind, self.layer)
+        allocated: Tensor = self.inner.allocate(*args, **kwargs)
+        return allocated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net(faults, norm=options.get("norm", True), recompute=options.get("recompute", False))
+    net = net.to(options.get("dtype", torch.float32))
+    if kind == "ddp":
+        keywords = {"bucket_cap_mb": 0.001, **options.get("ddp", {})}
+        model = DistributedDataParallel(net, **keywords)
+        model.broadcast_buffers = options.get("sends_buffers", True)
+        if "hook" in options:
+            hook = allreduce_hook if options["hook"] == "bare" else VotingHook(allreduce_hook)
+            model.register_comm_hook(None, hook)
+        return model
+    world = dist.get_world_size()
+    if kind == "tensor":
+        mesh = init_device_mesh("cpu", (world,))
+        for block in net.blocks:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(cast(Block, block).inner, mesh, plan)
+        return net
+    shape = (2, world // 2) if kind == "hsdp" else (world,)
+    names = ("replicate", "shard")[-len(shape) :]
+    keywords = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if options.get("bf16"):
+        keywords["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    for layer, block in enumerate(net.blocks):
+        sharded: Any = fully_shard(block, **keywords, **options.get("fsdp", {}))
+        inner = collectives_of(sharded)
+        assert inner is not None
+        sharded.set_custom_all_gather(FaultyCollective("gather", layer, faults, inner[0]))
+        sharded.set_custom_reduce_scatter(FaultyCollective("scatter", layer, faults, inner[1]))
+    fully_shard(net, **keywords)
+    if options.get("prefetch"):
+        blocks: list[Any] = list(net.blocks)
+        blocks[0].set_modules_to_forward_prefetch(blocks[1:])
+        blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+    return net

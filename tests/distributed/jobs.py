@@ -1,0 +1,148 @@
+"""What the processes of a world run."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import automicro.distributed.ddp
+import automicro.distributed.fsdp
+from automicro.distributed import coordinate
+from tests.distributed.attempt_loop import ROWS, Stepper, local
+from tests.distributed.faulty_models import Fault, Faults, Net, build
+
+
+def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    rows = options.get("rows", range(ROWS, 0, -1))[rank]  # no two ranks have as many
+    x = torch.randn(rows, 4, generator=generator)
+    return x, torch.randn(rows, 2, generator=generator)
+
+
+def run_steps(
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], sizes: Sequence[int] | None = None
+) -> tuple[Stepper, dict[str, Tensor]]:
+    """Three steps and an evaluation; the stepper and all state at the end."""
+    faults = Faults(plan)
+    model = build(kind, [faults], options)
+    stepper = Stepper(model, faults, sizes=sizes)
+    rank = dist.get_rank() if kind != "tensor" else 0  # which shards the model, not the batch
+    torch.manual_seed(100 + rank)
+    for step in range(options.get("steps", 3)):
+        faults.depth = options.get("depths", [3] * 9)[step]
+        stepper.train(step, *batch(step, rank, options))
+    stepper.evaluate(options.get("steps", 3), batch(99, rank, options)[0])
+    state = {name: local(p.detach()) for name, p in model.named_parameters()}
+    state |= dict(model.named_buffers())
+    for index, slots in enumerate(stepper.optimizer.state.values()):
+        state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
+    state |= {"rng": torch.get_rng_state(), "outputs": torch.cat(stepper.outputs)}
+    return stepper, state
+
+
+def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """Whether a run with faults ends as one at the same sizes without."""
+    began = time.perf_counter()
+    stepper, state = run_steps(kind, plan, options)
+    clean, expected = run_steps(kind, (), options, sizes=stepper.sizes)
+    assert clean.attempts == len(clean.sizes), "the run to compare with failed itself"
+    differing = [name for name in expected if not torch.equal(state[name], expected[name])]
+    return {
+        "differing": differing,
+        "fired": stepper.faults.fired,
+        "sizes": stepper.sizes,
+        "attempts": stepper.attempts,
+        "votes": stepper.votes,
+        "settled_votes": clean.votes,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """How a run ends whose plan ends it."""
+    began = time.perf_counter()
+    try:
+        run_steps(kind, plan, options)
+    except BaseException as error:
+        return {
+            "kind": type(error).__name__,
+            "text": "\n".join([str(error), *getattr(error, "__notes__", [])]),
+            "seconds": time.perf_counter() - began,
+        }
+    return {"kind": None}
+
+
+def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
+    """As `compare`, without one of the repairs after an attempt that did not end."""
+    module = {
+        "drop_unsharded": automicro.distributed.fsdp,
+        "reset_reducer": automicro.distributed.ddp,
+    }
+    repair = getattr(module[name], name)
+    setattr(module[name], name, lambda modules: None)
+    try:
+        return compare(kind, plan, {})
+    except RuntimeError as error:
+        return {"differing": [str(error)]}
+    finally:
+        setattr(module[name], name, repair)
+
+
+def compare_on_nodes(local_world_size: int, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
+    """As `compare`, as torchrun would start it on several nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
+    try:
+        return compare(kind, plan, {})
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:
+    """The whole gradient of one step in fp64, of batches of so many rows."""
+    faults = Faults()
+    model = build(kind, [faults], {"norm": False, "dtype": torch.float64})
+    model.eval()  # no dropout
+    stepper = Stepper(model, faults, size=3)
+    start = sum(rows[: dist.get_rank()])
+    x, y = whole_batch(sum(rows))
+    part = slice(start, start + rows[dist.get_rank()])
+    stepper.run(
+        0,
+        rows[dist.get_rank()],
+        lambda count, total: stepper.forward_backward(x[part], y[part], count, total),
+    )
+    found = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found if g is not None]
+
+
+def whole_batch(num_rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_rows, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(num_rows, 2, generator=generator, dtype=torch.float64)
+
+
+def expected_gradients(num_rows: int) -> list[Tensor]:
+    """The same, of all rows in one process."""
+    torch.manual_seed(0)
+    net = Net([Faults.__new__(Faults)], norm=False).double().eval()
+    net.faults[0].__dict__.update(waiting=[], depth=3, step=0, microbatch=0)
+    x, y = whole_batch(num_rows)
+    ((net(x) - y).square().sum() / num_rows).backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def refusal(kind: str, options: dict[str, Any]) -> str:
+    """What is said of a wrapper that cannot be guarded."""
+    model = build(kind, [Faults()], options)
+    if options.get("compiled"):
+        model.compile()
+    try:
+        coordinate([model])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,304 @@
+"""The protocol of votes, with many ranks as threads of one process."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automicro.distributed import CoordinatedRanks, SimulatedWorld, Votes
+from automicro.distributed.ballot import Ballot, failed, fold, healthy
+from automicro.distributed.topology import FAN_OUT, arrange
+from automicro.errors import DesyncError, PeerFailedError, PeerLostError, PeerStoppedError
+from automicro.ranks import Agreement, OneRank, Proposal, Status, rows_of_microbatches
+
+# Ranks, and how many of them share a node.
+WORLDS = [(1, 1), (2, 2), (3, 3), (4, 2), (5, 2), (24, 3), (72, 8)]
+
+
+def run(
+    world_size: int, work: Callable[[CoordinatedRanks], Any], local_world_size: int | None = None
+) -> list[Any]:
+    """What some work gave on every rank, or the exception that it raised."""
+    world = SimulatedWorld(world_size, local_world_size=local_world_size)
+
+    def on_rank(rank: int) -> Any:
+        try:
+            return work(CoordinatedRanks(Votes(world.exchange(rank))))
+        except Exception as error:
+            return error
+
+    return list(world.run(on_rank))
+
+
+def proposal(rank: int, **changes: Any) -> Proposal:
+    values = {"num_rows": 8 + rank % 3, "microbatch_size": 4, "denominators": {"": 0.1 * rank}}
+    return Proposal(**{**values, **changes})
+
+
+@pytest.mark.parametrize(("world_size", "local"), WORLDS)
+def test_an_agreement_is_the_same_on_every_rank(world_size: int, local: int) -> None:
+    agreements = run(world_size, lambda ranks: ranks.agree(proposal(ranks.rank)), local)
+    assert all(agreement == agreements[0] for agreement in agreements)
+    agreement: Agreement = agreements[0]
+    rows = [8 + rank % 3 for rank in range(world_size)]
+    assert agreement.num_rows == sum(rows)
+    assert (agreement.max_rows, agreement.min_rows) == (max(rows), min(rows))
+    assert agreement.denominators[""] == pytest.approx(0.1 * sum(range(world_size)), abs=1e-12)
+    assert agreement.num_microbatches == -(-max(rows) // 4)
+
+
+def test_the_smallest_size_is_agreed_on_but_for_ranks_whose_whole_batch_fits() -> None:
+    def work(ranks: CoordinatedRanks) -> int:
+        num_rows, size = [(2, 2), (8, 4), (8, 5), (0, 1)][ranks.rank]
+        agreement = ranks.agree(proposal(0, num_rows=num_rows, microbatch_size=size))
+        return agreement.microbatch_size
+
+    assert run(4, work) == [4, 4, 4, 4]
+
+
+def test_any_rank_can_ask_for_the_end() -> None:
+    def work(ranks: CoordinatedRanks) -> bool:
+        return ranks.agree(proposal(0, wants_to_stop=ranks.rank == 2)).stops
+
+    assert run(4, work) == [True] * 4
+
+
+def test_there_may_be_more_losses_than_a_ballot_has_room_for() -> None:
+    names = [f"loss {index}" for index in range(19)]
+
+    def work(ranks: CoordinatedRanks) -> dict[str, float]:
+        mine = {name: float(index) for index, name in enumerate(names)}
+        return dict(ranks.agree(proposal(0, denominators=mine)).denominators)
+
+    assert run(2, work) == [{name: 2.0 * index for index, name in enumerate(names)}] * 2
+
+
+def test_a_remembered_size_comes_from_rank_0() -> None:
+    assert run(3, lambda ranks: ranks.from_first([10.0 + ranks.rank, 2.0])) == [[10.0, 2.0]] * 3
+
+
+@pytest.mark.parametrize(("world_size", "local"), WORLDS[1:])
+@pytest.mark.parametrize("status", [Status.TWO_ROWS, Status.OUT_OF_MEMORY])
+def test_one_rank_stops_the_attempt_of_all(world_size: int, local: int, status: Status) -> None:
+    culprit = world_size - 1
+
+    def work(ranks: CoordinatedRanks) -> tuple[Status, int]:
+        ranks.agree(proposal(ranks.rank))
+        failure: BaseException = MemoryError()
+        if ranks.rank != culprit:
+            with pytest.raises(PeerStoppedError) as caught:
+                ranks.vote()
+            failure = caught.value
+        together = ranks.stop(failure, status if ranks.rank == culprit else Status.FATAL)
+        # The next attempt begins anew, for all of them.
+        ranks.agree(proposal(ranks.rank))
+        ranks.vote()
+        return together, ranks.num_votes
+
+    assert run(world_size, work, local) == [(status, 4)] * world_size
+
+
+def test_the_worst_status_counts() -> None:
+    def work(ranks: CoordinatedRanks) -> Status:
+        ranks.agree(proposal(0))
+        return ranks.stop(MemoryError(), [Status.TWO_ROWS, Status.OUT_OF_MEMORY][ranks.rank])
+
+    assert run(2, work) == [Status.OUT_OF_MEMORY] * 2
+
+
+@pytest.mark.parametrize(("world_size", "local"), WORLDS[1:])
+def test_a_fatal_error_is_named_on_every_rank(world_size: int, local: int) -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        ranks.agree(proposal(ranks.rank))
+        if ranks.rank == 1:
+            error = ValueError("wrong")
+            assert ranks.stop(error, Status.FATAL) is Status.FATAL
+            return error.__notes__
+        try:
+            ranks.vote()
+        except PeerStoppedError as stopped:
+            return ranks.stop(stopped, Status.FATAL)
+
+    results = run(world_size, work, local)
+    assert f"on rank 1 of {world_size}" in results.pop(1)[0]
+    for result in results:
+        assert isinstance(result, PeerFailedError)
+        assert "rank 1: ValueError: wrong" in str(result)
+
+
+def test_who_ran_out_of_memory_beside_a_fatal_error_is_no_culprit() -> None:
+    def work(ranks: CoordinatedRanks) -> Status:
+        ranks.agree(proposal(0))
+        if ranks.rank == 0:
+            return ranks.stop(MemoryError(), Status.OUT_OF_MEMORY)
+        return ranks.stop(ValueError("wrong"), Status.FATAL)
+
+    first, second = run(2, work)
+    assert isinstance(first, PeerFailedError)
+    assert "MemoryError" not in str(first)
+    assert second is Status.FATAL
+
+
+def test_an_error_between_steps_meets_the_peers_next_agreement() -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        if ranks.rank == 0:
+            ranks.fail(OSError("disk full"))
+            return "told"
+        return ranks.agree(proposal(0))
+
+    told, error = run(2, work)
+    assert told == "told"
+    assert isinstance(error, PeerFailedError)
+    assert "rank 0: OSError: disk full" in str(error)
+
+
+def test_a_rank_that_cannot_roll_back_tells_those_that_could() -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        ranks.agree(proposal(0))
+        ranks.stop(MemoryError(), Status.OUT_OF_MEMORY)
+        if ranks.rank == 1:
+            ranks.fail(OSError("not put back"))
+            ranks.fail(OSError("again, on its way out"))
+            return "told"
+        return ranks.agree(proposal(0))
+
+    error, told = run(2, work)
+    assert told == "told"
+    assert "rank 1: OSError: not put back" in str(error)
+
+
+def test_a_model_that_swallows_the_stop_meets_it_again() -> None:
+    def work(ranks: CoordinatedRanks) -> int:
+        ranks.agree(proposal(0))
+        failure: BaseException = MemoryError()
+        if ranks.rank == 0:
+            for _ in range(3):
+                with pytest.raises(PeerStoppedError) as caught:
+                    ranks.vote()
+                failure = caught.value
+        ranks.stop(failure, Status.OUT_OF_MEMORY)
+        return ranks.num_votes
+
+    assert run(2, work) == [2, 2]
+
+
+@pytest.mark.parametrize(("world_size", "local"), WORLDS[1:])
+def test_ranks_at_different_points_are_told_where_they_are(world_size: int, local: int) -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        return ranks.vote() if ranks.rank == 1 else ranks.agree(proposal(0))
+
+    for error in run(world_size, work, local):
+        assert isinstance(error, DesyncError)
+        assert "rank 1: commit, after 0 agreements" in str(error)
+        assert "rank 0: agree on [''] for training" in str(error)
+
+
+def test_a_rank_that_left_a_step_out_is_found() -> None:
+    def work(ranks: CoordinatedRanks) -> None:
+        ranks.agree(proposal(0))
+        votes = ranks._votes
+        votes._agreements += ranks.rank
+        ranks.vote()
+
+    assert all(isinstance(error, DesyncError) for error in run(2, work))
+
+
+def test_a_vote_gives_up_when_a_peer_does_not_come_and_stays_given_up() -> None:
+    world = SimulatedWorld(3, timeout_seconds=0.2)
+
+    def work(rank: int) -> list[str]:
+        ranks = CoordinatedRanks(Votes(world.exchange(rank)))
+        if rank == 2:
+            return []
+        texts = []
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="checkpoint") as caught:
+                ranks.agree(proposal(0))
+            texts.append(str(caught.value))
+        assert ranks.stop(caught.value, Status.FATAL) is Status.FATAL
+        ranks.fail(caught.value)  # nobody is left to be told, and nobody is waited for
+        return texts
+
+    first, second, _ = world.run(work)
+    assert len(set(first)) == len(set(second)) == 1
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 16, 64])
+def test_the_cost_of_a_vote_does_not_grow_with_the_ranks(nodes: int) -> None:
+    world = SimulatedWorld(4 * nodes, local_world_size=4)
+    world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
+    most = max(map(world.messages, range(world.world_size)))
+    levels = arrange(0, 4 * nodes, 4).height
+    assert most <= levels * 2 * (FAN_OUT - 1)
+    # A leaf has sent to its node only.
+    assert world.messages(world.world_size - 1) == 3
+    assert threading.active_count() < 8
+
+
+@given(
+    world_size=st.integers(1, 700),
+    local_world_size=st.integers(1, 16),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_tree_reaches_everybody_once(
+    world_size: int, local_world_size: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    place = arrange(rank, world_size, local_world_size)
+    assert rank in place.groups[0]
+    assert 1 <= len(place.groups) <= place.height
+    for below, group in zip(place.groups, place.groups[1:], strict=False):
+        assert below[0] == rank, "only the first of a group goes on"
+        assert rank in group
+    for level, group in enumerate(place.groups):
+        for peer in group:
+            assert arrange(peer, world_size, local_world_size).groups[level] == group
+    if len(place.groups) < place.height:
+        assert place.groups[-1][0] != rank
+
+
+@given(order=st.permutations(range(6)), cut=st.integers(1, 5))
+def test_ballots_can_be_counted_in_any_grouping(order: list[int], cut: int) -> None:
+    ballots = [healthy("here", 1), failed(Status.OUT_OF_MEMORY, 1), healthy("here", 1)]
+    ballots += [failed(Status.FATAL, 4), failed(Status.FATAL, 3), Ballot(sums=(1.0,) * 8)]
+    mixed = [ballots[index] for index in order]
+    assert fold([fold(mixed[:cut]), fold(mixed[cut:])]) == fold(ballots)
+    assert (fold(ballots).culprit, fold(ballots).num_failed) == (3.0, 3.0)
+
+
+@given(num_rows=st.integers(0, 50), count=st.integers(1, 20), min_rows=st.integers(1, 2))
+def test_every_row_lands_in_one_microbatch_and_fillers_make_up_the_number(
+    num_rows: int, count: int, min_rows: int
+) -> None:
+    sizes = rows_of_microbatches(num_rows, count, min_rows=min_rows)
+    assert len(sizes) == count
+    assert sum(sizes) == num_rows
+    filled = [size for size in sizes if size]
+    assert sizes == sorted(sizes, reverse=True)
+    assert not filled or max(filled) - min(filled) <= 1
+    assert all(size >= min_rows for size in filled) or num_rows < min_rows
+
+
+def test_scaled_losses_average_to_that_of_all_rows() -> None:
+    denominators = [3.0, 5.0, 0.0]
+
+    def work(ranks: CoordinatedRanks) -> float:
+        mine = denominators[ranks.rank]
+        agreement = ranks.agree(proposal(0, denominators={"": mine}))
+        return agreement.loss_scale(mine)
+
+    scales = run(3, work)
+    assert [scale / 3 for scale in scales] == pytest.approx([3 / 8, 5 / 8, 0.0])
+
+
+def test_one_process_agrees_with_itself_for_free() -> None:
+    alone = OneRank()
+    agreement = alone.agree(proposal(0, num_rows=9, microbatch_size=4))
+    assert agreement.num_microbatches == 3
+    with alone.microbatch(0):
+        alone.vote()
+    assert alone.stop(MemoryError(), Status.OUT_OF_MEMORY) is Status.OUT_OF_MEMORY

@@ -1,0 +1,304 @@
+"""The command `automicro cache`: what it prints, what it removes, how it ends."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from automicro.cli import main
+from automicro.cli.caching import parse_age
+from automicro.cli.size_table import as_markdown
+from automicro.errors import ConfigError
+from automicro.size_cache import Entry, RememberedSize, SizeCache
+from automicro.size_cache.files import write_entry
+from tests.test_remembering import KEY, SIZE
+
+DAY = 86400
+NOW = 1_800_000_000.0
+GPT2 = dataclasses.replace(
+    KEY,
+    model="GPT2LMHeadModel",
+    parameters=124_439_808,
+    device="NVIDIA H100",
+    memory_bytes=80 << 30,
+    precision="bf16",
+    compiled=True,
+    rows=512,
+    shapes={"input_ids": "int64[?]"},
+    world_size=8,
+)
+EVAL = dataclasses.replace(KEY, phase="eval", memory_bytes=None)
+
+
+@pytest.fixture
+def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> SizeCache:
+    """Three sizes of different age, and a clock that stands still."""
+    cache = SizeCache()
+    ages = {
+        KEY: (SIZE, 3 * DAY),
+        GPT2: (RememberedSize(microbatch_size=24), 40 * DAY),
+        EVAL: (RememberedSize(microbatch_size=64), 59),
+    }
+    for key, (size, age) in ages.items():
+        path = cache.folder / f"{key.digest}.json"
+        write_entry(Entry(key=key, size=size, written_at=NOW - age, path=path))
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    return cache
+
+
+def left(cache: SizeCache) -> list[tuple[str, str]]:
+    return [(entry.key.model, entry.key.phase) for entry in cache.entries()]
+
+
+def test_in_a_pipe_each_size_is_one_line(
+    cache: SizeCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "model            parameters  device                      precision       phase  rows  "
+        "microbatch size  count        peak  age",
+        "CNN                   34.0k  CPU                         fp32            eval     64  "
+        "             64      1           –  59s",
+        "CNN                   34.0k  CPU, 1.00 MiB               fp32            train    64  "
+        "             16      4  878.91 KiB   3d",
+        "GPT2LMHeadModel      124.4M  NVIDIA H100, 80.00 GiB × 8  bf16, compiled  train   512  "
+        "             24     22           –  40d",
+        "",
+        f"3 sizes in {cache.folder}",
+    ]
+    assert err == ""
+
+
+def test_a_terminal_gets_a_table_as_wide_as_itself(
+    cache: SizeCache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["cache"]) == 0
+    out = capsys.readouterr().out
+    assert "─" in out
+    assert "\x1b[1m" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    main(["cache"])
+    assert all(len(line) <= 100 for line in capsys.readouterr().out.splitlines()[:-1])
+
+
+def test_json_has_everything(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "--json", "--model", "gpt2lmheadmodel"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == [
+        {
+            "microbatch_size": 24,
+            "cost_per_row": None,
+            "peak_bytes": None,
+            "seconds": None,
+            "num_microbatches": 22,
+            "written_at": NOW - 40 * DAY,
+            "file": str(cache.folder / f"{GPT2.digest}.json"),
+            "key": GPT2.content(),
+        }
+    ]
+
+
+def test_markdown_is_a_table_for_docs(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "--markdown", "--older-than", "1d"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "| model | parameters | device | precision | phase | batch (rows) | "
+        "microbatch size (rows) | microbatches | peak memory |",
+        "| --- | --: | --- | --- | --- | --: | --: | --: | --: |",
+        "| CNN | 34.0k | CPU, 1.00 MiB | fp32 | train | 64 | 16 | 4 | 878.91 KiB |",
+        "| GPT2LMHeadModel | 124.4M | NVIDIA H100, 80.00 GiB × 8 | bf16, compiled | train | 512 | "
+        "24 | 22 | – |",
+        "",
+        "Measured 2026-12-06 to 2027-01-12 with automicro 0.1.0 on torch 2.13.0.",
+    ]
+
+
+def test_without_a_size_it_says_where_one_will_be(
+    own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == (
+        f"no size is remembered in {own_cache}/sizes: runs with microbatch_size=auto write there\n"
+    )
+    assert main(["cache", "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"removed 0 sizes from {own_cache}/sizes\n"
+    assert not own_cache.exists()
+
+
+def test_nothing_of_that_kind_says_how_to_see_the_rest(
+    cache: SizeCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "--model", "MLP"]) == 0
+    assert capsys.readouterr().out == (
+        f"no such size is remembered in {cache.folder}: automicro cache lists all\n"
+    )
+
+
+CLEARED: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+    "all": ([], []),
+    "by age": (["--older-than", "30d"], [("CNN", "eval"), ("CNN", "train")]),
+    "by model": (["--model", "CNN"], [("GPT2LMHeadModel", "train")]),
+    "by both": (
+        ["--model", "CNN", "--older-than", "1.5h"],
+        [("CNN", "eval"), ("GPT2LMHeadModel", "train")],
+    ),
+    "none": (["--model", "cn"], [("CNN", "eval"), ("CNN", "train"), ("GPT2LMHeadModel", "train")]),
+}
+
+
+@pytest.mark.parametrize(("options", "stay"), CLEARED.values(), ids=CLEARED)
+def test_clear_removes_what_is_meant(
+    cache: SizeCache,
+    options: list[str],
+    stay: list[tuple[str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["cache", "--clear", *options]) == 0
+    number = 3 - len(stay)
+    sizes = "1 size" if number == 1 else f"{number} sizes"
+    assert capsys.readouterr().out == f"removed {sizes} from {cache.folder}\n"
+    assert left(cache) == stay
+
+
+# Tests turn warnings into errors; users do not.
+@pytest.mark.filterwarnings("default::automicro.SizeCacheWarning")
+def test_damaged_files_are_told_and_the_rest_is_listed(
+    cache: SizeCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = cache.folder / f"{'0' * 64}.json"
+    damaged.write_text("{", encoding="utf-8")
+    assert main(["cache", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)) == 3
+    assert err == (
+        f"automicro: warning: {damaged} (it is no JSON, or cut short) cannot be read: remove it, "
+        "or say automicro cache --clear\n"
+    )
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr() == (f"removed 4 sizes from {cache.folder}\n", "")
+
+
+@pytest.mark.filterwarnings("default::automicro.SizeCacheWarning")
+def test_what_cannot_be_removed_is_told_and_ends_with_1(
+    cache: SizeCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cache.folder / f"{'0' * 64}.json"
+    folder.mkdir()
+    assert main(["cache", "--clear"]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"removed 3 sizes from {cache.folder}\n"
+    assert err.startswith(f"automicro: warning: {folder} (")
+    assert err.endswith(") cannot be removed: remove it by hand\n")
+
+
+def test_another_folder(
+    cache: SizeCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "--folder", str(tmp_path), "--clear"]) == 0
+    assert capsys.readouterr().out == f"removed 0 sizes from {tmp_path}\n"
+    assert len(cache.entries()) == 3
+
+
+def test_text_of_a_file_neither_marks_up_nor_steers_the_terminal(
+    own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SizeCache().remember(dataclasses.replace(KEY, model="[red]\x1b[2J|Net"), SIZE)
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("[red]?[2J|Net  ")
+    assert main(["cache", "--markdown"]) == 0
+    assert r"| [red]?[2J\|Net |" in capsys.readouterr().out
+
+
+MISTAKES = {
+    ("--older-than", "month"): (
+        "--older-than month is no age: give a number and one of s, m, h, d, w (weeks), such as "
+        "--older-than 30d"
+    ),
+    ("--json", "--clear"): "--json and --clear do not go together: give one of them",
+    ("--folder", "nowhere"): (
+        "--folder nowhere is no folder: give one that exists, or leave it out"
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES.items(), ids=str)
+def test_a_mistake_ends_with_2_and_a_remedy(
+    cache: SizeCache,
+    options: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cache", *options]) == 2
+    assert capsys.readouterr() == ("", f"automicro: {message}\n")
+    assert len(cache.entries()) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        (["all"], "unknown argument 'all': cache takes options only\n"),
+        (
+            ["--older", "3d"],
+            "unknown option '--older' (did you mean '--folder'?): use some of --clear, --model, "
+            "--older-than, --json, --markdown, --folder, --debug; options of a config are "
+            "key=value\n",
+        ),
+    ],
+    ids=str,
+)
+def test_unknown_arguments_are_named(
+    options: list[str], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", *options]) == 2
+    assert capsys.readouterr().err.endswith(f"automicro cache: error: {end}")
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1d", "1 month", "1e3d", "inf d"])
+def test_an_age_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no age: give a number"):
+        parse_age(text)
+
+
+def test_a_closed_pipe_is_no_traceback(own_cache: Path) -> None:
+    cache = SizeCache()
+    for rows in range(64, 364):
+        cache.remember(dataclasses.replace(KEY, rows=rows), SIZE)
+    command = f"{sys.executable} -m automicro cache | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ,
+    )
+    assert done.stdout.startswith("model ")
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
+
+
+def test_the_table_in_the_documentation_is_one_of_these() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "sizes_table.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert rows[:2] == as_markdown([]).splitlines()
+    assert len(rows) >= 2 + 12
+    assert "simulated on a CPU" in page
+    last = page.splitlines()[-1]
+    assert re.fullmatch(r"Measured \d{4}-\d\d-\d\d with automicro \S+ on torch \S+\.", last)
+    for row in rows[2:]:
+        *_, num_rows, size, count, _peak = row.strip("| ").split(" | ")
+        assert -(-int(num_rows) // int(size)) == int(count)

@@ -1,0 +1,49 @@
+"""On a thousand seeded memory functions: few failures, and hardly a microbatch too many."""
+
+import collections
+import math
+
+import pytest
+
+from automicro.policy import Halving
+from tests.policy.memory_functions import FAMILIES, Run, make_device, train
+
+ALL = 1000
+SAMPLE = 100
+
+
+def failures_allowed(run: Run) -> float:
+    return math.log2(run.device.batch) + 2 + run.device.doublings
+
+
+def check(seeds: int) -> None:
+    runs = [train(make_device(seed), Halving()) for seed in range(seeds)]
+    for family in FAMILIES:
+        of_family = [run for run in runs if run.device.family == family]
+        failures = sorted(collections.Counter(run.failures for run in of_family).items())
+        gaps = sorted(collections.Counter(run.gap for run in of_family).items())
+        print(f"\n{family}: {len(of_family)} functions\n  failures {failures}\n  gaps {gaps}")
+    for run in runs:
+        where = f"seed {run.device.seed}, {run.device.family}, {run.device.batch} rows"
+        assert run.gap <= run.gap_allowed, f"{where}: {run.count} microbatches, best {run.best}"
+        assert run.failures <= failures_allowed(run), f"{where}: {run.failures} failures"
+
+
+def test_a_sample_of_memory_functions_ends_near_the_optimum_after_few_failures() -> None:
+    check(SAMPLE)
+
+
+@pytest.mark.slow
+def test_a_thousand_memory_functions_end_near_the_optimum_after_few_failures() -> None:
+    check(ALL)
+
+
+def test_plain_halving_misses_the_optimum_that_refining_finds() -> None:
+    devices = [make_device(seed, "affine") for seed in range(60)]
+    plain = [train(device, Halving(refine=False, grow=False)) for device in devices]
+    refined = [train(device, Halving()) for device in devices]
+    assert sum(run.gap > run.gap_allowed for run in plain) >= 5
+    assert sum(run.gap for run in refined) == 0
+    # Each trial that failed is one attempt; most trials do not.
+    extra = sum(run.failures for run in refined) - sum(run.failures for run in plain)
+    assert extra <= len(devices) / 4

@@ -1,0 +1,305 @@
+"""Refine, grow back, thrash and limits of the policy behind "auto"."""
+
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automicro.policy import Halving, Outcome, cut_size
+
+ROWS = st.integers(1, 300)
+RESIDENT = 100
+
+
+def attempt(
+    size: int,
+    rows: int,
+    capacity: int,
+    *,
+    cost: float = 1.0,
+    constant: int = 0,
+    measured: bool = True,
+    **more: Any,
+) -> Outcome:
+    """An affine device: 100 bytes resident, 10 for each element."""
+    peak = RESIDENT + constant + math.ceil(10 * size * cost)
+    return Outcome(
+        num_rows=rows,
+        microbatch_size=size,
+        fits=peak <= capacity,
+        cost=cost,
+        peak_bytes=peak if measured else None,
+        resident_bytes=RESIDENT if measured else None,
+        capacity_bytes=capacity if measured else None,
+        **more,
+    )
+
+
+def run_batch(
+    policy: Halving, rows: int, capacity: int, *, cost: float = 1.0, **device: Any
+) -> tuple[int, list[int]]:
+    """The size that fitted, and those that did not."""
+    failed: list[int] = []
+    while True:
+        size = policy.propose(rows, cost)
+        outcome = attempt(size, rows, capacity, cost=cost, **device)
+        policy.record(outcome)
+        if outcome.fits:
+            return size, failed
+        assert not failed or size < failed[-1], "goes round in circles"
+        if size == 1:
+            return 1, [*failed, 1]
+        failed.append(size)
+
+
+def run_batches(
+    policy: Halving, count: int, rows: int, capacity: int, **device: Any
+) -> tuple[list[int], int]:
+    """The sizes of several batches, and how many attempts failed."""
+    outcomes = [run_batch(policy, rows, capacity, **device) for _ in range(count)]
+    return [size for size, _ in outcomes], sum(len(failed) for _, failed in outcomes)
+
+
+# Refine
+
+
+def test_where_halving_ends_at_four_microbatches_refining_finds_three() -> None:
+    sizes, failures = run_batches(Halving(), 5, 12, RESIDENT + 45)
+    assert (sizes[0], sizes[-1], failures) == (3, 4, 2)
+
+
+def test_memory_that_every_size_needs_is_told_from_that_of_rows() -> None:
+    # With one peak alone, each row seems to need 210 bytes and not 10.
+    sizes, failures = run_batches(Halving(), 6, 16, RESIDENT + 1000 + 65, constant=1000)
+    assert (sizes[0], sizes[-1]) == (4, 6)
+    assert 2 in sizes, "one batch in smaller slices measures what rows need"
+    assert failures == 2
+
+
+def test_a_batch_that_failed_is_not_refined_before_it_fits() -> None:
+    assert run_batch(Halving(), 12, RESIDENT + 45) == (3, [12, 6])
+
+
+@pytest.mark.parametrize("policy", [Halving(refine=False), Halving()])
+def test_without_refining_or_measurements_halving_is_all(policy: Halving) -> None:
+    measured = not policy._refine
+    sizes, _ = run_batches(policy, 8, 12, RESIDENT + 45, measured=measured)
+    assert set(sizes) == {3}
+
+
+def test_the_margin_stays_free() -> None:
+    capacity = RESIDENT + 90
+    assert run_batches(Halving(), 9, 64, capacity)[0][-1] == 8
+    policy = Halving(margin=0.1, initial=2)
+    sizes, failures = run_batches(policy, 9, 64, capacity)
+    assert RESIDENT + 10 * sizes[-1] <= 0.9 * capacity
+    assert failures == 0
+
+
+def test_a_failed_trial_costs_one_attempt() -> None:
+    policy = Halving()
+    run_batches(policy, 1, 12, RESIDENT + 45)
+    assert policy.propose(12) == 4
+    policy.record(attempt(4, 12, RESIDENT + 39))
+    assert policy.propose(12) == 3
+
+
+# Costs
+
+
+def test_one_long_batch_does_not_slow_the_short_ones() -> None:
+    policy = Halving()
+    run_batches(policy, 3, 64, RESIDENT + 640)
+    run_batch(policy, 64, RESIDENT + 640, cost=8.0)
+    assert policy.propose(64, 1.0) == 64
+    assert policy.propose(64, 8.0) <= 8
+
+
+def test_an_unseen_cost_starts_from_rows_times_cost() -> None:
+    policy = Halving(refine=False)
+    run_batch(policy, 64, RESIDENT + 330)
+    assert policy.propose(64, 4.0) == 8
+
+
+# Grow back
+
+
+def test_sizes_grow_when_the_device_reports_what_was_lacking() -> None:
+    policy = Halving()
+    sizes, _ = run_batches(policy, 4, 64, RESIDENT + 330)
+    assert sizes[-1] == 32
+    sizes, failures = run_batches(policy, 4, 64, RESIDENT + 700)
+    assert (sizes[-1], failures) == (64, 0)
+
+
+def test_sizes_grow_after_many_batches_where_nothing_is_measured() -> None:
+    policy = Halving()
+    assert set(run_batches(policy, 200, 64, RESIDENT + 330, measured=False)[0]) == {32}
+    sizes, failures = run_batches(policy, 100, 64, RESIDENT + 700, measured=False)
+    assert (sizes[-1], failures) == (64, 0)
+
+
+def test_without_grow_sizes_never_grow_back() -> None:
+    policy = Halving(grow=False)
+    run_batches(policy, 4, 64, RESIDENT + 330)
+    assert set(run_batches(policy, 600, 64, RESIDENT + 700)[0]) == {32}
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.randoms(use_true_random=False),
+    batches=st.integers(100, 600),
+    stay=st.integers(1, 40),
+)
+def test_a_neighbour_that_comes_and_goes_makes_logarithmically_many_failures(
+    seed: Any, batches: int, stay: int
+) -> None:
+    policy = Halving()
+    failures, free = 0, True
+    for _ in range(batches):
+        if seed.random() < 1 / stay:
+            free = not free
+        capacity = RESIDENT + (640 if free else 170)
+        failures += len(run_batch(policy, 64, capacity)[1])
+    assert failures <= 2 * math.log2(batches) + math.log2(64)
+
+
+# Thrash
+
+
+def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) -> list[int]:
+    sizes = []
+    for _ in range(batches):
+        size = policy.propose(64)
+        sizes.append(size)
+        policy.record(
+            attempt(size, 64, 10**6, seconds=seconds_per_size[size], alloc_retries=int(size == 64))
+        )
+    return sizes
+
+
+def test_allocator_retries_lead_to_a_smaller_size_where_it_is_faster() -> None:
+    assert thrash(Halving(), {64: 2.0, 32: 1.0}, 20) == [64] + 19 * [32]
+
+
+def test_a_smaller_size_that_is_not_faster_is_given_up_and_seldom_tried_again() -> None:
+    sizes = thrash(Halving(), {64: 1.0, 32: 1.0}, 400)
+    assert sizes[:5] == [64, 32, 32, 32, 64]
+    assert sizes.count(32) == 3 * 4
+
+
+def test_at_one_row_allocator_retries_change_nothing() -> None:
+    policy = Halving(initial=1)
+    for _ in range(5):
+        assert policy.propose(4) == 1
+        policy.record(attempt(1, 4, RESIDENT + 15, seconds=1.0, alloc_retries=3))
+
+
+# Limits
+
+
+def test_the_largest_size_is_never_passed() -> None:
+    sizes, _ = run_batches(Halving(max_microbatch_size=10), 5, 64, 10**6)
+    assert set(sizes) == {10}
+
+
+def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Halving(multiple_of=8)
+    assert [policy.propose(rows) for rows in (20, 8, 5)] == [20, 8, 5]
+    with caplog.at_level(logging.WARNING):
+        size, failed = run_batch(policy, 20, RESIDENT + 55)
+    assert (size, failed) == (4, [20, 8])
+    assert "not multiples of multiple_of=8" in caplog.text
+
+
+@given(rows=ROWS, most=ROWS, multiple=st.integers(1, 20))
+def test_a_cut_in_multiples_stays_within_its_limit(rows: int, most: int, multiple: int) -> None:
+    size = cut_size(rows, most, multiple_of=multiple)
+    assert 1 <= size <= min(rows, most)
+    assert size == rows or size % multiple == 0 or most < multiple or rows <= multiple
+    assert cut_size(rows, size, multiple_of=multiple) == size
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"margin": 1.0}, "margin is 1.0"),
+        ({"max_microbatch_size": 4, "multiple_of": 8}, "max_microbatch_size=4 is below"),
+        ({"max_microbatch_size": 0}, "max_microbatch_size is 0"),
+    ],
+)
+def test_senseless_limits_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Halving(**options)
+
+
+# Start and state
+
+
+def test_a_suggested_size_that_is_wrong_is_recovered() -> None:
+    for rows in (1, 64):
+        policy = Halving()
+        policy.suggest(rows, 1.0)
+        sizes, failures = run_batches(policy, 12, 64, RESIDENT + 330)
+        assert (sizes[0], sizes[-1]) == (min(rows, 32), 32)
+        assert failures <= 1
+
+
+def test_the_state_of_an_older_form_is_a_size_to_start_from() -> None:
+    policy = Halving()
+    policy.load_state_dict({"kind": "Halving", "limit": 16})
+    assert policy.propose(64) == 16
+
+
+def test_a_damaged_state_is_refused_and_nothing_changes() -> None:
+    policy = Halving(initial=16)
+    state = {"kind": "Halving", "limit": 4, "learned": {"start": None}}
+    with pytest.raises(ValueError, match="is damaged"):
+        policy.load_state_dict(state)
+    assert policy.propose(64) == 16
+
+
+BATCH = st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0]), st.integers(150, 3000))
+
+
+@settings(max_examples=60)
+@given(before=st.lists(BATCH, max_size=15), after=st.lists(BATCH, max_size=8))
+def test_a_state_that_went_through_json_gives_the_same_sizes(
+    before: list[tuple[int, float, int]], after: list[tuple[int, float, int]]
+) -> None:
+    policy, resumed = Halving(), Halving()
+    for rows, cost, capacity in before:
+        run_batch(policy, rows, capacity, cost=cost)
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert resumed.state_dict() == policy.state_dict()
+    for rows, cost, capacity in after:
+        assert run_batch(resumed, rows, capacity, cost=cost) == run_batch(
+            policy, rows, capacity, cost=cost
+        )
+
+
+@settings(max_examples=60)
+@given(
+    batches=st.lists(st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0])), max_size=30),
+    capacity=st.integers(150, 3000),
+)
+def test_while_memory_stays_no_failed_microbatch_is_proposed_again(
+    batches: list[tuple[int, float]], capacity: int
+) -> None:
+    policy = Halving()
+    failures: list[tuple[int, float]] = []
+    for rows, cost in batches:
+        while True:
+            size = policy.propose(rows, cost)
+            again = [one for one in failures if one[0] <= size and one[1] <= cost]
+            # One row that fails ends a run: there is nothing smaller.
+            assert size == 1 or not again, f"{size} rows at {cost} after {failures}"
+            outcome = attempt(size, rows, capacity, cost=cost)
+            policy.record(outcome)
+            if outcome.fits or size == 1:
+                break
+            failures.append((size, cost))
