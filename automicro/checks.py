@@ -66,21 +66,51 @@ def check_model(model: object) -> None:
 
     Raises:
         TypeError: not a module.
-        ValueError: a wrapper that synchronises several devices.
+        ValueError: a wrapper that holds several devices in one process.
     """
+    if isinstance(model, type):
+        raise TypeError(
+            f"model is the class {model.__name__}; make an instance: {model.__name__}(…)"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is of type {type(model).__name__}, not a torch.nn.Module; pass the module "
             "itself"
         )
-    distributed = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in model.named_modules():
-        if isinstance(module, distributed) or "FSDP" in type(module).__name__:
+        if isinstance(module, nn.DataParallel):
             raise ValueError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}: if one rank ran "
-                "out of memory, the others would wait for ever. Several devices are not "
-                "supported yet; pass the unwrapped module on one device"
+                f"{name or 'the model'} is wrapped in DataParallel, which splits each batch once "
+                "more, over devices of one process; pass the unwrapped module on one device, or "
+                "wrap it in DistributedDataParallel with one process per device (torchrun)"
             )
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model of several ranks, where one process looks at it alone.
+
+    Raises:
+        ValueError: it is wrapped.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in kind:
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in {kind}, and this looks at it in one process "
+                "alone; pass the unwrapped module"
+            )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of DDP's wrapper, which shows none of its attributes.
+
+    >>> unwrapped(nn.Linear(2, 2))
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inside: nn.Module = model.module
+        return inside
+    return model
 
 
 def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
@@ -113,8 +143,12 @@ def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
         )
 
 
-def check_step(batches: Iterable[Any]) -> list[Any]:
+def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any]:
     """The batches of a training step; refuses one without gradients, or without a batch.
+
+    Args:
+        batches: of the step.
+        may_be_none: whether other ranks may have some in their place.
 
     Raises:
         RuntimeError: gradients are switched off.
@@ -126,7 +160,7 @@ def check_step(batches: Iterable[Any]) -> list[Any]:
             "inference_mode block, or call evaluate"
         )
     listed = list(batches)
-    if not listed:
+    if not listed and not may_be_none:
         raise ValueError("there is no batch to accumulate; pass at least one")
     return listed
 

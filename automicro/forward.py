@@ -85,6 +85,11 @@ def choose_convention(
     for name, function in (("forward", forward), ("loss_fn", loss_fn)):
         if function is not None and not callable(function):
             raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            raise TypeError(
+                f"{name} is the class {function.__name__}; make an instance: "
+                f"{name}={function.__name__}()"
+            )
     if forward is not None and loss_fn is not None:
         raise ValueError(
             "both forward and loss_fn were given, and only one can compute the loss; call the "

@@ -10,40 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.accumulation import accumulate_gradients, accumulate_outputs
+from automicro.accumulation import accumulate_outputs
 from automicro.attempts import make_phases
 from automicro.checks import (
     PRECISIONS,
     check_choice,
-    check_history,
     check_model,
     check_optimizer,
     check_precision,
     check_state,
     check_step,
     resolve_device,
+    unwrapped,
 )
 from automicro.compilation import refuse_cuda_graphs
+from automicro.filling import SpareRows
+from automicro.finding_ranks import find_ranks
 from automicro.forward import choose_convention
-from automicro.inputs import InputWatch, cost_of_row
+from automicro.inputs import cost_of_row
 from automicro.memory import OccupiedDevice
 from automicro.model_modes import evaluation_mode, is_lazy
-from automicro.observer import Narrator, Observer
+from automicro.observer import Observer
 from automicro.optimization import OptimizerReservation
-from automicro.passes import Losses, Passes
+from automicro.passes import Passes
 from automicro.policy import Policy
 from automicro.probing import Prober
-from automicro.results import EvalResult, StepResult
+from automicro.ranks import Agreement, Ranks, telling
+from automicro.results import EvalResult, StepResult, unevaluated, untrained
+from automicro.sharing import SharedLosses
 from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
+from automicro.training_work import TrainingWork
 from automicro.transaction import (
-    BufferMemory,
-    Buffers,
     Gradients,
     Parameters,
-    RandomState,
-    Transaction,
-    find_generators,
 )
 from automicro.weighting import LossAverage, read_average
 
@@ -67,7 +67,8 @@ class Microbatcher:
         (32, 32, 1)
 
     Args:
-        model: the model; not wrapped for several devices.
+        model: the model. Wrapped in ``DistributedDataParallel`` or by ``fully_shard``, it is
+            trained by all ranks together, which make the same calls in the same order.
         loss_fn: ``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``.
         forward: ``forward(model, microbatch)`` returning the loss, ``(loss, outputs)`` or a
             mapping with ``"loss"``. Without ``loss_fn`` and ``forward``, the model has Composer's
@@ -99,6 +100,10 @@ class Microbatcher:
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same
             model on the same device found, and leaves its own for the next; see
             ``automicro cache``.
+
+    Attributes:
+        wants_to_stop: set it on any rank to ask for the end of the run: the next batch is still
+            trained, and its result says so on every rank.
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -133,6 +138,7 @@ class Microbatcher:
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         check_optimizer(optimizer, self._modules)
+        self._ranks = find_ranks(self._modules)
         self._device = resolve_device(device, model)
         self._layout = BatchLayout(batch_layout)
         self._train, self._eval = make_phases(
@@ -146,17 +152,18 @@ class Microbatcher:
             precision=precision,
             layout=self._layout,
             observer=observer,
+            ranks=self._ranks,
         )
         adapts = self._train.adapts or self._eval.adapts
         refuse_cuda_graphs(self._modules, sizes_change=adapts)
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
         )
-        convention = choose_convention(model, forward=forward, loss_fn=loss_fn)
+        convention = choose_convention(unwrapped(model), forward=forward, loss_fn=loss_fn)
         averages = read_average(
             loss_average,
             loss_fn=loss_fn,
-            model=model,
+            model=unwrapped(model),
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
@@ -169,10 +176,23 @@ class Microbatcher:
             autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
             update_metric=update_metric or convention.update_metric,
+            ranks=self._ranks,
         )
-        self._prober = Prober(averages, convention.targets) if probe else None
+        self._spare = SpareRows(self._layout, self._ranks)
+        self._work = TrainingWork(
+            self._passes,
+            self._layout,
+            self._train,
+            device=self._device,
+            modules=self._modules,
+            prober=Prober(averages, convention.targets) if probe else None,
+            split_guard=self._split_guard,
+            ranks=self._ranks,
+            spare=self._spare,
+        )
         self._memory = OccupiedDevice(self._device, self._modules, optimizer, memory_limit)
         self._reservation = OptimizerReservation(optimizer)
+        self.wants_to_stop = False
 
     @property
     def microbatch_size(self) -> int | None:
@@ -183,6 +203,11 @@ class Microbatcher:
     def eval_microbatch_size(self) -> int | None:
         """The same of the last evaluated batch."""
         return self._eval.size
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train together; one where the model is not wrapped for several."""
+        return self._ranks
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
@@ -202,7 +227,8 @@ class Microbatcher:
         """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
 
         Args:
-            batch: the full optimization batch, on the host or on the device.
+            batch: the full optimization batch, on the host or on the device. Of several ranks,
+                each brings its own, of any number of rows; None where its data have run out.
             metrics: torchmetrics to update, each row once.
 
         Raises:
@@ -212,7 +238,7 @@ class Microbatcher:
 
         After any exception the state is as it was before the call.
         """
-        return self.accumulate([batch], metrics)
+        return self.accumulate(self._spare.given(batch), metrics)
 
     def accumulate(
         self,
@@ -227,7 +253,8 @@ class Microbatcher:
         however many of them (or of their tokens) each batch has. They are one transaction.
 
         Args:
-            batches: what a data loader gave, one after the other; at least one.
+            batches: what a data loader gave, one after the other; at least one. A rank of several
+                whose data have run out gives none, as long as others have some.
             metrics: torchmetrics to update, each row once.
             accept: given the loss, says whether to keep the step. False leaves no trace of it: no
                 gradient, no count in a metric or a BatchNorm; see `StepResult.is_committed`.
@@ -242,22 +269,33 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        batches = check_step(batches)
         with self._memory.limited():
-            rows = [self._layout.num_rows(batch) for batch in batches]
-            policy = self._split_guard.allowed_policy(self._train.policy)
-            could_split = len(rows) > 1 or self._split_guard.could_split(policy, rows[0])
-            prober = self._prober if could_split else None
-            if is_lazy(self._modules):
-                self._passes.materialize(batches[0])
-            parameters = [p for module in self._modules for p in module.parameters()]
-            tensors = [self._passes.tensors(batch) for batch in batches]
+            with telling(self._ranks):
+                batches = check_step(batches, may_be_none=not self._ranks.is_alone)
+                self._ranks.settle()
+                rows = self._spare.rows_of(batches)
+                policy = self._split_guard.allowed_policy(self._train.policy)
+                could_split = self._split_guard.could_split(policy, rows)
+                denominators = {}
+                if not self._ranks.is_alone:
+                    denominators = self._passes.denominators(batches, rows)
+                elif is_lazy(self._modules):
+                    self._passes.materialize(batches[0])
+                parameters = [p for module in self._modules for p in module.parameters()]
+                tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._train.watch([each for batch in tensors for each in batch])
             buffers, narrator = self._train.buffers(), self._train.narrator()
             try:
                 finished = self._train.run(
-                    lambda cuts: self._attempt(
-                        batches, cuts, watch, buffers, metrics, prober, narrator
+                    lambda plan: self._work.attempt(
+                        batches,
+                        plan,
+                        denominators,
+                        watch=watch,
+                        buffers=buffers,
+                        metrics=metrics,
+                        probes=could_split,
+                        narrator=narrator,
                     ),
                     [
                         Gradients([*parameters, *watch.requiring_grad]),
@@ -276,14 +314,17 @@ class Microbatcher:
                     narrator=narrator,
                     policy=policy,
                     accept=None if accept is None else lambda losses: accept(losses[0]),
+                    denominators=denominators,
+                    wants_to_stop=self.wants_to_stop,
+                    sharing=SharedLosses(self._device, at_once=accept is not None),
                 )
             except torch.OutOfMemoryError as error:
                 self._split_guard.explain_oom(error)
                 raise
-        loss, losses = finished.result
-        return StepResult(
-            loss=loss, losses=losses, is_committed=finished.is_committed, **finished.counts
-        )
+        if isinstance(finished, Agreement):
+            return untrained(stops=finished.stops)
+        (loss, losses), is_committed = finished.result, finished.is_committed
+        return StepResult(loss=loss, losses=losses, is_committed=is_committed, **finished.counts)
 
     def evaluate(self, batch: Any, metrics: Any = None, return_outputs: bool = False) -> EvalResult:
         """Forward of a whole batch in evaluation mode, without gradients.
@@ -320,73 +361,38 @@ class Microbatcher:
         self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
     ) -> EvalResult:
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
-            num_rows = self._layout.num_rows(batch)
-            if is_lazy(self._modules):
-                self._passes.materialize(batch)
-            tensors = self._passes.tensors(batch)
-            watch, narrator = self._eval.watch(tensors), self._eval.narrator()
+            with telling(self._ranks):
+                self._ranks.settle()
+                batches = self._spare.given(batch)
+                rows = self._spare.rows_of(batches)
+                if self._ranks.is_alone and is_lazy(self._modules):
+                    self._passes.materialize(batch)
+                tensors = [self._passes.tensors(batch) for batch in batches]
+            watch = self._eval.watch([each for batch in tensors for each in batch])
+            narrator = self._eval.narrator()
             finished = self._eval.run(
-                lambda cuts: accumulate_outputs(
+                lambda plan: accumulate_outputs(
                     self._passes,
-                    *self._passes.cut([batch], cuts, sizes_change=self._eval.adapts),
+                    self._passes.cut(batches, plan.cuts, sizes_change=self._eval.adapts),
                     watch=watch,
                     device=self._device,
                     metrics=metrics,
                     keep_outputs=keep_outputs,
+                    ranks=self._ranks,
+                    fillers=self._spare.fillers(plan, batches, self._eval),
                     predicts=predicts,
                     narrator=narrator,
                 ),
                 [watch, self._eval.buffers()],
-                batches=[batch],
-                rows=[num_rows],
-                costs=[cost_of_row(tensors, num_rows)],
+                batches=batches,
+                rows=rows,
+                costs=list(map(cost_of_row, tensors, rows)),
                 metrics=metrics,
                 measure_residents=lambda: self._memory.measure(training=False),
                 narrator=narrator,
+                wants_to_stop=self.wants_to_stop,
             )
-        loss, losses, outputs, denominators = finished.result
-        return EvalResult(
-            loss=loss,
-            losses=losses,
-            outputs=outputs,
-            denominators=denominators,
-            **finished.counts,
-        )
-
-    def _attempt(
-        self,
-        batches: Sequence[Any],
-        cuts: Sequence[Sequence[int]],
-        watch: InputWatch,
-        buffers: Buffers,
-        metrics: Any,
-        prober: Prober | None,
-        narrator: Narrator | None,
-    ) -> Losses:
-        """One attempt at a step. Everything that it changes is undone if it fails."""
-        for batch, sizes in zip(batches, cuts, strict=True):
-            if len(sizes) > 1:
-                check_history(self._layout.leaves(batch))
-        if prober is not None:
-            self._probe(prober, batches[0], sum(cuts[0]))
-        result = accumulate_gradients(
-            self._passes,
-            self._passes.cut(batches, cuts, sizes_change=self._train.adapts),
-            watch=watch,
-            device=self._device,
-            metrics=metrics,
-            narrator=narrator,
-        )
-        split = max(cuts, key=len)
-        if len(split) > 1:
-            self._split_guard.warn(split, buffers)
-        return result
-
-    def _probe(self, prober: Prober, batch: Any, num_rows: int) -> None:
-        undo = Transaction(
-            [
-                Buffers(BufferMemory(self._modules)),
-                RandomState(self._device, find_generators(self._modules)),
-            ]
-        )
-        prober.look(batch, num_rows, self._layout, self._passes.losses_of_rows, undo, self._device)
+        if isinstance(finished, Agreement):
+            return unevaluated(stops=finished.stops)
+        names = ("loss", "losses", "outputs", "denominators")
+        return EvalResult(**dict(zip(names, finished.result, strict=True)), **finished.counts)

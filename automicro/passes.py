@@ -1,7 +1,9 @@
 """Forward and backward of one microbatch."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,11 +11,12 @@ from torch import Tensor, nn
 
 from automicro.checks import check_loss
 from automicro.compilation import dynamic_rows, uncompiled
-from automicro.errors import LossAverageWarning
+from automicro.errors import LossAverageWarning, LossError
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode, quiet_training_mode
 from automicro.observer import Tell
+from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.torch_private import compiler_is_loaded
 from automicro.transfer import on_device, on_host
@@ -24,6 +27,7 @@ METRIC_NOTE = "automicro: while updating the metric "
 """How the note on an error begins that came out of a metric."""
 
 T = TypeVar("T")
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -39,6 +43,7 @@ class Passes:
         autocast_dtype: of forward and loss; None for the model's own.
         run_backward: computes gradients from a loss.
         update_metric: feeds one metric with outputs and microbatch.
+        ranks: that train together; gradients are taken to be averaged over them.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Passes:
         autocast_dtype: torch.dtype | None,
         run_backward: Callable[[Tensor], Any],
         update_metric: Callable[[Any, Any, Any], None],
+        ranks: Ranks | None = None,
     ) -> None:
         self._modules = modules
         self._convention = convention
@@ -61,6 +67,8 @@ class Passes:
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
         self._update_metric = update_metric
+        self._ranks = ranks or OneRank()
+        self._is_alone = self._ranks.is_alone
         self._has_warned_of_nothing = False
         self._row_dims: dict[str, int] = {}
 
@@ -92,10 +100,51 @@ class Passes:
                 for batch, sizes in zip(batches, cuts, strict=True)
             ]
 
-    def weights(self, cuts: Sequence[CutBatch]) -> BatchWeights:
-        """What each microbatch's loss weighs in the loss of all batches together."""
+    def weights(
+        self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None
+    ) -> BatchWeights:
+        """What each microbatch's loss weighs in the loss of all batches together.
+
+        Args:
+            cuts: the batches of this rank.
+            totals: what the losses of all ranks are divided by; None for those of this rank alone.
+        """
         with on_host():
-            return BatchWeights(self._averages, cuts)
+            return BatchWeights(
+                self._averages,
+                cuts,
+                totals=totals,
+                copies=1 if totals is None else self._ranks.copies,
+            )
+
+    def denominators(self, batches: Sequence[Any], rows: Sequence[int]) -> dict[str, float]:
+        """What the losses of whole batches are divided by, by name; without those that are sums.
+
+        Reading a count of targets that lie on a device waits for the device.
+        """
+        cuts = [
+            CutBatch(batch=batch, microbatches=[batch], sizes=[num_rows])
+            for batch, num_rows in zip(batches, rows, strict=True)
+        ]
+        totals = self.weights(cuts).totals
+        return {name: float(total) for name, total in totals.items() if total is not None}
+
+    def check_counts(self, weights: BatchWeights, whole: Mapping[str, float]) -> None:
+        """Refuse a count of a batch that is not the sum of those of its microbatches.
+
+        Raises:
+            LossError: the ranks have agreed on another denominator than the microbatches have.
+        """
+        for name, total in weights.totals.items():
+            if isinstance(total, Tensor) or total is None:
+                continue
+            if not math.isclose(total, whole[name], rel_tol=1e-6):
+                raise LossError(
+                    f"loss_average counts {whole[name]} in a whole batch, and {total} in its "
+                    "microbatches together; on several ranks they must be the same, because ranks "
+                    "agree on what the loss is divided by before they cut: count what does not "
+                    "depend on the other rows of the batch"
+                )
 
     def warn_of_nothing(self, weights: BatchWeights) -> None:
         """Warn, the first time, of a training batch in which no target counts.
@@ -103,7 +152,9 @@ class Passes:
         Warns:
             LossAverageWarning
         """
-        if weights.all_are_nothing and not self._has_warned_of_nothing:
+        if self._ranks.rank or self._has_warned_of_nothing:
+            return
+        if weights.all_are_nothing:
             warn(
                 "no target of this batch counts: all are ignored or weigh nothing, so its loss "
                 "and its gradient are zero. Check the labels (and the collate function, and "
@@ -140,7 +191,11 @@ class Passes:
         if tell is not None:
             tell("loss_end", loss.detach())
             tell("backward_start", loss.detach())
-        if weights.is_nothing(index):
+        if not self._is_alone:
+            # Undone where wrappers average gradients over ranks.
+            with self.zeroing_gradients() if weights.is_nothing(index) else _NOTHING:
+                self._run_backward(loss * self._ranks.world_size)
+        elif weights.is_nothing(index):
             self._backward_for_nothing(loss)
         else:
             self._run_backward(loss)
@@ -149,6 +204,29 @@ class Passes:
         if metrics is not None:
             self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
         return loss.detach(), {name: part.detach() for name, part in parts.items()}
+
+    def fill(self, microbatch: Any) -> Losses:
+        """Forward and backward that count for nothing, for the sake of other ranks' collectives."""
+        output = self._forward(self._convention.train, map_tensors(microbatch, _cut_off))
+        loss = check_loss(output.loss)
+        with self.zeroing_gradients():
+            self._run_backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
+        return torch.zeros_like(loss), {n: torch.zeros_like(p) for n, p in output.losses.items()}
+
+    @contextlib.contextmanager
+    def zeroing_gradients(self) -> Iterator[None]:
+        """Let every gradient be zero, although it may compute as NaN, before a wrapper sees it."""
+        parameters = {id(p): p for module in self._modules for p in module.parameters()}
+        handles = [
+            parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+            for parameter in parameters.values()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _backward_for_nothing(self, loss: Tensor) -> None:
         """Run a backward whose gradients are known to be zero, although they may compute as NaN.

@@ -29,6 +29,11 @@ class Prober:
         self._looks_left = MAX_LOOKS
         self._has_looked = False
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no further batch is of use."""
+        return self._looks_left == 0
+
     def look(
         self,
         batch: Any,
@@ -51,7 +56,7 @@ class Prober:
         Warns:
             LossAverageWarning: the loss is not what it was taken for.
         """
-        if self._looks_left == 0 or num_rows < 2:
+        if self.is_done or num_rows < 2:
             return
         self._looks_left -= 1
         failure = None

@@ -4,6 +4,7 @@ A step that finds out alone what fits would leave its peers waiting in a collect
 on a size before an attempt, and vote on its outcome before any of them commits::
 
     agreement = ranks.agree(Proposal(num_rows=…, microbatch_size=…))
+    ranks.begin(agreement.num_microbatches)
     try:
         for index, microbatch in enumerate(…):      # agreement.num_microbatches of them
             with ranks.microbatch(index):
@@ -21,12 +22,25 @@ on a size before an attempt, and vote on its outcome before any of them commits:
 
 import contextlib
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Agreement", "OneRank", "Proposal", "Ranks", "Status", "rows_of_microbatches"]
+__all__ = [
+    "Agreement",
+    "OneRank",
+    "Proposal",
+    "Ranks",
+    "Report",
+    "Status",
+    "rows_of_microbatches",
+    "telling",
+]
+
+
+HIGHS = 6
+"""How many highs one vote carries."""
 
 
 class Status(enum.IntEnum):
@@ -44,9 +58,12 @@ class Proposal:
     """What one rank brings to a step.
 
     Attributes:
-        num_rows: of this rank's batch; 0 where its data have run out.
+        num_rows: of this rank's batch, or of all that count as one; 0 where its data have run out.
         microbatch_size: rows that its policy proposes.
         denominators: what each loss of its batch is divided by, by name.
+        num_batches: that count as one.
+        max_rows: rows of the largest of them; ``num_rows`` unless given.
+        cost: of one row, None where it is not known.
         wants_to_stop: whether somebody asked this rank to end the run.
         training: whether gradients will be computed.
     """
@@ -54,8 +71,16 @@ class Proposal:
     num_rows: int
     microbatch_size: int
     denominators: Mapping[str, float] = field(default_factory=dict)
+    num_batches: int = 1
+    max_rows: int | None = None
+    cost: float | None = None
     wants_to_stop: bool = False
     training: bool = True
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest batch."""
+        return self.num_rows if self.max_rows is None else self.max_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +88,23 @@ class Agreement:
     """What all ranks together bring to a step; the same on every one of them.
 
     Attributes:
-        world_size: the number of ranks.
         microbatch_size: the smallest that a rank proposed, at most `max_rows`.
         max_rows: rows of the largest batch.
         min_rows: rows of the smallest batch.
         num_rows: of all batches.
         denominators: summed over ranks.
+        num_batches: the most that count as one on a rank.
+        cost: the highest of a row, None where nobody knows one.
         stops: whether any rank wants to end the run.
     """
 
-    world_size: int
     microbatch_size: int
     max_rows: int
     min_rows: int
     num_rows: int
     denominators: Mapping[str, float]
+    num_batches: int
+    cost: float | None
     stops: bool
 
     @property
@@ -90,23 +117,18 @@ class Agreement:
         """
         return max(1, -(-self.max_rows // self.microbatch_size))
 
-    def loss_scale(self, denominator: float, *, name: str = "") -> float:
-        """What a rank's loss is multiplied by where gradients are averaged over ranks.
 
-        Averaging divides by the number of ranks, whatever each of them had to train on.
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank tells with its vote to commit, and what all have told together.
 
-        Args:
-            denominator: what the rank's own loss was divided by.
-            name: of the loss.
+    Attributes:
+        sums: numbers that are added up over ranks.
+        highs: numbers of which the highest of all ranks counts, at most `HIGHS`.
+    """
 
-        >>> agreement = OneRank().agree(
-        ...     Proposal(num_rows=4, microbatch_size=4, denominators={"": 4.0})
-        ... )
-        >>> agreement.loss_scale(4.0)
-        1.0
-        """
-        total = self.denominators[name]
-        return self.world_size * denominator / total if total else 0.0
+    sums: Sequence[float] = ()
+    highs: Sequence[float] = ()
 
 
 class Ranks(Protocol):
@@ -120,20 +142,47 @@ class Ranks(Protocol):
     def world_size(self) -> int:
         """How many processes there are."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with, and nothing to guard."""
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same rows, because they share the work on each."""
+
+    @property
+    def communicates_in_forward(self) -> bool:
+        """Whether a forward outside of a step needs all ranks."""
+
+    @property
+    def told(self) -> Sequence[float]:
+        """The highs of the vote that ended the last attempt; empty where nobody told any."""
+
+    def settle(self) -> None:
+        """Put wrappers into the state that they have between steps, a user's forward behind."""
+
     def agree(self, proposal: Proposal) -> Agreement:
-        """Begin an attempt: put together what all ranks bring. All call it."""
+        """Put together what all ranks bring to an attempt. All call it."""
 
-    def microbatch(self, index: int) -> AbstractContextManager[None]:
-        """Around forward and backward of one microbatch."""
+    def begin(self, num_microbatches: int, *, training: bool = True) -> None:
+        """Begin the attempt that was agreed on, with so many microbatches on every rank."""
 
-    def vote(self) -> None:
-        """Say that this rank is ready to commit, and wait for the others.
+    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
+        """Around forward and backward of one microbatch.
+
+        Args:
+            index: of the microbatch.
+            weightless: whether its gradient is to count as zero, whatever it computes to.
+        """
+
+    def vote(self, report: Report = ...) -> Report:
+        """Say that this rank is ready to commit, and wait for the others; what all told together.
 
         Raises:
             PeerStoppedError: another rank is not; call `stop`.
         """
 
-    def stop(self, failure: BaseException, status: Status) -> Status:
+    def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
         """End an attempt that failed here or elsewhere. Call it outside ``except``.
 
         Afterwards all ranks have been told, no rank waits for another, and wrappers of the model
@@ -143,6 +192,7 @@ class Ranks(Protocol):
         Args:
             failure: what ended the attempt here.
             status: what it means, unless it is a `PeerStoppedError`.
+            highs: told with it, see `told`.
 
         Raises:
             PeerFailedError: another rank failed for good.
@@ -151,8 +201,21 @@ class Ranks(Protocol):
     def fail(self, failure: BaseException) -> None:
         """Tell the others that this rank ends outside a step, with a reason."""
 
+    def ready(self, point: str) -> None:
+        """Vote right before collectives outside a step, named by a point that all come by.
+
+        Raises:
+            PeerFailedError: another rank called `fail` and will not come.
+        """
+
     def from_first(self, values: Iterable[float]) -> list[float]:
         """Rank 0's values on every rank: a size that it remembers, say."""
+
+    def add_up(self, values: Iterable[float]) -> list[float]:
+        """As many values of every rank, added up over ranks."""
+
+    def most(self, value: float) -> float:
+        """The highest value of any rank."""
 
 
 class OneRank:
@@ -160,35 +223,69 @@ class OneRank:
 
     rank = 0
     world_size = 1
+    is_alone = True
+    copies = 1
+    communicates_in_forward = False
+    told: Sequence[float] = ()
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
 
+    def settle(self) -> None:
+        """There is no wrapper."""
+
     def agree(self, proposal: Proposal) -> Agreement:
         return Agreement(
-            world_size=1,
-            microbatch_size=max(1, min(proposal.microbatch_size, proposal.num_rows)),
-            max_rows=proposal.num_rows,
+            microbatch_size=max(1, min(proposal.microbatch_size, proposal.largest)),
+            max_rows=proposal.largest,
             min_rows=proposal.num_rows,
             num_rows=proposal.num_rows,
             denominators=proposal.denominators,
+            num_batches=proposal.num_batches,
+            cost=proposal.cost,
             stops=proposal.wants_to_stop,
         )
 
-    def microbatch(self, index: int) -> AbstractContextManager[None]:
+    def begin(self, num_microbatches: int, *, training: bool = True) -> None:
+        """There is nothing to guard."""
+
+    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         return self._nothing
 
-    def vote(self) -> None:
-        """There is nobody to wait for."""
+    def vote(self, report: Report = Report()) -> Report:
+        return report
 
-    def stop(self, failure: BaseException, status: Status) -> Status:
+    def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
         return status
 
     def fail(self, failure: BaseException) -> None:
         """There is nobody to tell."""
 
+    def ready(self, point: str) -> None:
+        """There is nobody to wait for."""
+
     def from_first(self, values: Iterable[float]) -> list[float]:
         return list(values)
+
+    def add_up(self, values: Iterable[float]) -> list[float]:
+        return list(values)
+
+    def most(self, value: float) -> float:
+        return value
+
+
+@contextlib.contextmanager
+def telling(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks of an error of this one, before it has begun to agree with them.
+
+    >>> with telling(OneRank()):
+    ...     pass
+    """
+    try:
+        yield
+    except BaseException as error:
+        ranks.fail(error)
+        raise
 
 
 def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int = 1) -> list[int]:

@@ -1,9 +1,11 @@
 """What a training step and an evaluation give back."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -12,27 +14,32 @@ class StepResult:
     """One optimization batch, trained on: its exact gradient is in ``.grad``.
 
     Attributes:
-        loss: 0-d, detached, of the whole batch, on the device: reading it waits for the device.
+        loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
+            the device.
         losses: the parts of the loss by name, where the forward gives several; as ``loss``.
-        num_samples: rows of the batch.
-        microbatch_size: rows of the largest microbatch used.
-        num_microbatches: microbatches of the attempt that succeeded.
+        num_samples: rows of the batch, on several ranks of this one's.
+        num_global_samples: rows of the batches of all ranks.
+        microbatch_size: rows of the largest microbatch used, on any rank.
+        num_microbatches: microbatches of the attempt that succeeded, as many on every rank.
         attempts: attempts that were made; all but the last were rolled back.
         failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
         is_committed: False where the caller did not accept the loss, and all was rolled back.
         recalled_size: rows that an earlier run found, where this batch was the first to start
             from them.
+        stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
     """
 
     loss: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     num_samples: int
+    num_global_samples: int
     microbatch_size: int
     num_microbatches: int
     attempts: int
     failed_sizes: tuple[int, ...] = ()
     is_committed: bool = True
     recalled_size: int | None = None
+    stops: bool = False
 
     @property
     def ooms(self) -> int:
@@ -45,11 +52,13 @@ class EvalResult:
     """One batch, evaluated: metrics counted every row once.
 
     Attributes:
-        loss: as in `StepResult`; None where the forward gives none.
+        loss: as in `StepResult`, but of this rank's rows alone, as everything here; None where the
+            forward gives none, or there is no row.
         losses: as in `StepResult`.
         outputs: the model's outputs for all rows in order, on the device of the batch, where
             they were asked for.
         num_samples: rows of the batch.
+        num_global_samples: as in `StepResult`.
         microbatch_size: rows of the largest microbatch used.
         num_microbatches: microbatches of the attempt that succeeded.
         attempts: attempts that were made; all but the last were rolled back.
@@ -57,20 +66,46 @@ class EvalResult:
         denominators: what the losses were divided by, by name, or one for all under ``""``; None
             for a sum. With them the losses of several batches add up exactly; see `LossMean`.
         recalled_size: as in `StepResult`.
+        stops: as in `StepResult`.
     """
 
     loss: Tensor | None
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     outputs: Any = None
     num_samples: int
+    num_global_samples: int
     microbatch_size: int
     num_microbatches: int
     attempts: int
     failed_sizes: tuple[int, ...] = ()
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
     recalled_size: int | None = None
+    stops: bool = False
 
     @property
     def ooms(self) -> int:
         """How many attempts ran out of memory."""
         return len(self.failed_sizes)
+
+
+def untrained(*, stops: bool) -> StepResult:
+    """The result of a step for which no rank had any row.
+
+    >>> untrained(stops=False).num_global_samples
+    0
+    """
+    return StepResult(loss=torch.tensor(math.nan), is_committed=False, **_nothing(stops))
+
+
+def unevaluated(*, stops: bool) -> EvalResult:
+    """The same of an evaluation.
+
+    >>> unevaluated(stops=False).loss is None
+    True
+    """
+    return EvalResult(loss=None, **_nothing(stops))
+
+
+def _nothing(stops: bool) -> dict[str, Any]:
+    names = ("num_samples", "num_global_samples", "microbatch_size", "num_microbatches", "attempts")
+    return {**dict.fromkeys(names, 0), "stops": stops}

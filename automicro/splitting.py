@@ -47,9 +47,14 @@ class SplitGuard:
             "microbatch_size=None or batchnorm='disable'"
         )
 
-    def could_split(self, policy: Policy, num_rows: int) -> bool:
-        """Whether the policy, as `allowed_policy` gave it, might ever split this batch."""
-        return not isinstance(policy, Fixed) or policy.propose(num_rows) < num_rows
+    def could_split(self, policy: Policy, rows: Sequence[int]) -> bool:
+        """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
+
+        Several are split in any case.
+        """
+        if len(rows) != 1:
+            return bool(rows)
+        return not isinstance(policy, Fixed) or policy.propose(rows[0]) < rows[0]
 
     def explain_oom(self, error: BaseException) -> None:
         """Add to an out-of-memory error that splitting was disabled, where it was."""

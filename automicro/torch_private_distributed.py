@@ -7,13 +7,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, Store
+from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "GradBucket",
+    "HashStore",
+    "PrefixStore",
     "Store",
+    "TCPStore",
     "buffer_comm_hook",
     "collectives_of",
     "comm_hooks",
@@ -23,6 +26,7 @@ __all__ = [
     "keeping_versions",
     "local_used_map",
     "mesh_dims",
+    "num_data_parallel",
     "rebuild_buckets",
     "replicate_group",
     "reset_reducer",
@@ -138,3 +142,15 @@ def drop_unsharded(modules: Iterable[nn.Module]) -> None:
 def mesh_dims(module: FSDPModule) -> int:
     """How many dimensions of a mesh hold replicas and shards of a module: 1, or 2 for HSDP."""
     return 2 if any(group._is_hsdp for group in _groups(module)) else 1
+
+
+def num_data_parallel(module: FSDPModule) -> int:
+    """How many ranks the gradient of a module is averaged over; 1 where it shards nothing."""
+    infos = [group.mesh_info for group in _groups(module)]
+    return max(
+        (
+            getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
+            for info in infos
+        ),
+        default=1,
+    )

@@ -6,12 +6,14 @@ Runs accelerate's `find_executable_batch_size`, Lightning's `Tuner.scale_batch_s
 `Trainer` with their defaults, as installed. Each is asked to train three optimization batches with
 a real model and optimizer on the CPU; only the memory is simulated: the model asks the memory
 function of a seed whether the rows that it was given fit, and raises CUDA's out-of-memory error
-where they do not. A peer that cannot be imported is named as not run.
+where they do not. `Microbatcher` does the same job beside them, without measured peaks, so that it
+only halves. A peer that cannot be imported is named as not run.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -30,6 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import automicro
+from automicro import Microbatcher
+from automicro.policy import Halving
 from benchmarks.sizes import (
     FAMILIES,
     Found,
@@ -39,7 +44,7 @@ from benchmarks.sizes import (
     lightning_power,
     table_of_peers,
 )
-from tests.policy.memory_functions import Device, make_device
+from tests.policy.memory_functions import Device, make_device, train
 
 BATCHES = 3
 # Lightning never shrinks a batch as large as the dataset: while it searches there are more rows.
@@ -117,14 +122,14 @@ def run_accelerate(device: Device) -> PeerRun:
     memory = Memory(device)
     optimizer = Steps(memory.parameters())
 
-    def train(batch_size: int) -> int:
+    def train_at(batch_size: int) -> int:
         for batch in loader(BATCHES * device.batch, batch_size):
             optimizer.zero_grad()
             memory(batch).backward()
             optimizer.step()
         return batch_size
 
-    size = find(train, starting_batch_size=device.batch)()
+    size = find(train_at, starting_batch_size=device.batch)()
     return PeerRun(
         found=Found(
             failures=memory.failures,
@@ -136,7 +141,7 @@ def run_accelerate(device: Device) -> PeerRun:
     )
 
 
-def run_lightning(device: Device, mode: str) -> PeerRun:
+def run_lightning(device: Device, *, mode: str, margin: float = 0.05) -> PeerRun:
     lightning = importlib.import_module("lightning.pytorch")
     tuner = importlib.import_module("lightning.pytorch.tuner").Tuner
     memory = Memory(device)
@@ -173,7 +178,7 @@ def run_lightning(device: Device, mode: str) -> PeerRun:
 
     job = Job()
     with tempfile.TemporaryDirectory() as folder:
-        size = tuner(trainer(folder)).scale_batch_size(job, mode=mode)
+        size = tuner(trainer(folder)).scale_batch_size(job, mode=mode, margin=margin)
         tried, failures = list(memory.asked), memory.failures
         job.batch_size, job.rows = size, BATCHES * device.batch
         died = False
@@ -191,7 +196,9 @@ def run_lightning(device: Device, mode: str) -> PeerRun:
 
 
 def run_composer(device: Device) -> PeerRun:
-    composer = import_composer()
+    composer = importlib.import_module("composer")
+    checks: Any = importlib.import_module("composer.trainer.trainer")
+    checks._is_auto_microbatching = lambda size, device=None: size == "auto"  # also without a GPU
     memory = Memory(device)
 
     class Job(composer.ComposerModel):  # type: ignore[misc, name-defined]
@@ -231,12 +238,35 @@ def run_composer(device: Device) -> PeerRun:
     )
 
 
-def import_composer() -> Any:
-    """Composer, without its check that "auto" runs on a GPU."""
-    composer = importlib.import_module("composer")
-    trainer: Any = importlib.import_module("composer.trainer.trainer")
-    trainer._is_auto_microbatching = lambda size, device=None: size == "auto"
-    return composer
+def run_automicro(device: Device) -> PeerRun:
+    memory = Memory(device)
+    optimizer = Steps(memory.parameters())
+    microbatcher = Microbatcher(
+        memory,
+        forward=lambda model, batch: model(batch),
+        loss_average="samples",
+        optimizer=optimizer,
+        probe=False,
+    )
+    for batch in loader(BATCHES * device.batch, device.batch):
+        result = microbatcher.backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return PeerRun(
+        found=Found(
+            failures=memory.failures,
+            rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * device.batch,
+            size=result.microbatch_size,
+        ),
+        batch=result.num_samples,
+        steps=optimizer.count,
+    )
+
+
+def our_rule(device: Device) -> Found:
+    """Without measured peaks, as on a CPU without a budget."""
+    run = train(device, Halving(), batches=BATCHES, measured=False)
+    return Found(failures=run.failures, rows_in_vain=run.rows_in_vain, size=run.sizes[-1])
 
 
 # At the top of the module because what it defines goes away with it.
@@ -255,74 +285,68 @@ def repair_torchvision() -> None:
         return
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Peer:
-    """A peer, how to tell whether it is there, and the rule that should do the same."""
+    """A peer, and the rule that should do the same."""
 
     distribution: str
-    load: Callable[[], object]
+    module: str
     run: Callable[[Device], PeerRun]
     rule: Callable[[Device], Found]
 
 
+TUNER = ("lightning", "lightning.pytorch.tuner")
 PEERS = {
-    "accelerate": Peer(
-        distribution="accelerate",
-        load=lambda: importlib.import_module("accelerate.utils"),
-        run=run_accelerate,
-        rule=accelerate_rule,
-    ),
+    "automicro": Peer("automicro", "automicro", run_automicro, our_rule),
+    "accelerate": Peer("accelerate", "accelerate.utils", run_accelerate, accelerate_rule),
     "Lightning (power)": Peer(
-        distribution="lightning",
-        load=lambda: importlib.import_module("lightning.pytorch.tuner"),
-        run=lambda device: run_lightning(device, "power"),
-        rule=lightning_power,
+        *TUNER, functools.partial(run_lightning, mode="power"), lightning_power
     ),
     "Lightning (binsearch)": Peer(
-        distribution="lightning",
-        load=lambda: importlib.import_module("lightning.pytorch.tuner"),
-        run=lambda device: run_lightning(device, "binsearch"),
-        rule=lightning_binsearch,
+        *TUNER, functools.partial(run_lightning, mode="binsearch"), lightning_binsearch
     ),
-    "Composer": Peer(
-        distribution="mosaicml", load=import_composer, run=run_composer, rule=composer_rule
+    "Lightning (binsearch, no margin)": Peer(
+        *TUNER,
+        functools.partial(run_lightning, mode="binsearch", margin=0.0),
+        functools.partial(lightning_binsearch, margin=0.0),
     ),
+    "Composer": Peer("mosaicml", "composer.trainer", run_composer, composer_rule),
 }
+
+
+def version_of(distribution: str) -> str:
+    if distribution == "automicro":  # from the working tree, installed or not
+        return automicro.__version__
+    return importlib.metadata.version(distribution)
 
 
 def measure(peer: Peer, devices: list[Device]) -> dict[str, Any]:
     start = time.perf_counter()
-    runs = [peer.run(device) for device in devices]
+    pairs = [(device, peer.run(device)) for device in devices]
     seconds = time.perf_counter() - start
+    runs = [run for _, run in pairs]
     differences, excess = [], []
-    for device, run in zip(devices, runs, strict=True):
+    for device, run in pairs:
         rule, found = peer.rule(device), run.found
         if (rule.failures, rule.size) != (found.failures, found.size):
-            differences.append(
-                {
-                    "seed": device.seed,
-                    "rule": dataclasses.asdict(rule),
-                    "peer": dataclasses.asdict(found),
-                }
-            )
+            both = {"rule": dataclasses.asdict(rule), "peer": dataclasses.asdict(found)}
+            differences.append({"seed": device.seed, **both})
         excess.append(-(-device.batch // max(1, found.size)) / device.best(1.0, 0) - 1)
     off = [run.steps - BATCHES for run in runs]
     return {
-        "version": importlib.metadata.version(peer.distribution),
+        "version": version_of(peer.distribution),
         "functions": len(devices),
         "agree_with_the_rule": len(devices) - len(differences),
         "differences": differences,
         "failures_mean": statistics.mean(run.found.failures for run in runs),
         "failures_max": max(run.found.failures for run in runs),
         "batches_in_vain_mean": statistics.mean(
-            run.found.rows_in_vain / device.batch for device, run in zip(devices, runs, strict=True)
+            run.found.rows_in_vain / device.batch for device, run in pairs
         ),
         "excess_mean": statistics.mean(excess),
         "excess_max": max(excess),
         "at_the_optimum": sum(value <= 0 for value in excess) / len(devices),
-        "batch_kept": sum(
-            run.batch == device.batch for device, run in zip(devices, runs, strict=True)
-        ),
+        "batch_kept": sum(run.batch == device.batch for device, run in pairs),
         "sizes_never_tried": sum(not run.was_tried for run in runs),
         "training_ran_out_of_memory": sum(run.died for run in runs),
         "optimizer_steps_due": BATCHES,
@@ -347,7 +371,7 @@ def main() -> None:
     missing: dict[str, str] = {}
     for name, peer in PEERS.items():
         try:
-            peer.load()
+            importlib.import_module(peer.module)
         except Exception as error:  # an installation that is broken fails in any way
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"{name}: not run ({missing[name]})")

@@ -2,14 +2,15 @@
 
     OMP_NUM_THREADS=1 python docs/measure_sizes.py
 
-Every model trains a few steps under each limit with microbatch_size="auto". What was found goes
-into a cache, and the table is what `automicro cache --markdown` prints of it.
+Every model trains a few steps under each limit with microbatch_size="auto", in a `Trainer`, which
+remembers what it found. The table is what `automicro cache --markdown` prints of that; a second
+run of each starts from it.
 """
 
+import os
 import pathlib
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from automicro import MemoryBudget, Microbatcher, StepResult
+from automicro import FitSummary, Trainer
 from automicro.cli.size_table import as_markdown
 from automicro.demo import digits, topics
-from automicro.memory import parse_bytes
-from automicro.size_cache import RememberedSize, SizeCache, describe_run
+from automicro.size_cache import SizeCache
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "sizes_table.md"
@@ -33,8 +33,9 @@ HEAD = """\
 
 Written by `python docs/measure_sizes.py`. **The devices are simulated on a CPU**: a
 [`MemoryBudget`](guarantees.md) of the size in the table, which counts what tensors hold and knows
-no fragmentation. Training in fp32 with AdamW; each line is what `microbatch_size="auto"` had
-settled on after {steps} steps, with the peak of the last one, optimizer step included.
+no fragmentation. Training in fp32 with AdamW; each line is what a `Trainer` with
+`microbatch_size="auto"` had remembered after {steps} steps, with the peak of a batch at that size,
+forward and backward.
 [Remembered sizes](remembered_sizes.md) tells how to get such a table of your own models and
 devices.
 """
@@ -146,43 +147,35 @@ JOBS = (
 )
 
 
-def measure(job: Job, limit: str, cache: SizeCache) -> StepResult:
-    """Train a few steps under a limit, and remember the size that the last one used."""
+def train(job: Job, limit: str, *, steps: int) -> FitSummary:
+    """Train a few steps under a limit; what the run finds it remembers."""
     torch.manual_seed(0)
-    model, batch = job.make(), job.batch()
-    optimizer = torch.optim.AdamW(model.parameters())
-    microbatcher = Microbatcher(model, loss_fn=job.loss_fn, optimizer=optimizer)
-    with MemoryBudget(parse_bytes(limit)) as budget:
-        for _ in range(STEPS):
-            budget.reset_peak()
-            start = time.perf_counter()
-            result = microbatcher.backward(batch)
-            seconds = time.perf_counter() - start
-            optimizer.step()
-            optimizer.zero_grad()
-            peak_bytes = budget.peak_bytes
-        rows = result.num_samples
-        key = describe_run(
-            [model], batch, rows=rows, device=torch.device("cpu"), optimizer=optimizer
-        )
-    size = RememberedSize(
-        microbatch_size=result.microbatch_size, peak_bytes=peak_bytes, seconds=seconds
-    )
-    cache.remember(key, size)
-    return result
+    return Trainer(
+        job.make(),
+        [job.batch()],
+        loss_fn=job.loss_fn,
+        optimizer=torch.optim.AdamW,
+        memory_limit=limit,
+        max_duration=f"{steps}ba",
+        device="cpu",
+        progress=False,
+    ).fit()
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        cache = SizeCache(folder)
+        os.environ["AUTOMICRO_CACHE_DIR"] = folder
         for job in JOBS:
             for limit in job.limits:
-                found = measure(job, limit, cache)
+                first = train(job, limit, steps=STEPS)
+                again = train(job, limit, steps=1)
                 sys.stdout.write(
-                    f"{job.make.__name__} {limit}: {found.microbatch_size} of {found.num_samples}\n"
+                    f"{job.make.__name__} {limit}: {first.microbatch_size} rows after "
+                    f"{first.train_ooms} failed attempts, {again.microbatch_size} after "
+                    f"{again.train_ooms} in a second run\n"
                 )
-        table = as_markdown(cache.entries())
+        table = as_markdown(SizeCache().entries())
     PAGE.write_text(f"{HEAD.format(steps=STEPS)}\n{table}", encoding="utf-8")
     sys.stdout.write(f"wrote {PAGE.relative_to(ROOT)}\n")
 

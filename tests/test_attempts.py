@@ -35,14 +35,16 @@ def run(
     transaction: Transaction | None = None,
 ) -> Finished[str]:
     rows = [num_rows] if isinstance(num_rows, int) else num_rows
-    return run_attempts(
-        lambda cuts: attempt([size for sizes in cuts for size in sizes]),
+    finished = run_attempts(
+        lambda plan: attempt([size for sizes in plan.cuts for size in sizes]),
         rows=rows,
         policy=policy,
         rule=rule or CutRule(),
         transaction=transaction or Transaction([]),
         device=CPU,
     )
+    assert isinstance(finished, Finished)
+    return finished
 
 
 class Stubborn:
@@ -215,7 +217,7 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def refusal(residents: ResidentMemory | None) -> str:
     with pytest.raises(SampleTooLargeError) as caught:
         run_attempts(
-            lambda cuts: fits(0, [])(cuts[0]),
+            lambda plan: fits(0, [])(plan.cuts[0]),
             rows=[2],
             policy=Halving(),
             rule=CutRule(),

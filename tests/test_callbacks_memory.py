@@ -136,7 +136,11 @@ def test_frozen_parameters_stay_as_they_are_until_they_are_due() -> None:
 def test_a_schedule_of_freezing_takes_up_where_training_stands() -> None:
     model = make_model()
     schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"3.*": "4ba", "5.*": "5ba"})
-    run: Any = type("Late", (), {"model": model, "optimizer": None, "state": LoopState(batch=4)})
+    run: Any = type(
+        "Late",
+        (),
+        {"model": model, "optimizer": None, "state": LoopState(batch=4), "world_size": 1},
+    )
     schedule.fit_start(run)
     assert [p.requires_grad for p in model.parameters()] == [True] * 2 + [False] * 2 + [True] * 2
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from automicro import Trainer
+from automicro import Halving, Trainer
 from automicro.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
@@ -58,6 +58,10 @@ class Job:
             eval_interval="1ba",
             max_duration="4ep",
             memory_limit="430KiB",
+            # Sizes that follow from what failed: refined ones go by measured memory, of which a
+            # resumed process holds a little more or less.
+            microbatch_size=Halving(refine=False, grow=False),
+            eval_microbatch_size=Halving(refine=False, grow=False),
             seed=4,
             checkpoint=CheckpointConfig(folder=folder / "checkpoints", interval="3ba"),
         )

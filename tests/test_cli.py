@@ -177,7 +177,7 @@ def test_the_help_of_a_command_shows_its_own_examples_and_exit_codes(
     out = capsys.readouterr().out
     command = COMMANDS[name]
     for example in command.examples:
-        assert example.startswith(f"automicro {name} ")
+        assert f"automicro {name} " in example
         assert f"\n  {example}\n" in out
     for code, meaning in command.exit_codes.items():
         assert f"\n  {code:<4} {meaning}\n" in out

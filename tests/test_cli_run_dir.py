@@ -124,7 +124,7 @@ def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     folder.begin()
     monkeypatch.setattr(torch, "save", run_out_of_disk)
     with pytest.raises(OSError, match="No space left"):
-        folder.end(nn.Linear(1, 1), None)  # type: ignore[arg-type]
+        folder.end(nn.Linear(1, 1).state_dict(), None)  # type: ignore[arg-type]
     assert os.listdir("a") == ["config.yaml"]
 
 
@@ -154,3 +154,19 @@ def test_the_files_are_as_readable_as_any_other() -> None:
     Folder(Path("a"), {"seed": 0}).begin()
     Path("other").touch()
     assert Path("a/config.yaml").stat().st_mode == Path("other").stat().st_mode
+
+
+def test_a_run_that_failed_before_it_left_anything_is_in_nobodys_way() -> None:
+    wrong = "model={call: torch.nn.Linear, args: {in_features: 7, out_features: 2}}"
+    assert train("run_dir=a", wrong) == 1
+    assert [each.name for each in Path("a").iterdir()] == ["config.yaml"]
+    assert train("run_dir=a") == 0
+
+
+def test_a_longer_run_is_told_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run_dir=a", "checkpoint={}") == 0
+    message = complaint(capsys, "run_dir=a", "checkpoint={}", "max_duration=9ep")
+    assert message.endswith(f"{ANOTHER}; with checkpoint.resume=a/checkpoints there, it goes on")
+    longer = ["run_dir=b", "checkpoint={resume: a/checkpoints}", "max_duration=9ep"]
+    assert train(*longer) == 0
+    assert json.loads(Path("b/summary.json").read_text())["epochs"] == 9

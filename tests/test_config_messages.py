@@ -39,10 +39,10 @@ WRONG_OVERRIDES = {
         "max_duration={'a': 1} (a mapping): expected text such as 2ep, 500ba, 10000sp or 1e6tok"
     ),
     "microbatch_size=1.5": (
-        "microbatch_size=1.5 (a decimal number): expected a whole number, auto or null"
+        "microbatch_size=1.5 (a decimal number): expected a whole number, auto, a node or null"
     ),
     "eval_microbatch_size=true": (
-        "eval_microbatch_size=true: expected a whole number, auto or null"
+        "eval_microbatch_size=true: expected a whole number, auto, a node or null"
     ),
     "memory_limit=1.5": (
         "memory_limit: 1.5 is neither a share of a device, such as 0.8, nor a whole number of "
@@ -87,11 +87,15 @@ WRONG_OVERRIDES = {
     ),
     "loss_average=sample": (
         "loss_average='sample' is not known (did you mean 'samples'?); use one of auto, samples, "
-        "tokens, none"
+        "tokens, none, "
+        "or a function of yours from a microbatch to what its loss was divided by: "
+        "{call: pkgutil.resolve_name, args: {name: my_data.count}}"
     ),
     "loss_average={language: token}": (
         "loss_average.language='token' is not known (did you mean 'tokens'?); use one of auto, "
-        "samples, tokens, none"
+        "samples, tokens, none, "
+        "or a function of yours from a microbatch to what its loss was divided by: "
+        "{call: pkgutil.resolve_name, args: {name: my_data.count}}"
     ),
     "channels_last=sometimes": "channels_last='sometimes' (text): expected true or false",
     "deterministic=1.5": "deterministic=1.5 (a decimal number): expected true or false",

@@ -199,6 +199,20 @@ def test_at_one_row_allocator_retries_change_nothing() -> None:
         policy.record(attempt(1, 4, RESIDENT + 15, seconds=1.0, alloc_retries=3))
 
 
+# Starting too small
+
+
+@pytest.mark.parametrize("multiple_of", [1, 8])
+def test_a_start_too_small_to_measure_less_grows_to_what_fits(multiple_of: int) -> None:
+    # What every microbatch needs outweighs the rows: one peak predicts not even twice as many.
+    policy = Halving(initial=multiple_of, multiple_of=multiple_of)
+    batches = [run_batch(policy, 64, RESIDENT + 1640, constant=1000) for _ in range(8)]
+    assert batches[0] == (multiple_of, [])
+    assert batches[-1] == (64, [])
+    assert sum(len(failed) for _, failed in batches) <= 1
+    assert all(size % multiple_of == 0 for size, _ in batches)
+
+
 # Limits
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import Callback, Evaluator, FitSummary, Trainer
+from automicro import Callback, Evaluator, FitSummary, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping
 from automicro.events import Run
 from automicro.weighting import LossMean
@@ -178,3 +178,43 @@ def test_inputs_alone_are_predicted_on() -> None:
     inputs = make_data()[:][0]
     (alone,), (listed,) = trainer.predict([inputs]), trainer.predict([[inputs]])
     assert torch.equal(alone, listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("on_batch_end", "batch_end"),
+        ("on_train_batch_end", "batch_end"),
+        ("on_fit_start", "fit_start"),
+    ],
+)
+def test_events_by_the_names_of_other_trainers_are_refused(name: str, event: str) -> None:
+    foreign = type("Foreign", (Callback,), {name: lambda self, *_: None})
+    message = rf"Foreign\.{name} would never be called: the event is called {event}; rename"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_model(), callbacks=[foreign()])
+
+
+def test_methods_of_a_callbacks_own_may_be_called_as_they_like() -> None:
+    own = type("Own", (Callback,), {"on_my_terms": lambda self: None})
+    make_trainer(make_model(), callbacks=[own()])
+
+
+def test_early_stopping_on_what_nobody_gives_says_so_at_the_end() -> None:
+    trainer = make_trainer(make_model(), callbacks=[EarlyStopping("eval/loss")])
+    with pytest.warns(UserWarning, match=r"never saw 'eval/loss', in 1 epochs?: .*eval_dataloader"):
+        trainer.fit()
+
+
+def test_a_class_in_place_of_an_instance_is_named() -> None:
+    with pytest.raises(TypeError, match=r"loss_fn is the class CrossEntropyLoss; make an instance"):
+        make_trainer(make_model(), loss_fn=nn.CrossEntropyLoss)
+    with pytest.raises(TypeError, match=r"model is the class Linear; make an instance"):
+        Microbatcher(nn.Linear)  # type: ignore[arg-type]
+
+
+def test_inputs_and_targets_apart_are_told_from_a_metric() -> None:
+    inputs, targets = make_data()[:]
+    microbatcher = Microbatcher(make_model(), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match=r"as one batch: backward\(\(inputs, targets\)\)"):
+        microbatcher.backward(inputs, targets)

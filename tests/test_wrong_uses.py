@@ -13,7 +13,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric
 
 from automicro import (
@@ -24,6 +27,7 @@ from automicro import (
     num_rows,
     register_batch_type,
     split_batch,
+    verify,
 )
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "messages.md"
@@ -61,6 +65,21 @@ class Opaque:
     pass
 
 
+def in_a_world_of_one(use: Callable[[], object]) -> object:
+    store = cast(Any, dist).HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return use()
+    finally:
+        dist.destroy_process_group()
+
+
+def wrapped_with_a_hook() -> object:
+    wrapped = DistributedDataParallel(model())
+    wrapped.register_comm_hook(None, allreduce_hook)
+    return Microbatcher(wrapped)
+
+
 PRIMITIVE: dict[str, Callable[[], object]] = {
     "size zero": lambda: backward(microbatch_size=0),
     "size negative": lambda: backward(microbatch_size=-1),
@@ -73,6 +92,16 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "split size": lambda: split_batch((X, Y), 0),
     "model not a module": lambda: Microbatcher(cast("nn.Module", len)),
     "model in data parallel": lambda: Microbatcher(nn.DataParallel(model())),
+    "wrapper with a static graph": lambda: in_a_world_of_one(
+        lambda: Microbatcher(DistributedDataParallel(model(), static_graph=True))
+    ),
+    "wrapper with a communication hook": lambda: in_a_world_of_one(wrapped_with_a_hook),
+    "parameters in no wrapper": lambda: in_a_world_of_one(
+        lambda: Microbatcher(DistributedDataParallel(model()), modules=[model()])
+    ),
+    "verify a wrapped model": lambda: in_a_world_of_one(
+        lambda: verify(DistributedDataParallel(model()), (X, Y), loss_fn=LOSS)
+    ),
     "frozen model": lambda: backward(module=frozen()),
     "optimizer of another model": lambda: backward(optimizer=torch.optim.SGD(model().parameters())),
     "optimizer not one": lambda: backward(optimizer="adam"),

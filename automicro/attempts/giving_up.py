@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import torch
 
+from automicro.errors import PeerStoppedError, SampleTooLargeError
 from automicro.memory import ResidentMemory, allocated_bytes, format_bytes, peak_bytes
 
 
@@ -13,7 +14,13 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
 
     Raises:
         BaseException: the failure.
+        SampleTooLargeError: it happened on another rank.
     """
+    if isinstance(failure, PeerStoppedError):
+        raise SampleTooLargeError(
+            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on another "
+            'rank; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        ) from failure
     what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
     failure.add_note(
         f"automicro: the microbatch size is fixed, and {what or f'{size} rows of {num_rows} do'} "

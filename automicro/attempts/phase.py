@@ -1,19 +1,22 @@
 """Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from automicro.attempts.cut_rule import CutRule
+from automicro.attempts.plan import Plan
 from automicro.attempts.recollection import Recollection
 from automicro.attempts.run import Finished, run_attempts
+from automicro.attempts.trial import Sharing
 from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import Meter, ResidentMemory
 from automicro.observer import Narrator, Observer
 from automicro.policy import Fixed, Policy
+from automicro.ranks import Agreement, OneRank, Ranks
 from automicro.transaction import (
     BufferMemory,
     Buffers,
@@ -39,6 +42,7 @@ class Phase:
         strict_divisible: whether a batch must be a multiple of the size.
         observer: told of every attempt; None for nobody.
         recollection: of sizes that earlier runs found; None for none.
+        ranks: that run steps together.
 
     Attributes:
         policy: as given.
@@ -55,11 +59,13 @@ class Phase:
         strict_divisible: bool = False,
         observer: Observer | None = None,
         recollection: Recollection | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.size: int | None = None
         self._name = name
         self._device = device
+        self._ranks = ranks or OneRank()
         self._observer = observer
         self._recollection = recollection
         self._is_new = True
@@ -92,6 +98,15 @@ class Phase:
         """Guard the tensors of a batch against a model that writes into its input."""
         return self._inputs.watch(tensors, self._device)
 
+    @property
+    def min_rows(self) -> int:
+        """The fewest rows of a slice."""
+        return self._rule.min_rows
+
+    def undoing(self) -> Transaction:
+        """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
+        return Transaction([Buffers(self._buffers), RandomState(self._device, self._generators)])
+
     def buffers(self) -> Buffers:
         """The buffers of the modules, for one step."""
         return Buffers(self._buffers)
@@ -102,7 +117,7 @@ class Phase:
 
     def run(
         self,
-        attempt: Callable[[list[list[int]]], T],
+        attempt: Callable[[Plan], T],
         parts: Sequence[Part],
         *,
         batches: Sequence[Any],
@@ -113,11 +128,14 @@ class Phase:
         narrator: Narrator | None,
         policy: Policy | None = None,
         accept: Callable[[T], bool] | None = None,
-    ) -> Finished[T]:
+        denominators: Mapping[str, float] | None = None,
+        wants_to_stop: bool = False,
+        sharing: Sharing[T] | None = None,
+    ) -> Finished[T] | Agreement:
         """Run a step until it fits; see `run_attempts`.
 
         Args:
-            attempt: does the work for slices of these rows, a list for each batch.
+            attempt: does the work for the slices of a plan.
             parts: what it changes, besides random numbers and metrics.
             batches: of the step.
             rows: of each batch.
@@ -127,12 +145,20 @@ class Phase:
             narrator: tells of it.
             policy: in place of the phase's.
             accept: asked once it went through; False rolls it back.
+            denominators: of the batches, for several ranks.
+            wants_to_stop: whether this rank asks for the end of the run.
+            sharing: what of the result is shared with other ranks.
         """
         recollection = self._recollection if self.adapts else None
         recalled_size: int | None = None
         if recollection is not None:
             recalled_size = recollection.look_up(
-                batches[0], rows[0], self.policy, is_new=self._is_new
+                batches[0] if batches else None,
+                rows[0] if rows else 0,
+                self.policy,
+                is_new=self._is_new,
+                row_cost=costs[0] if costs else None,
+                ranks=self._ranks,
             )
         self._is_new = False
         finished = run_attempts(
@@ -153,7 +179,14 @@ class Phase:
             meter=self._meter if self.adapts else None,
             measure_residents=measure_residents,
             narrator=narrator,
+            ranks=self._ranks,
+            denominators=denominators,
+            wants_to_stop=wants_to_stop,
+            training=self._name == "train",
+            sharing=sharing,
         )
+        if isinstance(finished, Agreement):
+            return finished
         self.size = finished.microbatch_size
         if recollection is not None:
             recollection.take_down(finished, costs)

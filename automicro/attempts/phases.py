@@ -10,6 +10,7 @@ from automicro.attempts.phase import Phase
 from automicro.attempts.recollection import Recollection
 from automicro.observer import Observer
 from automicro.policy import Policy, make_policy
+from automicro.ranks import Ranks
 from automicro.size_cache import describe_run, describe_shapes
 from automicro.slicing import BatchLayout
 
@@ -28,6 +29,7 @@ def make_phases(
     precision: str,
     layout: BatchLayout,
     observer: Observer | None,
+    ranks: Ranks,
 ) -> tuple[Phase, Phase]:
     """Training, and evaluation.
 
@@ -42,6 +44,7 @@ def make_phases(
         precision: of the forward.
         layout: of batches.
         observer: told of every attempt; None for nobody.
+        ranks: that run steps together.
 
     Raises:
         TypeError, ValueError: what cannot be a size.
@@ -56,6 +59,7 @@ def make_phases(
             precision=precision,
             phase=name,
             layout=layout,
+            world_size=ranks.world_size,
         )
         remembers = remember_sizes and isinstance(size, str)
         return Phase(
@@ -65,6 +69,7 @@ def make_phases(
             device,
             strict_divisible=strict,
             observer=observer,
+            ranks=ranks,
             recollection=(
                 Recollection(describe, partial(describe_shapes, layout=layout))
                 if remembers

@@ -1,11 +1,13 @@
 """Starting from the size that an earlier run found, and leaving one for the next."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from automicro.attempts.run import Finished
 from automicro.policy import Policy
+from automicro.ranks import OneRank, Ranks, telling
 from automicro.size_cache import RememberedSize, RunKey, SizeCache, SizeMemory
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,24 @@ class Recollection:
         self._shapes = shapes
         self._cache = cache or SizeCache()
         self._memory: SizeMemory | None = None
+        self._has_asked = False
+        self._row_cost: float | None = None
         self._size: int | None = None
-        # The most elements of a microbatch that fitted, while lengths vary.
+        # While lengths vary: the most elements of a microbatch that fitted, of batches that were
+        # cut if any was.
         self._elements = 0.0
+        self._has_cut = False
 
-    def look_up(self, batch: Any, rows: int, policy: Policy, *, is_new: bool) -> int | None:
+    def look_up(
+        self,
+        batch: Any,
+        rows: int,
+        policy: Policy,
+        *,
+        is_new: bool,
+        row_cost: float | None = None,
+        ranks: Ranks | None = None,
+    ) -> int | None:
         """Let a policy start from what is remembered, at the first batch of a new run.
 
         Returns the rows that it starts from, None where nothing was recalled.
@@ -48,22 +63,41 @@ class Recollection:
             rows: of that batch.
             policy: of the sizes; told where it can be.
             is_new: whether nothing was found yet, here or in a checkpoint.
+            row_cost: of the batch; while it stays, shapes are not read, which takes longer.
+            ranks: that all start from what the first of them remembers.
         """
-        if self._memory is not None:
-            if not self._memory.varies:
+        ranks = ranks or OneRank()
+        if self._has_asked:
+            is_same = row_cost is not None and row_cost == self._row_cost
+            if self._memory is not None and not (self._memory.varies or is_same or batch is None):
                 self._memory.see(self._shapes(batch))
             return None
-        self._memory = SizeMemory(self._cache, self._describe(batch, rows=rows))
-        recalled, suggest = self._memory.recalled, getattr(policy, "suggest", None)
-        if recalled is None or suggest is None or not is_new:
+        self._row_cost = row_cost
+        with telling(ranks):
+            size, cost = self._recall(batch, rows) if ranks.rank == 0 else (0.0, 0.0)
+        if not ranks.is_alone:
+            size, cost = ranks.from_first([size, cost])
+        self._has_asked = True
+        suggest = getattr(policy, "suggest", None)
+        if not size or suggest is None or not is_new:
             return None
-        suggest(recalled.microbatch_size, recalled.cost_per_row)
+        suggest(int(size), cost or None)
         logger.info(
             "starting from %d rows per microbatch, which an earlier run found; "
             '"automicro cache" lists what is remembered',
-            recalled.microbatch_size,
+            int(size),
         )
-        return recalled.microbatch_size
+        return int(size)
+
+    def _recall(self, batch: Any, rows: int) -> tuple[float, float]:
+        """Rows and cost of a row that are remembered; zeros where nothing is of use."""
+        if batch is None:
+            return 0.0, 0.0
+        self._memory = SizeMemory(self._cache, self._describe(batch, rows=rows))
+        recalled = self._memory.recalled
+        if recalled is None or recalled.microbatch_size >= rows:
+            return 0.0, 0.0  # the whole batch comes first anyway, and longer rows may fit as well
+        return float(recalled.microbatch_size), recalled.cost_per_row or 0.0
 
     def take_down(self, finished: Finished[Any], costs: Sequence[float]) -> None:
         """Remember the size of a step, once it is settled.
@@ -72,14 +106,14 @@ class Recollection:
         largest that fitted, in elements, until one of no more than these fails.
         """
         size, self._size = self._size, finished.microbatch_size
-        if self._memory is None or not finished.is_committed:
+        if self._memory is None or not finished.is_committed or not costs:
             return
-        index = max(
-            range(len(costs)), key=lambda each: finished.cuts[each][0] * (costs[each] or 1)
-        )
+        index = max(range(len(costs)), key=lambda each: finished.cuts[each][0] * (costs[each] or 1))
         rows, cost = finished.cuts[index][0], costs[index]
         if self._memory.varies:
-            if not self._is_news(rows * cost, [each * cost for each in finished.failed_sizes]):
+            is_cut = len(finished.cuts[index]) > 1
+            failed = [each * cost for each in finished.failed_sizes]
+            if not self._is_news(rows * cost, failed, is_cut=is_cut):
                 return
         elif size != self._size:
             return
@@ -92,9 +126,11 @@ class Recollection:
         )
         self._memory.settle(found, rows=sum(finished.cuts[index]))
 
-    def _is_news(self, elements: float, failed: Sequence[float]) -> bool:
-        if min(failed, default=float("inf")) <= self._elements:
-            self._elements = 0.0
+    def _is_news(self, elements: float, failed: Sequence[float], *, is_cut: bool) -> bool:
+        if is_cut < self._has_cut:
+            return False  # a batch that went whole tells less than one that did not
+        if is_cut > self._has_cut or min(failed, default=math.inf) <= self._elements:
+            self._has_cut, self._elements = is_cut, 0.0
         if elements <= self._elements * (1 + CHANGE):
             return False
         self._elements = elements

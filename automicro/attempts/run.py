@@ -1,20 +1,22 @@
 """Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from automicro.attempts.cut_rule import CutRule
 from automicro.attempts.giving_up import give_up_fixed, why_nothing_fits
-from automicro.attempts.trial import Tried, Verdict, try_once
+from automicro.attempts.plan import Bid, Plan, plan_alone, plan_together, propose_to
+from automicro.attempts.trial import Sharing, Tried, Verdict, try_once
 from automicro.errors import SampleTooLargeError
 from automicro.memory import Measured, Meter, ResidentMemory
 from automicro.observer import Narrator
 from automicro.oom import first_line
 from automicro.policy import Fixed, Outcome, Policy
+from automicro.ranks import Agreement, OneRank, Ranks, telling
 from automicro.slicing import describe_cut
 from automicro.transaction import Transaction
 
@@ -29,7 +31,7 @@ class Finished(Generic[T]):
 
     Attributes:
         result: of the attempt that succeeded.
-        cuts: rows of each slice of each batch.
+        plan: what the last attempt ran.
         attempts: how many were made.
         failed_sizes: rows of the largest slice of each attempt that ran out of memory.
         is_committed: False where it was not accepted, and was rolled back.
@@ -38,7 +40,7 @@ class Finished(Generic[T]):
     """
 
     result: T
-    cuts: list[list[int]]
+    plan: Plan
     attempts: int
     failed_sizes: tuple[int, ...]
     is_committed: bool
@@ -46,25 +48,32 @@ class Finished(Generic[T]):
     recalled_size: int | None = None
 
     @property
+    def cuts(self) -> list[list[int]]:
+        """Rows of each slice of each batch."""
+        return self.plan.cuts
+
+    @property
     def microbatch_size(self) -> int:
         """Rows of the largest slice."""
-        return _largest(self.cuts)
+        return self.plan.size
 
     @property
     def counts(self) -> dict[str, Any]:
         """What results tell of rows, slices and attempts, by the names of their fields."""
         return {
             "num_samples": sum(map(sum, self.cuts)),
+            "num_global_samples": self.plan.num_global_rows,
             "microbatch_size": self.microbatch_size,
-            "num_microbatches": sum(map(len, self.cuts)),
+            "num_microbatches": self.plan.num_microbatches,
             "attempts": self.attempts,
             "failed_sizes": self.failed_sizes,
             "recalled_size": self.recalled_size,
+            "stops": self.plan.stops,
         }
 
 
 def run_attempts(
-    attempt: Callable[[list[list[int]]], T],
+    attempt: Callable[[Plan], T],
     *,
     rows: Sequence[int],
     policy: Policy,
@@ -76,12 +85,18 @@ def run_attempts(
     meter: Meter | None = None,
     measure_residents: Callable[[], ResidentMemory] | None = None,
     narrator: Narrator | None = None,
-) -> Finished[T]:
+    ranks: Ranks | None = None,
+    denominators: Mapping[str, float] | None = None,
+    wants_to_stop: bool = False,
+    training: bool = True,
+    sharing: Sharing[T] | None = None,
+) -> Finished[T] | Agreement:
     """Attempt a step at the sizes that a policy proposes until one fits.
 
+    Gives what was agreed on where no rank has any row, and does nothing.
+
     Args:
-        attempt: does the work for slices of these rows, a list for each batch. Runs inside a
-            transaction.
+        attempt: does the work for the slices of a plan. Runs inside a transaction.
         rows: of each batch that the step takes; usually it is one.
         policy: proposes sizes and learns from each outcome.
         rule: turns sizes into slices.
@@ -92,62 +107,84 @@ def run_attempts(
         meter: measures each attempt, for the policy.
         measure_residents: what lies there at any size, for saying why none fits.
         narrator: tells of every attempt.
+        ranks: that take part.
+        denominators: of the batches' losses by name, for several ranks.
+        wants_to_stop: whether this rank asks for the end of the run.
+        training: whether gradients are computed.
+        sharing: what of the result is shared with other ranks.
 
     Raises:
         SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
             state is as it was before.
         RollbackError: the state could not be put back.
     """
-    learned = policy.state_dict()
-    row_costs = [None] * len(rows) if costs is None else list(costs)
+    learned: dict[str, Any] | None = None
+    ranks = ranks or OneRank()
+    bid = Bid(
+        rows=rows,
+        costs=[None] * len(rows) if costs is None else costs,
+        denominators=denominators or {},
+        wants_to_stop=wants_to_stop,
+        training=training,
+    )
     tried: list[int] = []
     attempts = 0
     failure: BaseException | None = None
     while True:
-        cuts = [_cut(policy, rule, *each) for each in zip(rows, row_costs, strict=True)]
-        size = _largest(cuts)
+        plan = _plan(bid, ranks, policy, rule)
+        if isinstance(plan, Agreement):
+            return plan
+        size = plan.size
         if failure is not None and size >= tried[-1]:
             try:
                 if isinstance(policy, Fixed):
-                    give_up_fixed(failure, max(rows), tried[-1])
+                    give_up_fixed(failure, plan.num_rows, tried[-1])
                 residents = None if measure_residents is None else measure_residents()
-                text = why_nothing_fits(max(rows), tried, rule.min_rows, residents, device)
+                text = why_nothing_fits(plan.num_rows, tried, rule.min_rows, residents, device)
                 raise SampleTooLargeError(
                     f"{text} The last failure: {first_line(failure)}"
                 ) from failure
             finally:
                 failure = None  # it holds this frame: a cycle
+                assert learned is not None
                 policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
         if failure is not None:
-            logger.warning(
+            logger.log(
+                logging.WARNING if ranks.rank == 0 else logging.DEBUG,
                 "out of memory, microbatch size %d → %d %s (%s)",
                 tried[-1],
                 size,
                 "row" if size == 1 else "rows",
-                describe_cut(sum(rows), size, sum(map(len, cuts))),
+                describe_cut(sum(rows), size, plan.num_microbatches),
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
         attempts += 1
+        ranks.begin(plan.num_microbatches, training=training)
         done = try_once(
             attempt,
-            cuts,
+            plan,
             transaction=transaction,
             device=device,
-            can_recut=rule.min_rows == 1 and not isinstance(policy, Fixed),
+            # On several ranks the rows of a slice are not what somebody fixed.
+            can_recut=rule.min_rows == 1 and not (ranks.is_alone and isinstance(policy, Fixed)),
             accept=accept,
             meter=meter,
             narrator=narrator,
+            ranks=ranks,
+            sharing=sharing,
         )
         if done.verdict is Verdict.NEEDS_TWO_ROWS:
             rule.min_rows = 2
             attempts -= 1  # not a question of memory: the same size, cut differently
             continue
-        policy.record(_outcome(done, cuts, row_costs))
+        if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
+            learned = policy.state_dict()
+        policy.record(_outcome(done, plan))
         if done.verdict is not Verdict.OUT_OF_MEMORY:
             assert done.result is not None
             return Finished(
                 result=done.result,
-                cuts=cuts,
+                plan=plan,
                 attempts=attempts,
                 failed_sizes=tuple(tried),
                 is_committed=done.verdict is Verdict.COMMITTED,
@@ -158,30 +195,22 @@ def run_attempts(
         del done  # it holds the failure, too
 
 
-def _largest(cuts: Sequence[Sequence[int]]) -> int:
-    return max(sizes[0] for sizes in cuts)
+def _plan(bid: Bid, ranks: Ranks, policy: Policy, rule: CutRule) -> Plan | Agreement:
+    if ranks.is_alone:
+        return plan_alone(bid, policy, rule)
+    with telling(ranks):
+        proposal = propose_to(bid, policy, rule)
+    agreement = ranks.agree(proposal)
+    if agreement.max_rows == 0:
+        return agreement
+    return plan_together(bid, agreement, ranks, policy, rule)
 
 
-def _outcome(
-    done: Tried[T], cuts: Sequence[Sequence[int]], costs: Sequence[float | None]
-) -> Outcome:
-    """The batch with the largest slice, in elements, speaks for the step."""
-    sizes, cost = max(
-        zip(cuts, costs, strict=True), key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0]))
-    )
+def _outcome(done: Tried[T], plan: Plan) -> Outcome:
     return Outcome(
-        num_rows=sum(sizes),
-        microbatch_size=sizes[0],
+        num_rows=plan.num_rows,
+        microbatch_size=plan.size,
         fits=done.verdict is not Verdict.OUT_OF_MEMORY,
-        cost=cost,
-        **({} if done.measured is None else asdict(done.measured)),
+        cost=plan.cost,
+        **({} if done.measured is None else vars(done.measured)),
     )
-
-
-def _cut(policy: Policy, rule: CutRule, num_rows: int, cost: float | None) -> list[int]:
-    size = policy.propose(num_rows) if cost is None else policy.propose(num_rows, cost)
-    if not size >= 1:
-        raise ValueError(f"{policy!r} proposed {size} rows; a policy must propose at least one")
-    if rule.strict_divisible and not isinstance(policy, Fixed):
-        size = rule.largest_divisor(num_rows, min(size, num_rows))
-    return rule.cut(num_rows, size, multiple_of=getattr(policy, "multiple_of", 1))

@@ -3,15 +3,18 @@
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from automicro.attempts.plan import Plan
+from automicro.attempts.telling import highs_of, measured_by_all
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError
 from automicro.memory import Measured, Meter, peak_bytes
 from automicro.observer import Narrator
 from automicro.oom import Failure, classify, first_line, release
+from automicro.ranks import OneRank, Ranks, Report, Status
 from automicro.transaction import Transaction
 
 T = TypeVar("T")
@@ -43,9 +46,19 @@ class Tried(Generic[T]):
     measured: Measured | None = None
 
 
+class Sharing(Protocol[T]):
+    """What of a result is shared with the other ranks."""
+
+    def numbers(self, result: T) -> Sequence[float]:
+        """Numbers that are added up over ranks with the last vote, before anything is kept."""
+
+    def together(self, result: T, sums: Sequence[float]) -> T:
+        """The result of all ranks, from this one's and the sums."""
+
+
 def try_once(
-    attempt: Callable[[list[list[int]]], T],
-    cuts: list[list[int]],
+    attempt: Callable[[Plan], T],
+    plan: Plan,
     *,
     transaction: Transaction,
     device: torch.device,
@@ -53,50 +66,59 @@ def try_once(
     accept: Callable[[T], bool] | None = None,
     meter: Meter | None = None,
     narrator: Narrator | None = None,
+    ranks: Ranks | None = None,
+    sharing: Sharing[T] | None = None,
 ) -> Tried[T]:
     """Attempt a step once, inside a transaction.
 
     Args:
         attempt: does the work.
-        cuts: rows of each slice of each batch.
+        plan: the slices of each batch.
         transaction: begun, and committed or rolled back.
         device: where the work runs, for giving its memory back.
         can_recut: whether the caller can avoid slices of a single row.
         accept: asked once the attempt went through; False rolls it back.
         meter: measures it.
         narrator: tells of it.
+        ranks: that attempt it together; it fails on all of them or on none.
+        sharing: what of the result is shared with other ranks.
 
     Raises:
         RollbackError: the state could not be put back.
+        PeerFailedError: another rank failed for good.
         BaseException: whatever else than running out of memory; the state is as it was before.
     """
+    ranks = ranks or OneRank()
     result: T | None = None
     measured: Measured | None = None
     try:
         transaction.begin()
         if narrator is not None:
-            narrator.begin(cuts)
+            narrator.begin(plan.cuts)
         if meter is not None:
             meter.begin()
-        result = attempt(cuts)
+        result = attempt(plan)
         if meter is not None:
             measured = meter.end()
         if narrator is not None:
             narrator.end()
+        if not ranks.is_alone:
+            transaction.prepare()
+            numbers = () if sharing is None else sharing.numbers(result)
+            told = ranks.vote(Report(sums=numbers, highs=highs_of(measured)))
+            measured = measured_by_all(told.highs, measured)
+            if sharing is not None:
+                result = sharing.together(result, told.sums)
         if accept is not None and not accept(result):
             transaction.roll_back()
             return Tried(verdict=Verdict.DECLINED, result=result, measured=measured)
         transaction.commit()
         return Tried(verdict=Verdict.COMMITTED, result=result, measured=measured)
     except BaseException as error:
-        leaves_one_alone = any(sizes[-1] == 1 < sum(sizes) for sizes in cuts)
-        if can_recut and leaves_one_alone and needs_two_rows(error):
+        status = _status(error, plan, can_recut=can_recut)
+        if status is Status.FATAL and ranks.is_alone:
             _roll_back(transaction, error)
-            return Tried(verdict=Verdict.NEEDS_TWO_ROWS)
-        if classify(error) is not Failure.RETRYABLE:
-            _roll_back(transaction, error)
-            if leaves_one_alone and needs_two_rows(error):
-                _explain_lonely_row(error, cuts)
+            _explain_lonely_row(error, plan)
             raise
         failure = error
     # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
@@ -106,10 +128,19 @@ def try_once(
         measured = None if meter is None else meter.end(failure)
         try:
             release(failure, device)
-        except BaseException as error:  # the device was lost, or somebody interrupts
+            status = ranks.stop(failure, status, highs_of(measured))
+        except BaseException as error:  # a peer failed, the device was lost, somebody interrupts
             _roll_back(transaction, error)
+            ranks.fail(error)
             raise
-        _roll_back(transaction, failure)
+        _roll_back(transaction, failure, ranks)
+        if status is Status.FATAL:
+            _explain_lonely_row(failure, plan)
+            raise failure
+        if status is Status.TWO_ROWS:
+            return Tried(verdict=Verdict.NEEDS_TWO_ROWS)
+        if not ranks.is_alone:
+            measured = measured_by_all(ranks.told, measured)
         if narrator is not None:
             narrator.fail(first_line(failure), peak_bytes=peak_bytes(device))
         return Tried(verdict=Verdict.OUT_OF_MEMORY, failure=failure, measured=measured)
@@ -117,16 +148,29 @@ def try_once(
         del failure  # it holds this frame: a cycle
 
 
-def _explain_lonely_row(error: BaseException, cuts: Sequence[Sequence[int]]) -> None:
+def _status(error: BaseException, plan: Plan, *, can_recut: bool) -> Status:
+    if can_recut and _leaves_one_alone(plan) and needs_two_rows(error):
+        return Status.TWO_ROWS
+    return Status.OUT_OF_MEMORY if classify(error) is Failure.RETRYABLE else Status.FATAL
+
+
+def _leaves_one_alone(plan: Plan) -> bool:
+    # Fillers have one row as well.
+    return plan.num_fillers > 0 or any(sizes[-1] == 1 < sum(sizes) for sizes in plan.cuts)
+
+
+def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
+    if not (_leaves_one_alone(plan) and needs_two_rows(error)):
+        return
     error.add_note(
         f"automicro: BatchNorm cannot train on one row, and slices of at most "
-        f"{max(sizes[0] for sizes in cuts)} of {sum(map(sum, cuts))} rows leave one alone; use "
+        f"{plan.size} of {sum(map(sum, plan.cuts))} rows leave one alone; use "
         'another microbatch_size, or "auto", which leaves no row alone'
     )
 
 
-def _roll_back(transaction: Transaction, cause: BaseException) -> None:
-    """Put the state back, in a second try if need be.
+def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:
+    """Put the state back, in a second try if need be, or let other ranks know that it failed.
 
     Raises:
         RollbackError: it cannot be put back.
@@ -141,6 +185,10 @@ def _roll_back(transaction: Transaction, cause: BaseException) -> None:
             _give_up_rolling_back(again, cause)
         elif classify(failure) is not Failure.RETRYABLE:
             raise failure
+    except BaseException as error:
+        if ranks is not None:
+            ranks.fail(error)
+        raise
     finally:
         del failure  # it holds this frame: a cycle
 

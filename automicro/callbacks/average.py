@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from automicro.callbacks.arguments import read_duration
@@ -34,7 +35,8 @@ class ExponentialMovingAverage(Callback):
     Memory: as much as parameters and floating point buffers once more, on the device, from the
     start to the end. Weights of half precision have their average in float32, twice as much,
     because small updates would be rounded away; in an evaluation there is one copy of the average
-    in half precision as well. An update allocates nothing else.
+    in half precision as well. An update allocates nothing else. Shards of FSDP2 are copied for an
+    evaluation, which takes as much memory as a rank's shards once more.
 
     Args:
         decay: how much of the average stays at each update; 0.999 unless there is a half-life.
@@ -124,7 +126,10 @@ class ExponentialMovingAverage(Callback):
     def restore(self) -> None:
         """Put the training weights back, where an evaluation did not end."""
         for tensor, data in self._set_aside:
-            tensor.data = data
+            if isinstance(tensor, DTensor):
+                _write_shard(tensor, data)
+            else:
+                tensor.data = data
         self._set_aside = []
 
     def fit_start(self, run: Run) -> None:
@@ -165,6 +170,11 @@ class ExponentialMovingAverage(Callback):
             return
         for name, tensor in _averaged(run.model).items():
             average = self._average[name].to(tensor.dtype)
+            if isinstance(tensor, DTensor):
+                # FSDP keeps the very memory of a shard, so it is written to instead.
+                self._set_aside.append((tensor, tensor.detach().clone()))
+                _write_shard(tensor, average)
+                continue
             self._set_aside.append((tensor, tensor.data))
             tensor.data = average
 
@@ -247,6 +257,12 @@ class ExponentialMovingAverage(Callback):
         update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         for names in by_type.values():
             update([averages[name] for name in names], [tensors[name] for name in names], 0)
+
+
+@torch.no_grad()
+def _write_shard(parameter: DTensor, value: Tensor) -> None:
+    assert isinstance(value, DTensor)
+    parameter.to_local().copy_(value.to_local())
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -8,6 +8,7 @@ from automicro.callbacks.arguments import read_count
 from automicro.checks import check_choice
 from automicro.events import Callback, Run
 from automicro.results import StepResult
+from automicro.warn import warn
 
 _IN_TRAINING = "train/"
 _IN_EVALUATION = "eval/"
@@ -82,8 +83,19 @@ class EarlyStopping(Callback):
         self._was_loaded = False
 
     def fit_end(self, run: Run) -> None:
-        """Look no more."""
+        """Look no more.
+
+        Warns:
+            UserWarning: there never was a value to look at.
+        """
         self._is_training = False
+        if self._best is None and self._without_better == 0 and run.state.epoch:
+            warn(
+                f"EarlyStopping never saw {self._monitor!r}, in {run.state.epoch} epochs: nothing "
+                "gave it; pass eval_dataloader=… and an eval_interval, or monitor a value of "
+                "training such as 'train/loss'",
+                UserWarning,
+            )
 
     def batch_end(self, run: Run, result: StepResult) -> None:
         """Look at a value of a batch."""

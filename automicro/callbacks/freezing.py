@@ -78,6 +78,13 @@ class FreezeSchedule(Callback):
 
     def fit_start(self, run: Run) -> None:
         """Freeze what is frozen at first."""
+        if run.world_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} changes which parameters take gradients, and "
+                f"{run.world_size} ranks have agreed on them when the model was wrapped; freeze "
+                "them with requires_grad_(False) before the Trainer is made, for the whole run, "
+                "or train in one process"
+            )
         parameters = _parameters(run.model)
         for pattern in (*self._until, *self._from):
             _require_match(pattern, list(parameters))

@@ -6,6 +6,10 @@
     store        CheckpointStore: save, find, load, keep the last and the best
     writing      one checkpoint: a temporary folder, the manifest last, a rename
     reading      the newest good one; loading in place or into new tensors
+    share        what one rank brings: its state, its parts of sharded tensors
+    peers        the ranks that save and load together
+    process_group  these, over gloo
+    shards       tensors of which each rank has a part
     structure    a state as its structure and its tensors
     tensors      torch.distributed.checkpoint, without its pickle
     manifest     step, metrics and checksums; what makes a folder a checkpoint
@@ -19,6 +23,8 @@
 
 from automicro.checkpoints.config import CheckpointConfig
 from automicro.checkpoints.differences import Differences, differences
+from automicro.checkpoints.peers import ALONE, Peers
+from automicro.checkpoints.process_group import open_peers
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
     LoadedCheckpoint,
@@ -28,21 +34,31 @@ from automicro.checkpoints.reading import (
     open_checkpoint,
     refuse_differences,
 )
-from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.rng import (
+    derived_rng_state,
+    derived_seed,
+    restore_rng_state,
+    rng_state,
+)
 from automicro.checkpoints.store import CheckpointStore
 from automicro.checkpoints.structure import take_apart, tensors_of
 
 __all__ = [
+    "ALONE",
     "CheckpointConfig",
     "CheckpointStore",
     "Differences",
     "FoundCheckpoint",
     "LoadedCheckpoint",
     "OpenedCheckpoint",
+    "Peers",
+    "derived_rng_state",
+    "derived_seed",
     "differences",
     "find_newest",
     "load_checkpoint",
     "open_checkpoint",
+    "open_peers",
     "refuse_differences",
     "restore_rng_state",
     "rng_state",

@@ -14,6 +14,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Raised by one where an older automicro could not load what this one writes."""
 
+_ALL = slice(None)
 _REMEDY = "it was cut short or changed; load another checkpoint, and delete this one"
 
 
@@ -25,20 +26,25 @@ class Manifest:
         step: optimization batches done.
         metrics: values by name.
         files: the sum of every file but the manifest, by name.
+        world_size: how many ranks saved it.
     """
 
     step: int
     metrics: Mapping[str, float]
     files: Mapping[str, FileSum]
+    world_size: int = 1
 
 
-def write_manifest(new: NewFolder, *, step: int, metrics: Mapping[str, float]) -> None:
+def write_manifest(
+    new: NewFolder, *, step: int, metrics: Mapping[str, float], world_size: int = 1
+) -> None:
     """Write the manifest of all files in a new folder.
 
     Args:
         new: the folder, with all its other files in it.
         step: optimization batches done.
         metrics: values by name.
+        world_size: how many ranks have written into it.
 
     Raises:
         OSError: it could not be written.
@@ -46,6 +52,7 @@ def write_manifest(new: NewFolder, *, step: int, metrics: Mapping[str, float]) -
     content = {
         "format": FORMAT,
         "step": step,
+        "world_size": world_size,
         "metrics": {name: float(value) for name, value in metrics.items()},
         "files": {
             name: {"size": each.size, "crc32": each.crc32} for name, each in new.sums.items()
@@ -80,18 +87,20 @@ def read_manifest(folder: Path) -> Manifest:
     return _of(content, path)
 
 
-def verify(folder: Path, *, contents: bool = True) -> Manifest:
+def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manifest:
     """Read the manifest of a checkpoint and compare the files with it.
 
     Args:
         folder: of the checkpoint.
         contents: read every file to the end. Without, only their sizes are compared.
+        share: of which files to read, where other ranks read the others.
 
     Raises:
         DamagedCheckpointError: a file is missing, incomplete or was changed; the message names it.
         CheckpointError: it was written by a newer automicro.
     """
     manifest = read_manifest(folder)
+    read = set(list(manifest.files)[share]) if contents else ()
     for name, expected in manifest.files.items():
         path = folder / name
         try:
@@ -100,7 +109,7 @@ def verify(folder: Path, *, contents: bool = True) -> Manifest:
                 raise DamagedCheckpointError(
                     f"{path} has {size:,} bytes of {expected.size:,}: {_REMEDY}"
                 )
-            if contents and FileSum.of(path) != expected:
+            if name in read and FileSum.of(path) != expected:
                 raise DamagedCheckpointError(f"{path} does not match its checksum: {_REMEDY}")
         except OSError as error:
             raise DamagedCheckpointError(
@@ -122,7 +131,12 @@ def _of(content: Mapping[str, Any], path: Path) -> Manifest:
             if Path(name).name != name:
                 raise DamagedCheckpointError(f"{path} names {name!r}, outside of it: {_REMEDY}")
             files[name] = FileSum(size=each["size"], crc32=each["crc32"])
-        return Manifest(step=content["step"], metrics=content["metrics"], files=files)
+        return Manifest(
+            step=content["step"],
+            metrics=content["metrics"],
+            files=files,
+            world_size=content.get("world_size", 1),  # one was not told at first
+        )
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} is no manifest: {_REMEDY}") from error
 

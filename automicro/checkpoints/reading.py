@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from automicro.checkpoints.differences import differences
-from automicro.checkpoints.manifest import MANIFEST, Manifest, verify
+from automicro.checkpoints.manifest import MANIFEST, verify
+from automicro.checkpoints.peers import ALONE, Peers, from_first, together
+from automicro.checkpoints.share import name_of_own
 from automicro.checkpoints.structure import put_together, tensors_of
-from automicro.checkpoints.writing import STRUCTURE, list_checkpoints
+from automicro.checkpoints.writing import list_checkpoints, structure_file
 from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from automicro.oom import is_out_of_memory
 from automicro.warn import warn
@@ -24,25 +26,33 @@ class FoundCheckpoint:
         path: its folder.
         step: optimization batches done.
         metrics: values by name, as they were given when it was saved.
+        world_size: how many ranks saved it.
     """
 
     path: Path
     step: int
     metrics: Mapping[str, float]
+    world_size: int = 1
 
     @classmethod
-    def at(cls, path: Path) -> "FoundCheckpoint":
+    def at(cls, path: Path, *, peers: Peers = ALONE) -> "FoundCheckpoint":
         """The checkpoint in a folder, once it was verified.
+
+        Args:
+            path: of the folder.
+            peers: all ranks, each of which calls this and reads some of the files.
 
         Raises:
             CheckpointError: it is damaged, or from a newer automicro.
         """
-        return cls.of(path, verify(path))
-
-    @classmethod
-    def of(cls, path: Path, manifest: Manifest) -> "FoundCheckpoint":
-        """The checkpoint in a folder, by its manifest."""
-        return cls(path=path, step=manifest.step, metrics=manifest.metrics)
+        share = slice(peers.rank, None, peers.world_size)
+        manifest = together(peers, lambda: verify(path, share=share))
+        return cls(
+            path=path,
+            step=manifest.step,
+            metrics=manifest.metrics,
+            world_size=manifest.world_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,33 +101,62 @@ class OpenedCheckpoint(FoundCheckpoint):
             path=self.path,
             step=self.step,
             metrics=self.metrics,
+            world_size=self.world_size,
             state=put_together(structure, tensors),
         )
 
+    def load_own(self, rank: int) -> dict[str, Any]:
+        """Read what was one rank's own, of those that saved; of rank 0 nothing.
 
-def open_checkpoint(checkpoint: FoundCheckpoint | Path | str) -> OpenedCheckpoint:
+        Args:
+            rank: that saved it.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if rank == 0:
+            return {}
+        structure = _structure_of(self.path / structure_file(rank))
+        tensors = {
+            place: torch.empty_like(tensor, device="cpu")
+            for place, tensor in tensors_of(structure).items()
+        }
+        _fill(self.path, {name_of_own(rank, place): each for place, each in tensors.items()})
+        return put_together(structure, tensors)
+
+
+def open_checkpoint(
+    checkpoint: FoundCheckpoint | Path | str, *, peers: Peers = ALONE
+) -> OpenedCheckpoint:
     """Read what a checkpoint holds, without its data, to see whether it fits.
 
     Args:
         checkpoint: see `load_checkpoint`.
+        peers: all ranks, each of which calls this.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it holds something else than data.
     """
-    found = _find(checkpoint)
+    found = _find(checkpoint, peers)
+    structure = together(peers, lambda: _structure_of(found.path / structure_file(0)))
     return OpenedCheckpoint(
         path=found.path,
         step=found.step,
         metrics=found.metrics,
-        structure=_structure_of(found.path),
+        world_size=found.world_size,
+        structure=structure,
     )
 
 
-def find_newest(folder: Path | str) -> FoundCheckpoint | None:
+def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint | None:
     """The newest checkpoint that is good; None where there is none at all.
+
+    Of several ranks the first chooses, and each reads some of the files: what one of them finds
+    damaged is passed over by all.
 
     Args:
         folder: in which they lie; it may not exist.
+        peers: all ranks, each of which calls this.
 
     Raises:
         CheckpointError: all are damaged, or the newest is from a newer automicro.
@@ -127,13 +166,13 @@ def find_newest(folder: Path | str) -> FoundCheckpoint | None:
         True
     """
     damages = []
-    for path in list_checkpoints(Path(folder)):
+    for path in from_first(peers, lambda: list_checkpoints(Path(folder))):
         try:
-            found = FoundCheckpoint.at(path)
+            found = FoundCheckpoint.at(path, peers=peers)
         except DamagedCheckpointError as error:
             damages.append(str(error))
             continue
-        for damage in damages:
+        for damage in damages if peers.rank == 0 else ():
             warn(f"{damage}. Going on from {path.name}, the newest good one", CheckpointWarning)
         return found
     if damages:
@@ -145,7 +184,10 @@ def find_newest(folder: Path | str) -> FoundCheckpoint | None:
 
 
 def load_checkpoint(
-    checkpoint: FoundCheckpoint | Path | str, *, into: Mapping[str, Any] | None = None
+    checkpoint: FoundCheckpoint | Path | str,
+    *,
+    into: Mapping[str, Any] | None = None,
+    peers: Peers = ALONE,
 ) -> LoadedCheckpoint:
     """Load a checkpoint as data: nothing that is in it is run.
 
@@ -155,16 +197,18 @@ def load_checkpoint(
         into: parts of the current state, such as ``{"model": model.state_dict()}``. The tensors
             of these parts are overwritten and not allocated a second time; they must have the
             same names, shapes and dtypes. All others are new ones on the CPU.
+        peers: all ranks, each of which calls this, and reads its part of sharded tensors.
 
     Raises:
         CheckpointError: there is none, it is damaged, it holds something else than data, it is
             from a newer automicro, or it does not fit ``into``. Nothing was overwritten then,
             unless the disk failed after the files had been verified.
     """
-    opened = open_checkpoint(checkpoint)
+    opened = open_checkpoint(checkpoint, peers=peers)
     current = dict(into or {})
-    refuse_differences(opened, {name: opened.structure.get(name) for name in current}, current)
-    return opened.load(tensors_of(current))
+    saved = {name: opened.structure.get(name) for name in current}
+    together(peers, lambda: refuse_differences(opened, saved, current))
+    return together(peers, lambda: opened.load(tensors_of(current)))
 
 
 def refuse_differences(
@@ -188,13 +232,13 @@ def refuse_differences(
         )
 
 
-def _find(checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:
+def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers = ALONE) -> FoundCheckpoint:
     if isinstance(checkpoint, FoundCheckpoint):
         return checkpoint
     path = Path(checkpoint)
-    if (path / MANIFEST).exists():
-        return FoundCheckpoint.at(path)
-    newest = find_newest(path)
+    if from_first(peers, (path / MANIFEST).exists):
+        return FoundCheckpoint.at(path, peers=peers)
+    newest = find_newest(path, peers=peers)
     if newest is None:
         there = "has no checkpoint in it" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {there}; give the folder of one, or the folder of several")
@@ -204,11 +248,11 @@ def _find(checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:
 def _structure_of(path: Path) -> dict[str, Any]:
     try:
         # torch.save wrote tensors without data, so this reads no more than their shapes.
-        structure = torch.load(path / STRUCTURE, weights_only=True)
+        structure = torch.load(path, weights_only=True)
         if type(structure) is not dict:
             raise TypeError(f"a {type(structure).__name__} in place of a dict")
     except Exception as error:
-        raise _refusal(path / STRUCTURE, error) from error
+        raise _refusal(path, error) from error
     return structure
 
 

@@ -1,6 +1,7 @@
 """The random number generators of a process, as tensors and plain values."""
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,45 @@ def rng_state() -> dict[str, Any]:
                 torch.get_device_module(device).get_rng_state(device) for device in _accelerators()
             ],
         }
+
+
+def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
+    """Random numbers for a rank of a world of another size than the one that saved.
+
+    The same every time, and others on each rank.
+
+    Args:
+        state: what `rng_state` gave on rank 0 of the world that saved.
+        rank: of the world that goes on.
+        world_size: of that world.
+
+    Example:
+        >>> one, two = (derived_rng_state(rng_state(), rank=r, world_size=2) for r in (0, 1))
+        >>> torch.equal(one["torch"], two["torch"])
+        False
+    """
+    seed = derived_seed(state["torch"], rank=rank, world_size=world_size)
+    version, words, gauss = random.Random(seed).getstate()
+    return {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": _to_tensors(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "accelerators": [
+            torch.Generator(device).manual_seed(seed).get_state() for device in _accelerators()
+        ],
+    }
+
+
+def derived_seed(state: torch.Tensor, *, rank: int, world_size: int) -> int:
+    """A seed for a rank, from where a generator stood.
+
+    >>> where = torch.Generator().manual_seed(3).get_state()
+    >>> derived_seed(where, rank=0, world_size=2) == derived_seed(where, rank=1, world_size=2)
+    False
+    """
+    digest = hashlib.sha256(state.cpu().numpy().tobytes())
+    digest.update(f"rank {rank} of {world_size}".encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:

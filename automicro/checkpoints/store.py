@@ -1,31 +1,38 @@
 """A folder of checkpoints: saving, finding, loading, keeping the last and the best."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat
-
-from torch import Tensor
+from typing import Any, SupportsFloat, TypeVar
 
 from automicro.checkpoints import leftovers
 from automicro.checkpoints.background import Background
 from automicro.checkpoints.config import CheckpointConfig
 from automicro.checkpoints.manifest import Manifest, verify
+from automicro.checkpoints.peers import ALONE, Peers, decide_together, from_first, together
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
     LoadedCheckpoint,
+    OpenedCheckpoint,
     find_newest,
     load_checkpoint,
+    open_checkpoint,
 )
 from automicro.checkpoints.retention import Retention
-from automicro.checkpoints.structure import take_apart
+from automicro.checkpoints.share import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
-from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+from automicro.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    RankError,
+)
 from automicro.warn import warn
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _Metrics = Mapping[str, SupportsFloat] | None
 
 
@@ -41,6 +48,8 @@ class CheckpointStore:
         keep_best: how many stay besides, by the best value of a metric.
         best_metric: its name.
         best_mode: ``"min"`` where less is better, ``"max"`` where more is.
+        peers: all ranks, where several save together (`open_peers`). Each of them has a store on
+            the same folder, and calls the same methods in the same order.
 
     Raises:
         ValueError: a number is too small, or a mode is not known.
@@ -64,8 +73,10 @@ class CheckpointStore:
         keep_best: int = 0,
         best_metric: str = "eval/loss",
         best_mode: str = "min",
+        peers: Peers = ALONE,
     ) -> None:
         self.folder = Path(folder)
+        self._peers = peers
         self._retention = Retention(
             keep_last=keep_last, keep_best=keep_best, best_metric=best_metric, best_mode=best_mode
         )
@@ -73,8 +84,12 @@ class CheckpointStore:
         self._missed_metric = False
 
     @classmethod
-    def of(cls, config: CheckpointConfig) -> "CheckpointStore":
+    def of(cls, config: CheckpointConfig, *, peers: Peers = ALONE) -> "CheckpointStore":
         """The store that a configuration describes.
+
+        Args:
+            config: says where and what stays.
+            peers: all ranks.
 
         >>> CheckpointStore.of(CheckpointConfig(folder="checkpoints")).newest() is None
         True
@@ -85,49 +100,65 @@ class CheckpointStore:
             keep_best=config.keep_best,
             best_metric=config.best_metric,
             best_mode=config.best_mode,
+            peers=peers,
         )
 
-    def save(self, state: Mapping[str, Any], *, step: int, metrics: _Metrics = None) -> Path:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        metrics: _Metrics = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Save a state, and remove what need not stay. Its folder.
 
         A save that runs in the background is waited for. If it failed, that is a warning now.
 
         Args:
-            state: nested dicts, lists and tuples of tensors and plain values.
+            state: nested dicts, lists and tuples of tensors and plain values. Of several ranks,
+                rank 0's is saved, and every rank's part of sharded tensors.
             step: optimization batches done.
             metrics: values by name.
+            own: a state besides, of which every rank but 0 saves its own.
 
         Raises:
             CheckpointError: it could not be written, or the state holds what only code could
                 load. The older checkpoints are as they were.
+            PeerLostError: a rank is gone.
             ValueError: the step is no number from 0.
         """
         values = _checked(step, metrics)
-        structure, tensors = take_apart(state)
-        self._finish_quietly()
-        return self._write(structure, tensors, step, values)
+        share = self._prepare(lambda: self._share_of(state, own), step)
+        return self._write(share, step, values)
 
-    def save_async(self, state: Mapping[str, Any], *, step: int, metrics: _Metrics = None) -> None:
+    def save_async(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        metrics: _Metrics = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
         """Copy a state to the host's memory, and save the copy in the background.
 
         On return the state may change. One save runs at a time: this waits for the one before,
         and warns if it failed. The process does not end while one runs, unless it is killed.
 
         Args:
-            state: nested dicts, lists and tuples of tensors and plain values.
+            state: nested dicts, lists and tuples of tensors and plain values, see `save`.
             step: optimization batches done.
             metrics: values by name.
+            own: a state besides, of which every rank but 0 saves its own.
 
         Raises:
             CheckpointError: the state holds what only code could load.
+            PeerLostError: a rank is gone.
             ValueError: the step is no number from 0.
         """
         values = _checked(step, metrics)
-        structure, tensors = take_apart(state)
-        # Before the copy, or there would be two copies at a time.
-        self._finish_quietly()
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        self._background.start(partial(self._write, structure, copies, step, values))
+        share = self._prepare(lambda: self._share_of(state, own).copied(), step)
+        self._background.start(partial(self._write, share, step, values))
 
     def wait(self) -> None:
         """Wait for the save that runs in the background, if any.
@@ -139,24 +170,51 @@ class CheckpointStore:
         if error is not None:
             raise error
 
+    def together(self, work: Callable[[], T]) -> T:
+        """Do some work on all ranks that save here; an error on one of them is one on all.
+
+        Args:
+            work: what each rank does.
+
+        Raises:
+            Exception: what went wrong on this rank, or on another, which it names then.
+        """
+        self._before_exchange()
+        return together(self._peers, work)
+
+    def open(self, checkpoint: FoundCheckpoint | Path | str) -> OpenedCheckpoint:
+        """Read what a checkpoint holds, without its data, see `open_checkpoint`.
+
+        Args:
+            checkpoint: what `newest` or `best` found, or a folder.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be loaded.
+        """
+        self._before_exchange()
+        return open_checkpoint(checkpoint, peers=self._peers)
+
     def newest(self) -> FoundCheckpoint | None:
         """The newest checkpoint that is good; None where there is none at all.
 
         Raises:
             CheckpointError: all are damaged, or the newest is from a newer automicro.
         """
-        return find_newest(self.folder)
+        self._before_exchange()
+        return find_newest(self.folder, peers=self._peers)
 
     def best(self) -> FoundCheckpoint | None:
         """The good checkpoint with the best value of the metric; None where none has it.
 
         >>> CheckpointStore("no-such-folder", best_metric="eval/accuracy", best_mode="max").best()
         """
-        good, _ = self._survey()
-        for path in self._retention.ranked({path: each.metrics for path, each in good.items()}):
+        self._before_exchange()
+        for path in from_first(self._peers, self._ranked):
             try:
-                return FoundCheckpoint.at(path)
+                return FoundCheckpoint.at(path, peers=self._peers)
             except DamagedCheckpointError as error:
+                if self._peers.rank:
+                    continue
                 warn(f"{error}. It was the best one; taking the next best", CheckpointWarning)
         return None
 
@@ -175,21 +233,45 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or it cannot be loaded, or does not fit.
         """
-        return load_checkpoint(self.folder if checkpoint is None else checkpoint, into=into)
+        self._before_exchange()
+        chosen = self.folder if checkpoint is None else checkpoint
+        return load_checkpoint(chosen, into=into, peers=self._peers)
 
-    def _write(
-        self,
-        structure: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        step: int,
-        metrics: Mapping[str, float],
-    ) -> Path:
-        self._attempt(
-            partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
-        )
+    def _ranked(self) -> Sequence[Path]:
+        good, _ = self._survey()
+        return self._retention.ranked({path: each.metrics for path, each in good.items()})
+
+    def _share_of(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Share:
+        return Share.of(state, own=own, rank=self._peers.rank)
+
+    def _prepare(self, work: Callable[[], Share], step: int) -> Share:
+        """The shares of all ranks, once all of them have one."""
+        shares: list[Share] = []
+
+        def prepare() -> tuple[int, int]:
+            # Before a copy, or there would be two copies at a time. Here and not outside: an
+            # error of the last save of one rank must not keep it from this exchange.
+            self._finish_quietly()
+            shares.append(work())
+            return step, shares[0].names
+
+        decide_together(self._peers, prepare, _require_same)
+        return shares[0]
+
+    def _before_exchange(self) -> None:
+        """A save in the background talks to the other ranks; one talks at a time."""
+        if self._peers.world_size > 1:
+            self._finish_quietly()
+
+    def _write(self, share: Share, step: int, metrics: Mapping[str, float]) -> Path:
+        is_first = self._peers.rank == 0
+        if is_first:
+            self._attempt(
+                partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
+            )
         try:
             path = write_checkpoint(
-                self.folder, structure=structure, tensors=tensors, step=step, metrics=metrics
+                self.folder, share=share, step=step, metrics=metrics, peers=self._peers
             )
         except OSError as error:
             raise CheckpointError(
@@ -197,6 +279,8 @@ class CheckpointStore:
                 f"{error.strerror or error}. The older ones are as they were; free space or give "
                 "another folder"
             ) from error
+        if not is_first:
+            return path
         logger.info("saved %s", path)
         self._check_metric(metrics)
         self._attempt(self._prune, f"what need not stay in {self.folder}")
@@ -253,8 +337,26 @@ class CheckpointStore:
 
     def _finish_quietly(self) -> None:
         error = self._background.finish()
+        if isinstance(error, RankError):
+            raise error
         if error is not None:
             warn(f"a save in the background failed: {error}", CheckpointWarning)
+
+
+def _require_same(parts: list[tuple[int, int]]) -> list[None]:
+    """Refuse to put together what does not belong together."""
+    steps = [step for step, _ in parts]
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"ranks save checkpoints of different steps: {', '.join(map(str, steps))} on ranks 0 "
+            f"to {len(steps) - 1}. Let all ranks save after the same batch"
+        )
+    if len({names for _, names in parts}) > 1:
+        raise CheckpointError(
+            "the states of the ranks have sharded tensors of different names or shapes: build the "
+            "same model and the same optimizer on all ranks"
+        )
+    return [None] * len(parts)
 
 
 def _checked(step: int, metrics: _Metrics) -> dict[str, float]:

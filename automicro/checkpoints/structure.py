@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from automicro.checkpoints.shards import is_pending, is_sharded
 from automicro.errors import CheckpointError
 from automicro.torch_private import is_uninitialized
 
@@ -50,7 +51,7 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
         if not isinstance(leaf, Tensor):
             return _plain(place, leaf)
         tensors[place] = _dense(place, leaf)
-        return torch.empty_like(tensors[place], device="meta")
+        return _without_data(tensors[place])
 
     return _map(dict(state), keep), tensors
 
@@ -139,12 +140,24 @@ def _plain(place: str, value: Any) -> Any:
     return value
 
 
+def _without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape on the meta device; of a sharded one, of its whole shape."""
+    if is_sharded(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(tensor, device="meta")
+
+
 def _dense(place: str, leaf: Tensor) -> Tensor:
     if is_uninitialized(leaf):
         raise CheckpointError(
             f"{place} is of a lazy module that has no shape yet; run one forward before saving it"
         )
     tensor = leaf.detach()
+    if is_sharded(tensor) and is_pending(tensor):
+        raise CheckpointError(
+            f"{place} is a DTensor that is still to be summed over ranks, which a checkpoint "
+            "cannot hold; give it another placement with redistribute()"
+        )
     if tensor.is_meta:
         raise CheckpointError(
             f"{place} is on the meta device, without data; give the model its parameters before "

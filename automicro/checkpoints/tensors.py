@@ -4,7 +4,8 @@ The format's own table of contents, ``.metadata``, is a pickle: whoever reads it
 It is written, so that other tools can read the folder, and never read here. ``tensors.json`` says
 the same as plain text. The tensors themselves are read with ``weights_only=True``.
 
-Here, and nowhere else, stands how many processes take part: one.
+Each rank writes a file of its own. Reading asks no other rank: each reads what it needs, wherever
+that was written, so the number of ranks may be another one.
 """
 
 import io
@@ -28,8 +29,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from automicro.checkpoints.files import NewFolder
+from automicro.checkpoints.share import Share
 from automicro.errors import DamagedCheckpointError
 
 if TYPE_CHECKING:
@@ -38,26 +42,64 @@ if TYPE_CHECKING:
 INDEX = "tensors.json"
 
 
-def write_tensors(new: NewFolder, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into a new folder.
+class TensorsToWrite:
+    """Tensors of this rank on their way into a new folder, together with those of other ranks.
+
+    Args:
+        share: of this rank.
+        is_first: whether this is rank 0, which writes what several ranks have.
+    """
+
+    # What `torch.distributed.checkpoint.save` does, without what cannot run in a thread: it warns
+    # each time that a process is alone, and a filter for that would hold everywhere.
+
+    def __init__(self, share: Share, *, is_first: bool) -> None:
+        self._planner = _SavePlanner(share)
+        self._is_first = is_first
+
+    def plan(self) -> SavePlan:
+        """What this rank has."""
+        self._planner.set_up(is_first=self._is_first)
+        return self._planner.create_local_plan()
+
+    def plan_all(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """What each rank is to write, and the table of contents. On rank 0.
+
+        Args:
+            plans: of all ranks.
+        """
+        plans, metadata = self._planner.create_global_plan(plans)
+        # The name of a file begins with the number of the rank that writes it.
+        return _Writer.numbered(plans), metadata
+
+    def write(self, new: NewFolder, plan: SavePlan) -> list[WriteResult]:
+        """Write what this rank is to write; where it lies.
+
+        Args:
+            new: the folder.
+            plan: this rank's of `plan_all`.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        writer = _Writer(new)
+        writer.set_up_storage_writer(is_coordinator=self._is_first)
+        plan = self._planner.finish_plan(plan)
+        return list(writer.write_data(plan, self._planner).value())
+
+
+def write_contents(new: NewFolder, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    """Write the table of contents, once all ranks have written. On rank 0.
 
     Args:
         new: the folder.
-        tensors: by name.
+        metadata: of `TensorsToWrite.plan_all`.
+        results: of all ranks.
 
     Raises:
-        OSError: they could not be written.
+        OSError: it could not be written.
     """
-    # What `torch.distributed.checkpoint.save` does in one process, without what cannot run in a
-    # thread: it warns each time that it is alone, and a filter for that would hold everywhere.
-    writer, planner = _Writer(new), DefaultSavePlanner()
-    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans, metadata = planner.create_global_plan(
-        [writer.prepare_local_plan(planner.create_local_plan())]
-    )
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    writer.finish(metadata, [writer.write_data(plan, planner).value()])
+    _Writer(new).finish(metadata, results)
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
@@ -79,6 +121,20 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
     reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans by what tensors are, and takes their data from where a share has it."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(dedup_save_to_lowest_rank=True)
+        self._share = share
+
+    def set_up(self, *, is_first: bool) -> None:
+        self.set_up_planner(dict(self._share.tensors), StorageMeta(), is_coordinator=is_first)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._share.data(index.fqn)
 
 
 class _DurableFiles(FileSystem):
@@ -127,6 +183,11 @@ class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         # Without the name of the folder, which is about to change.
         return StorageMeta(save_id=self.save_id)
+
+    @staticmethod
+    def numbered(plans: list[SavePlan]) -> list[SavePlan]:
+        writer = FileSystemWriter("")
+        return writer.prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)

@@ -3,18 +3,21 @@
 import errno
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from automicro.checkpoints import files
-from automicro.checkpoints.files import NewFolder
+from automicro.checkpoints.files import FileSum, NewFolder
 from automicro.checkpoints.leftovers import temporary_folder
 from automicro.checkpoints.manifest import write_manifest
+from automicro.checkpoints.peers import ALONE, Peers, decide_together
+from automicro.checkpoints.share import Share
 
-STRUCTURE = "state.pt"
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _NAME = re.compile(r"(\d{5,})-step-(\d+)")
 
@@ -46,40 +49,81 @@ def number_of(checkpoint: Path) -> int:
 def write_checkpoint(
     folder: Path,
     *,
-    structure: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    share: Share,
     step: int,
     metrics: Mapping[str, float],
+    peers: Peers = ALONE,
 ) -> Path:
     """Write a checkpoint beside the others in a folder.
 
     Its name begins with a number that counts up, so the latest is found even where a run goes on
     from an older one and comes by the same step again.
 
+    Of several ranks each writes its share. Rank 0 makes the folder, and gives it its name after
+    all have written and told the sums of their files.
+
     Args:
-        folder: in which they lie; it is made where it does not exist.
-        structure: of the state, see `take_apart`.
-        tensors: of the state.
+        folder: in which they lie; it is made where it does not exist. All ranks see it.
+        share: of this rank.
         step: optimization batches done.
         metrics: values by name.
+        peers: all ranks, each of which calls this.
 
     Raises:
-        OSError: it could not be written. Nothing of it is left, as far as that could be removed.
+        OSError: it could not be written, here or on another rank. Nothing of it is left, as far
+            as that could be removed.
+        PeerLostError: a rank is gone.
     """
     # Importing it takes half a second, which who never saves does not pay.
-    from automicro.checkpoints.tensors import write_tensors
+    from automicro.checkpoints.tensors import TensorsToWrite, write_contents
 
-    files.make_folders(folder)
-    with temporary_folder(folder) as temporary:
+    tensors = TensorsToWrite(share, is_first=peers.rank == 0)
+    table: Metadata | None = None  # of contents, on rank 0
+    with ExitStack() as stack:
+
+        def begin(plans: list[Any]) -> list[tuple[Path, Any]]:
+            nonlocal table
+            plans, table = tensors.plan_all(plans)
+            files.make_folders(folder)
+            temporary = stack.enter_context(temporary_folder(folder))
+            return [(temporary, plan) for plan in plans]
+
+        temporary, plan = decide_together(peers, tensors.plan, begin)
         new = NewFolder(temporary)
-        write_tensors(new, tensors)
-        with new.create(STRUCTURE) as stream:
-            torch.save(dict(structure), stream)
-        write_manifest(new, step=step, metrics=metrics)
-        files.sync_folder(temporary)
-        final = _place(temporary, folder, step)
-    files.sync_folder(folder)
-    return final
+
+        def write() -> tuple[Any, dict[str, FileSum]]:
+            results = tensors.write(new, plan)
+            if peers.rank:
+                _write_structure(new, structure_file(peers.rank), share)
+            return results, new.sums
+
+        def commit(written: list[tuple[Any, dict[str, FileSum]]]) -> list[Path]:
+            assert table is not None
+            write_contents(new, table, [results for results, _ in written])
+            _write_structure(new, structure_file(0), share)
+            for _, sums in written[1:]:
+                new.sums.update(sums)
+            write_manifest(new, step=step, metrics=metrics, world_size=peers.world_size)
+            files.sync_folder(temporary)
+            final = _place(temporary, folder, step)
+            files.sync_folder(folder)
+            return [final] * peers.world_size
+
+        return decide_together(peers, write, commit)
+
+
+def structure_file(rank: int) -> str:
+    """What the structure of a rank's state is called; rank 0's is that of the whole run.
+
+    >>> structure_file(0), structure_file(3)
+    ('state.pt', 'state-of-rank-3.pt')
+    """
+    return f"state-of-rank-{rank}.pt" if rank else "state.pt"
+
+
+def _write_structure(new: NewFolder, name: str, share: Share) -> None:
+    with new.create(name) as stream:
+        torch.save(dict(share.structure), stream)
 
 
 def _place(temporary: Path, folder: Path, step: int) -> Path:

@@ -19,6 +19,7 @@ from automicro.cli.failures import (
 )
 from automicro.cli.job import FORM
 from automicro.cli.keys import KEYS
+from automicro.cli.results import one_rank_speaks
 from automicro.cli.subcommand import exit_code_lines
 from automicro.cli.suggestions import did_you_mean
 from automicro.cli.torturing import TORTURE
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit:  # argparse has written its message
         return int(exit.code or OK)
     try:
-        with warnings_in_one_line():
+        with one_rank_speaks(), warnings_in_one_line():
             code = COMMANDS[arguments.command].run(arguments)
         print(end="", flush=True)
         return code

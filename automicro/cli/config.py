@@ -44,7 +44,7 @@ class EvaluatorConfig:
 
     data: CallConfig = MISSING
     metrics: Any = INHERITED
-    microbatch_size: int | str | None = INHERITED
+    microbatch_size: Any = INHERITED
     max_batches: int | None = None
     interval: str | None = INHERITED
 

@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    job = Job(arguments.inputs, command="eval")
+    job = Job(arguments.inputs, command="eval", for_ranks=True)
     # How it goes is no result: it is for whoever watches.
     with job.reading(required=("model", "eval_data")) as loaded, results_alone(True) as results:
         config = replace(loaded.config, progress=loaded.config.progress and sys.stderr.isatty())
@@ -54,6 +54,7 @@ EVAL = Subcommand(
         "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
         "automicro eval job.yaml weights=runs/first/checkpoints",
         "automicro eval job.yaml eval_data.args.batch_size=90 memory_limit=null",
+        "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
     ),
     exit_codes={0: "evaluated", 1: "the run failed"},
     add_arguments=_add_arguments,

@@ -8,12 +8,14 @@ import traceback
 from automicro.cli.places import IN_WORKER, is_bug_of_ours, is_refusal, librarys_place, users_place
 from automicro.cli.results import complain
 from automicro.cli.wording import as_yaml
-from automicro.errors import AutomicroError, ConfigError
+from automicro.errors import AutomicroError, ConfigError, RankError, SampleTooLargeError
 from automicro.oom import is_out_of_memory
 from automicro.trainer.interruption import SIGTERM_EXIT_CODE
+from automicro.trainer.processes import Place, leave, place_for_output
 
 OK, FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 130, 141, SIGTERM_EXIT_CODE
 OUR_NOTE = "automicro: "
+_SHORT = 300  # letters
 DEBUG_HINT = "(--debug shows the traceback)"
 
 
@@ -28,6 +30,17 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     2
     """
     code, text = _describe(error)
+    place = place_for_output()
+    if place.world_size > 1:
+        leave()
+        if not debug and (isinstance(error, RankError) or _is_told_by_first(error, place)):
+            if " stopped after batch " in text and not place.is_first:
+                return code  # in order, which the first one says
+            said = _in_one_line(text)
+            short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
+            between = "" if short != said else ": "
+            complain(f"rank {place.rank} of {place.world_size}{between}{short}")
+            return code
     is_ours = is_bug_of_ours(error)
     if debug or is_ours:
         shown = traceback.TracebackException.from_exception(error)
@@ -87,6 +100,19 @@ def forget_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def _is_told_by_first(error: BaseException, place: Place) -> bool:
+    """Whether all ranks most likely come to the same error, and the first one tells all of it."""
+    return not place.is_first and isinstance(
+        error, ConfigError | SampleTooLargeError | KeyboardInterrupt | SystemExit
+    )
+
+
+def _in_one_line(text: str) -> str:
+    """As much of a message as one line holds: the other ranks' share of one error."""
+    said = " ".join(text.split())
+    return said if len(said) <= _SHORT else f"{said[:_SHORT]} …"
 
 
 def _describe(error: BaseException) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from automicro.cli.keys import TO_TRAIN
 from automicro.cli.loading import LoadedConfig, naming, read_config
 from automicro.cli.places import is_bug_of_ours
 from automicro.errors import ConfigError
+from automicro.trainer.processes import place_in_environment
 
 FORM = "CONFIG [CONFIG …] [key=value …]"
 """How the files and overrides are shown, which argparse cannot tell apart."""
@@ -24,6 +25,7 @@ class Job:
         inputs: paths of YAML files, and ``key=value``. What has ``=`` in it is a path only where
             a separator comes first, or where there is such a file.
         command: for whom, for messages.
+        for_ranks: whether several processes can do it together.
 
     Raises:
         ConfigError: there is no file among them.
@@ -32,7 +34,9 @@ class Job:
     ('base.yaml', 'runs/lr=0.1/config.yaml')
     """
 
-    def __init__(self, inputs: Sequence[str], *, command: str) -> None:
+    def __init__(self, inputs: Sequence[str], *, command: str, for_ranks: bool = False) -> None:
+        self._command = command
+        self._for_ranks = for_ranks
         self.files = tuple(each for each in inputs if _is_path(each))
         self._overrides = [each for each in inputs if not _is_path(each)]
         if not self.files:
@@ -49,11 +53,13 @@ class Job:
             required: the keys that the command cannot do without.
 
         Raises:
-            ConfigError: anything wrong, or several processes.
+            ConfigError: anything wrong, or several processes where one is needed.
         """
-        _refuse_several_processes()
+        num_processes = self._count_processes()
         with importing_beside(*self.files):
-            yield read_config(self.files, self._overrides, required=required)
+            yield read_config(
+                self.files, self._overrides, required=required, num_devices=num_processes
+            )
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
@@ -71,6 +77,18 @@ class Job:
                 if is_bug_of_ours(error):
                     raise
                 raise ConfigError(summarize_error(error)) from error
+
+    def _count_processes(self) -> int:
+        try:
+            number = place_in_environment().world_size
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if number > 1 and not self._for_ranks:
+            raise ConfigError(
+                f"WORLD_SIZE={number}: this is one of several processes, as torchrun starts them, "
+                f"and {self._command} is for one: start it as automicro {self._command}"
+            )
+        return number
 
 
 @contextlib.contextmanager
@@ -99,13 +117,3 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 def _is_path(argument: str) -> bool:
     before, equals, _ = argument.partition("=")
     return not equals or os.sep in before or "/" in before or Path(argument).is_file()
-
-
-def _refuse_several_processes() -> None:
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes.strip() not in ("", "1"):
-        raise ConfigError(
-            f"WORLD_SIZE={processes}: this is one of several processes, as torchrun starts them. "
-            f"Several devices are not supported yet, and each process would train a model of its "
-            f"own: start it as one process with automicro train"
-        )

@@ -58,7 +58,16 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "compile",
         "deterministic",
     ),
-    "The run": ("device", "seed", "progress", "run_dir", "callbacks", "loggers", "checkpoint"),
+    "The run": (
+        "parallel",
+        "device",
+        "seed",
+        "progress",
+        "run_dir",
+        "callbacks",
+        "loggers",
+        "checkpoint",
+    ),
 }
 KEYS = tuple(key for keys in GROUPS.values() for key in keys)
 HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
@@ -93,8 +102,8 @@ def one_of(choices: Iterable[str]) -> str:
 
 # What the types do not say.
 _IN_WORDS = {
-    "microbatch_size": "a whole number, auto or null",
-    "eval_microbatch_size": "a whole number, auto or null",
+    "microbatch_size": "a whole number, auto, a node or null",
+    "eval_microbatch_size": "a whole number, auto, a node or null",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
     "max_duration": "text such as 2ep, 500ba, 10000sp or 1e6tok",
     "eval_interval": "text such as 1ep, 100ba, 10000sp or 1e6tok, or null",
@@ -102,6 +111,7 @@ _IN_WORDS = {
     "batchnorm": one_of(BATCHNORM_MODES),
     "precision": one_of(PRECISIONS),
     "non_finite": one_of(NON_FINITE_MODES),
+    "parallel": "ddp, fsdp or null",
     "batch_layout": "a whole number or a mapping",
     "compile": "true, false or a mapping",
     "parameter_groups": "a list of mappings",
@@ -109,7 +119,7 @@ _IN_WORDS = {
     "eval_data": "a node, a mapping of the keys below, a mapping of these by name, or null",
     "eval_data.data": "a node",
     "eval_data.metrics": "a mapping of nodes, inherited or null",
-    "eval_data.microbatch_size": "a whole number, auto, inherited or null",
+    "eval_data.microbatch_size": "a whole number, auto, a node, inherited or null",
     "eval_data.interval": "text such as 1ep or 100ba, inherited or null",
     "max_time": "text such as 2h30m, 45m or 90s, or null",
     "callbacks": "a list of nodes",

@@ -11,12 +11,14 @@ from automicro.cli.config import CallConfig, EvaluatorConfig, RunConfig
 from automicro.cli.configured_logger import ConfiguredLogger
 from automicro.cli.data import checking_data
 from automicro.cli.keys import KEYS, LISTS
-from automicro.cli.nodes import prepare, prepare_value
+from automicro.cli.nodes import is_node, prepare, prepare_value
+from automicro.cli.shapes import SIZES
 from automicro.cli.values import check_values, read_checkpoint
 from automicro.cli.weights import check_weights_file, load_weights
 from automicro.errors import ConfigError
 from automicro.events import Callback
 from automicro.loggers import Logger
+from automicro.policy import Policy
 from automicro.trainer import Trainer
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.device import seed_everything
@@ -70,6 +72,7 @@ class Recipe:
             self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
         self.checkpoint = None if "checkpoint" in without else read_checkpoint(config)
         self.make_loss_average = prepare_value(config.loss_average, "loss_average")
+        self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
         if config.weights is not None:
             check_weights_file(config.weights)
 
@@ -99,6 +102,7 @@ class Recipe:
         """The Trainer of a model, without what was left out of the recipe."""
         plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
         plain["loss_average"] = self.make_loss_average()
+        plain |= {key: make() for key, make in self._sizes.items()}
         config = asdict(self.config)
         if "optimizer" not in self._makers:
             plain["parameter_groups"] = ()
@@ -128,6 +132,23 @@ def _prepare_data(node: CallConfig, key: str) -> Callable[..., Any]:
     return checking_data(_prepare(node, key), node.call, key)
 
 
+def _prepare_size(size: Any, key: str) -> Callable[[], Any]:
+    make = prepare_value(size, key)
+    if not is_node(size):
+        return make
+
+    def make_checked() -> Policy:
+        policy = make()
+        if isinstance(policy, type) or not isinstance(policy, Policy):
+            raise ConfigError(
+                f"{key}.call={size['call']!r} made a {type(policy).__name__}, which is no policy: "
+                f"name one, such as automicro.Halving, or give a whole number, auto or null"
+            )
+        return policy
+
+    return make_checked
+
+
 def _prepare_all(nodes: Mapping[Any, CallConfig], key: str) -> Mapping[Any, Callable[..., Any]]:
     return {name: _prepare(each, f"{key}.{name}") for name, each in nodes.items()}
 
@@ -141,10 +162,11 @@ def _prepare_eval_data(given: Any, key: str) -> Callable[[], Any]:
         metrics = given.metrics
         if isinstance(metrics, Mapping):
             metrics = _prepare_all(metrics, f"{key}.metrics")
+        make_size = _prepare_size(given.microbatch_size, f"{key}.microbatch_size")
         return lambda: Evaluator(
             dataloader=make_data(),
             metrics=_make_metrics(metrics) if isinstance(metrics, Mapping) else metrics,
-            microbatch_size=given.microbatch_size,
+            microbatch_size=make_size(),
             max_batches=given.max_batches,
             interval=given.interval,
         )

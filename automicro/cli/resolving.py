@@ -18,6 +18,7 @@ from automicro.cli.keys import KEYS
 from automicro.cli.nodes import items_inside
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
+from automicro.trainer.processes import agreed_time
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -25,7 +26,8 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     """Return plain values, interpolations replaced by what they stand for.
 
-    ``${now:%Y-%m-%d_%H-%M-%S}`` is when the process first asked.
+    ``${now:%Y-%m-%d_%H-%M-%S}`` is when the process first asked; of several, rank 0, and the first
+    time where torchrun starts them again.
 
     Raises:
         ConfigError: an interpolation that stands for nothing.
@@ -120,7 +122,8 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def _started_at() -> datetime.datetime:
-    return datetime.datetime.now()
+    now = datetime.datetime.now().isoformat()
+    return datetime.datetime.fromisoformat(agreed_time(now))
 
 
 def _register_now() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from automicro.events.state import GlobalBatch
 from automicro.trainer import FitSummary
+from automicro.trainer.processes import place_for_output
 
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
@@ -69,6 +71,16 @@ def results_alone(wanted: bool) -> Iterator[TextIO]:
         yield results
 
 
+@contextlib.contextmanager
+def one_rank_speaks() -> Iterator[None]:
+    """Keep stdout for rank 0 of several processes, whose output would be that of all."""
+    if place_for_output().is_first:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
 def print_yaml(text: str) -> None:
     r"""Print YAML, coloured in a terminal.
 
@@ -84,8 +96,9 @@ def print_yaml(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Say on stderr what is to be known and is no mistake."""
-    _say(text, "bold yellow")
+    """Say on stderr what is to be known and is no mistake. Of several processes one speaks."""
+    if place_for_output().is_first:
+        _say(text, "bold yellow")
 
 
 def complain(text: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
-from torch import nn
 
 from automicro.cli.nodes import items_inside
 from automicro.cli.reading import read_yaml
@@ -40,7 +39,7 @@ class RunDir(Protocol):
     def begin(self) -> None:
         """Leave what the run is."""
 
-    def end(self, model: nn.Module, summary: FitSummary) -> str:
+    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
         """Leave the results; return a line that says where, empty where there are none."""
 
 
@@ -72,7 +71,7 @@ class Nowhere:
     def begin(self) -> None:
         """Keep nothing."""
 
-    def end(self, model: nn.Module, summary: FitSummary) -> str:
+    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
         """Keep nothing."""
         return ""
 
@@ -135,9 +134,9 @@ class Folder:
                 f"run_dir={str(self._path)!r} cannot be written ({error}): give a folder that can"
             ) from error
 
-    def end(self, model: nn.Module, summary: FitSummary) -> str:
+    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
         """Write the weights, then the summary, whose presence says that the run is complete."""
-        self._write(WEIGHTS, lambda file: torch.save(model.state_dict(), file))
+        self._write(WEIGHTS, lambda file: torch.save(weights, file))
         text = to_json(summary, indent=2) + "\n"
         self._write(SUMMARY, lambda file: file.write(text.encode()))
         return f"wrote {CONFIG}, {SUMMARY} and {WEIGHTS} into {self._path}"
@@ -147,8 +146,13 @@ class Folder:
         path = self._path / CONFIG
         if path.exists():
             changes = _changes(read_yaml(path), self._config)
-            if changes:
-                raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}")
+            # One that failed before it left anything else is in nobody's way.
+            if changes and any(each.name != CONFIG for each in self._path.iterdir()):
+                saved = self._path / "checkpoints"
+                go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
+                raise ConfigError(
+                    f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}"
+                )
         results = [name for name in (SUMMARY, WEIGHTS) if (self._path / name).exists()]
         if results and not (self._goes_on and self.was_begun):
             raise ConfigError(

@@ -76,6 +76,21 @@ def check_metrics(metrics: object, key: str) -> None:
         check_node(node, f"{key}.{name}")
 
 
+def check_size(value: object, key: str) -> None:
+    """Refuse what is no microbatch size and no node that makes a policy.
+
+    Raises:
+        ConfigError: names key, value and remedy.
+
+    >>> check_size({"call": "automicro.Halving", "args": {"multiple_of": 8}}, "microbatch_size")
+    """
+    if isinstance(value, Mapping):
+        check_node(value, key)
+    elif isinstance(value, bool) or not isinstance(value, int | str | None):
+        known = "eval_data.microbatch_size" if key.startswith("eval_data") else key
+        raise wrong_type(key, value, known)
+
+
 def read_section(values: Mapping[str, Any], section: str, key: str | None = None) -> dict[str, Any]:
     """Return the values of a section in the types of its keys, defaults filled in.
 
@@ -172,6 +187,7 @@ def _check_evaluation(value: object, key: str) -> None:
     if metrics not in (None, INHERITED) and not is_interpolation(metrics):
         check_metrics(metrics, f"{key}.metrics")
     check_node(value["data"], f"{key}.data")
+    check_size(value.get("microbatch_size"), f"{key}.microbatch_size")
     read_section(value, "eval_data", key)
 
 

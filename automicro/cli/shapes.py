@@ -7,7 +7,7 @@ from typing import Any
 from automicro.cli.config import CallConfig
 from automicro.cli.keys import KEYS, LISTS, alternatives, keys_inside, wrong_type
 from automicro.cli.nodes import check_node, items_inside, show
-from automicro.cli.sections import check_checkpoint, check_eval_data, check_metrics
+from automicro.cli.sections import check_checkpoint, check_eval_data, check_metrics, check_size
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
 
@@ -20,6 +20,7 @@ OF_SECTIONS: Mapping[str, Callable[[object], None]] = {
     "eval_data": check_eval_data,
     "checkpoint": check_checkpoint,
 }
+SIZES = ("microbatch_size", "eval_microbatch_size")
 
 NO_KEYS_OF_ITS_OWN = (
     "a config has no keys of its own, and automicro config --keys lists all that there are; refer "
@@ -52,6 +53,8 @@ def check_shapes(tree: Mapping[str, Any]) -> None:
             continue
         if CallConfig in alternatives(key):
             check_node(value, key)
+        elif key in SIZES:
+            check_size(value, key)
         elif key == "metrics":
             check_metrics(value, key)
         elif key in LISTS:

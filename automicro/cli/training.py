@@ -13,6 +13,8 @@ from automicro.cli.run_dir import open_run_dir
 from automicro.cli.subcommand import Subcommand
 from automicro.cli.writing import to_yaml
 from automicro.trainer import Trainer
+from automicro.trainer.parallel import whole_state_dict
+from automicro.trainer.processes import place_in_environment
 
 DESCRIPTION = """\
 Train what YAML configs describe. A config names a model, data, a loss, an optimizer
@@ -62,9 +64,10 @@ def _make(recipe: Recipe, *, was_begun: bool) -> tuple[nn.Module, Trainer]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    job = Job(arguments.inputs, command="train")
+    job = Job(arguments.inputs, command="train", for_ranks=True)
     with job.reading() as loaded, results_alone(arguments.json) as results:
         config = loaded.config
+        is_first = place_in_environment().is_first
         with job.making():
             recipe = Recipe(config)
             run_dir = open_run_dir(
@@ -73,7 +76,9 @@ def _train(arguments: argparse.Namespace) -> int:
             finished = run_dir.finished()
             if finished is None:
                 model, trainer = _make(recipe, was_begun=run_dir.was_begun)
-                run_dir.begin()
+                # All ranks have looked into the folder by now: they have met.
+                if is_first:
+                    run_dir.begin()
         if finished is not None:
             print(to_json(finished) if arguments.json else finished, file=results)
             print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
@@ -81,7 +86,8 @@ def _train(arguments: argparse.Namespace) -> int:
         if config.progress:
             print_yaml(to_yaml(loaded.written) + "\n")
         summary = trainer.fit()
-        written = run_dir.end(model, summary)
+        weights = whole_state_dict(model) if config.run_dir is not None else {}
+        written = run_dir.end(weights, summary) if is_first else ""
         if not config.progress and not arguments.json:
             print(summary)
         if written:
@@ -103,6 +109,7 @@ TRAIN = Subcommand(
         "automicro train base.yaml gpu.yaml seed=1 run_dir=runs/first",
         "automicro train job.yaml run_dir=runs/first checkpoint={} max_time=2h",
         "automicro train job.yaml --json > summary.json",
+        "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
     ),
     exit_codes={0: "it trained to its end", 1: "the run failed"},
     add_arguments=_add_arguments,

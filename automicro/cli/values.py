@@ -21,6 +21,7 @@ from automicro.trainer.arguments import read_count, read_norm, read_time
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.finiteness import NON_FINITE_MODES
+from automicro.trainer.parallel import read_parallel
 
 
 def check_values(config: RunConfig) -> None:
@@ -71,7 +72,7 @@ def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
         raise
     except (TypeError, ValueError) as error:
         if key.rpartition(".")[2] in ("microbatch_size", "eval_microbatch_size"):
-            # policies have no place in a config
+            # a policy is a node here
             raise ConfigError(
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
                 f"halving) or null (the whole batch)"
@@ -87,7 +88,7 @@ def _check_evaluations(given: Any, key: str) -> None:
     if not isinstance(given, EvaluatorConfig):
         return
     readers: Mapping[str, Callable[[Any], object]] = {
-        "microbatch_size": make_policy,
+        "microbatch_size": _check_size,
         "max_batches": partial(read_count, f"{key}.max_batches"),
         "interval": _duration(f"{key}.interval"),
     }
@@ -121,15 +122,33 @@ def _check_loss_average(value: Any) -> None:
     if isinstance(value, Mapping):
         for name, each in value.items():
             if not is_node(each):
-                check_choice(f"loss_average.{name}", each, LOSS_AVERAGES)
+                _check_average(f"loss_average.{name}", each)
         return
-    check_choice("loss_average", value, LOSS_AVERAGES)
+    _check_average("loss_average", value)
+
+
+def _check_average(name: str, value: Any) -> None:
+    try:
+        check_choice(name, value, LOSS_AVERAGES)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, or a function of yours from a microbatch to what its loss was divided by: "
+            "{call: pkgutil.resolve_name, args: {name: my_data.count}}"
+        ) from None
+
+
+def _check_size(value: Any) -> None:
+    if not is_node(value):
+        make_policy(value)
 
 
 def _check_compile(config: RunConfig) -> None:
     check_compile(
         config.compile,
-        sizes_change="auto" in (config.microbatch_size, config.eval_microbatch_size),
+        sizes_change=any(
+            size == "auto" or is_node(size)
+            for size in (config.microbatch_size, config.eval_microbatch_size)
+        ),
         device=choose_device(config.device),
         memory_limit=config.memory_limit,
     )
@@ -147,14 +166,15 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "eval_interval": _duration("eval_interval"),
     "accumulate_batches": partial(read_count, "accumulate_batches"),
     "batch_layout": BatchLayout,
-    "microbatch_size": make_policy,
-    "eval_microbatch_size": make_policy,
+    "microbatch_size": _check_size,
+    "eval_microbatch_size": _check_size,
     "memory_limit": _check_limit,
     "loss_average": _check_loss_average,
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
     "precision": lambda value: check_choice("precision", value, PRECISIONS),
     "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
+    "parallel": read_parallel,
     "device": choose_device,
     "seed": _check_seed,
 }

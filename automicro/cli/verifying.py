@@ -9,6 +9,7 @@ from automicro.cli.keys import LISTS
 from automicro.cli.places import is_refusal
 from automicro.cli.recipe import Recipe
 from automicro.cli.subcommand import Subcommand
+from automicro.cli.wording import counting_as_node
 from automicro.errors import AutomicroError, DataLoaderError
 from automicro.trainer.device import choose_device
 from automicro.trainer.session import noting
@@ -86,7 +87,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                 raise
             with job.making():  # the config asks for what makes no sense
                 raise
-        print(report)
+        print(counting_as_node(str(report)))
     return report.exit_code
 
 

@@ -13,6 +13,11 @@ ARGUMENTS = {
 # Keys that hold a node.
 NODES = "loss|forward|optimizer|scheduler|train_data|eval_data|update_metric"
 COUNT_TOKENS = re.compile(r"pass count_tokens=…, a callable from a batch to .*?\.numel\(\)")
+COUNTING = re.compile(r"loss_average=lambda batch: (.*?\)\.sum\(\))")
+COUNTING_AS_NODE = (
+    r"loss_average: {call: pkgutil.resolve_name, args: {name: my_data.count}} with "
+    r"`def count(batch): return \1` in my_data.py"
+)
 COUNT_TOKENS_AS_NODE = (
     "write count_tokens: {call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}, with a "
     "function of yours from a batch to its number of tokens"
@@ -27,6 +32,7 @@ def as_yaml(text: str) -> str:
     >>> as_yaml("it averages; use batchnorm='disable' or strict_divisible=True")
     'it averages; use batchnorm=disable or strict_divisible=true'
     """
+    text = counting_as_node(text)
     text = COUNT_TOKENS.sub(COUNT_TOKENS_AS_NODE, text)
     for argument, key in ARGUMENTS.items():
         text = re.sub(rf"\b{argument}\b", key, text)
@@ -36,6 +42,16 @@ def as_yaml(text: str) -> str:
     text = re.sub(r"(?<!returned )(?<=[= ])None\b", "null", text)
     text = re.sub(rf"\b({ALL})=(True|False)\b", lambda found: found[0].lower(), text)
     return _unquoted_in_the_remedy(text)
+
+
+def counting_as_node(text: str) -> str:
+    """Write a lambda that counts, which no config can hold, as a function that one can name.
+
+    >>> print(counting_as_node("pass loss_average=lambda batch: (batch != 0).sum()"))
+    write loss_average: {call: pkgutil.resolve_name, args: {name: my_data.count}} with
+    `def count(batch): return (batch != 0).sum()` in my_data.py
+    """
+    return COUNTING.sub(COUNTING_AS_NODE, text).replace("pass loss_average:", "write loss_average:")
 
 
 def _unquoted_in_the_remedy(text: str) -> str:

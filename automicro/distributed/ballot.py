@@ -3,16 +3,17 @@
 import functools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from automicro.ranks import Status
+from automicro.ranks import HIGHS, Status
 
 SLOTS = 8
 """How many denominators one ballot carries."""
 
 _NOBODY = math.inf
 _NO_SUMS = (0.0,) * SLOTS
+_NO_HIGHS = (-math.inf,) * HIGHS
 
 
 class Ballot(NamedTuple):
@@ -31,6 +32,7 @@ class Ballot(NamedTuple):
         min_rows: of a batch.
         num_rows: of all batches.
         size: the smallest proposed.
+        highs: of what the highest of all ranks counts.
         sums: of what is added up over ranks.
     """
 
@@ -46,6 +48,7 @@ class Ballot(NamedTuple):
     min_rows: float = math.inf
     num_rows: float = 0.0
     size: float = math.inf
+    highs: tuple[float, ...] = _NO_HIGHS
     sums: tuple[float, ...] = _NO_SUMS
 
     @property
@@ -66,7 +69,7 @@ class Ballot(NamedTuple):
         >>> len(Ballot().numbers()) == LENGTH
         True
         """
-        return [*self[:-1], *self.sums]
+        return [*self[:-2], *self.highs, *self.sums]
 
     @classmethod
     def read(cls, numbers: list[float]) -> "Ballot":
@@ -76,10 +79,11 @@ class Ballot(NamedTuple):
         >>> Ballot.read(ballot.numbers()) == ballot
         True
         """
-        return cls._make([*numbers[:-SLOTS], tuple(numbers[-SLOTS:])])
+        highs, sums = numbers[-SLOTS - HIGHS : -SLOTS], numbers[-SLOTS:]
+        return cls._make([*numbers[: -SLOTS - HIGHS], tuple(highs), tuple(sums)])
 
 
-LENGTH = len(Ballot._fields) - 1 + SLOTS
+LENGTH = len(Ballot._fields) - 2 + HIGHS + SLOTS
 
 
 def healthy(point: str, count: int, *, flag: bool = False) -> Ballot:
@@ -98,14 +102,26 @@ def healthy(point: str, count: int, *, flag: bool = False) -> Ballot:
     )
 
 
-def failed(status: Status, rank: int) -> Ballot:
+def failed(status: Status, rank: int, *, highs: Sequence[float] = ()) -> Ballot:
     """The ballot of a rank that failed: it meets its peers wherever they are.
 
     >>> together = fold([healthy("commit", 3), failed(Status.OUT_OF_MEMORY, 1)])
     >>> together.is_in_step, together.means.name, together.culprit
     (True, 'OUT_OF_MEMORY', 1.0)
     """
-    return Ballot(status=float(status), num_failed=1.0, culprit=float(rank))
+    return Ballot(
+        status=float(status), num_failed=1.0, culprit=float(rank), highs=padded_highs(highs)
+    )
+
+
+def padded_highs(values: Sequence[float]) -> tuple[float, ...]:
+    """Values in the slots of a ballot; what nobody told is infinitely low.
+
+    >>> padded_highs([3.0])[:2]
+    (3.0, -inf)
+    """
+    assert len(values) <= HIGHS, "a ballot has no room for them"
+    return (*values, *_NO_HIGHS[len(values) :])
 
 
 def fold(ballots: Iterable[Ballot]) -> Ballot:
@@ -132,5 +148,6 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
         min_rows=min(one.min_rows, other.min_rows),
         num_rows=one.num_rows + other.num_rows,
         size=min(one.size, other.size),
+        highs=tuple(map(max, one.highs, other.highs)),
         sums=tuple(a + b for a, b in zip(one.sums, other.sums, strict=True)),
     )

@@ -53,6 +53,7 @@ class CollectivesGuard:
     """
 
     has_strayed = False
+    communicates_in_forward = True
 
     def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
         if any(is_compiled(module) for root in modules for module in root.modules()):
@@ -63,6 +64,9 @@ class CollectivesGuard:
             )
         self._mode = _VotingMode(votes)
 
+    def settle(self) -> None:
+        """There is no wrapper."""
+
     def prepare(self) -> None:
         """Nothing is needed."""
 
@@ -70,7 +74,7 @@ class CollectivesGuard:
         """Nothing is known in advance."""
 
     @contextlib.contextmanager
-    def microbatch(self, index: int) -> Iterator[None]:
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         with self._mode:
             yield
 

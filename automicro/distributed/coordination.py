@@ -9,7 +9,7 @@ from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
 from automicro.errors import PeerFailedError, PeerStoppedError, RankError
 from automicro.oom import Failure, classify
-from automicro.ranks import Agreement, Proposal, Status
+from automicro.ranks import Agreement, Proposal, Report, Status
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ class CoordinatedRanks:
     Args:
         votes: among all ranks.
         guards: of the wrappers that the model is made of.
+        copies: how many ranks have the same rows, as tensor parallel ones do.
 
     Example:
         >>> from automicro.distributed import SimulatedWorld
@@ -27,18 +28,32 @@ class CoordinatedRanks:
         >>> def step(rank: int) -> int:
         ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
         ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
-        ...     ranks.vote()
+        ...     ranks.begin(agreement.num_microbatches)
+        ...     _ = ranks.vote()
         ...     return agreement.num_microbatches
         >>> world.run(step)
         [2, 2]
     """
 
-    def __init__(self, votes: Votes, guards: Sequence[Guard] = ()) -> None:
+    def __init__(self, votes: Votes, guards: Sequence[Guard] = (), *, copies: int = 1) -> None:
         self._votes = votes
         self._guards = guards
         self.rank = votes.rank
         self.world_size = votes.world_size
+        self.copies = copies
         self._is_over = False
+
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+    @property
+    def communicates_in_forward(self) -> bool:
+        return any(guard.communicates_in_forward for guard in self._guards)
+
+    @property
+    def told(self) -> Sequence[float]:
+        return self._votes.told
 
     @property
     def num_votes(self) -> int:
@@ -52,44 +67,47 @@ class CoordinatedRanks:
         except BaseException as error:
             self.fail(error)
             raise
-        try:
-            agreement = self._votes.agree(proposal)
-        except PeerStoppedError:
-            self._raise_reasons(None)
-            raise
+        with self._between_steps():
+            return self._votes.agree(proposal)
+
+    def settle(self) -> None:
+        for guard in self._guards:
+            guard.settle()
+
+    def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         try:
             for guard in self._guards:
-                guard.open(agreement.num_microbatches, training=proposal.training)
+                guard.open(num_microbatches, training=training)
         except BaseException as error:
             self.fail(error)
             raise
-        return agreement
 
-    def microbatch(self, index: int) -> AbstractContextManager[None]:
+    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         if len(self._guards) == 1:
-            return self._guards[0].microbatch(index)
-        return self._guarded_by_all(index)
+            return self._guards[0].microbatch(index, weightless=weightless)
+        return self._guarded_by_all(index, weightless)
 
     @contextlib.contextmanager
-    def _guarded_by_all(self, index: int) -> Iterator[None]:
+    def _guarded_by_all(self, index: int, weightless: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for guard in self._guards:
-                stack.enter_context(guard.microbatch(index))
+                stack.enter_context(guard.microbatch(index, weightless=weightless))
             yield
 
-    def vote(self) -> None:
+    def vote(self, report: Report = Report()) -> Report:  # noqa: B008 (it is frozen)
         strayed = any(guard.has_strayed for guard in self._guards)
-        ballot = self._votes.cast("commit", flag=strayed)
+        any_strayed, together = self._votes.commit(report, flag=strayed)
         for guard in self._guards:
-            guard.commit(any_strayed=ballot.flag > 0)
+            guard.commit(any_strayed=any_strayed)
+        return together
 
-    def stop(self, failure: BaseException, status: Status) -> Status:
+    def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
         if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
             return Status.FATAL  # there is nobody left to vote with
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
             self._play_rest()
-        together = self._votes.report(status)
+        together = self._votes.report(status, highs)
         trouble = self._recover()
         self._votes.clear()
         if together is Status.FATAL:
@@ -129,8 +147,30 @@ class CoordinatedRanks:
         self._votes.report(Status.FATAL)
         self._raise_reasons(failure)
 
+    def ready(self, point: str) -> None:
+        with self._between_steps():
+            self._votes.cast(point)
+
     def from_first(self, values: Iterable[float]) -> list[float]:
-        return self._votes.from_first(values)
+        with self._between_steps():
+            return self._votes.from_first(values)
+
+    def add_up(self, values: Iterable[float]) -> list[float]:
+        with self._between_steps():
+            return self._votes.add_up(list(values))
+
+    def most(self, value: float) -> float:
+        with self._between_steps():
+            return self._votes.most(value)
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Where a peer stops outside an attempt, it has failed for good."""
+        try:
+            yield
+        except PeerStoppedError:
+            self._raise_reasons(None)
+            raise
 
     def _raise_reasons(self, own: BaseException | None) -> None:
         """Let all ranks know who failed, and why; raise where it was not this one."""

@@ -103,6 +103,11 @@ class DdpGuard:
         self._has_strayed = False
         self._votes_here = False
 
+    communicates_in_forward = False  # buffers are sent when an attempt begins
+
+    def settle(self) -> None:
+        """A forward outside of a step leaves nothing."""
+
     @property
     def has_strayed(self) -> bool:
         return self._has_strayed
@@ -130,7 +135,7 @@ class DdpGuard:
         self._is_open = True
 
     @contextlib.contextmanager
-    def microbatch(self, index: int) -> Iterator[None]:
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         if self._training and index < self._last:
             with self._model.no_sync():
                 yield

@@ -86,6 +86,8 @@ class GuardedReduceScatter(_Guarded):
         step = Collective("reduce-scatter", self.where, input_tensor.numel(), input_tensor.dtype)
         self.guard.before(step, group, op=op, device=input_tensor.device)
         with without_modes():
+            if self.guard.is_weightless:
+                input_tensor.zero_()
             work: dist.Work | None = self.inner(
                 output_tensor=output_tensor,
                 input_tensor=input_tensor,
@@ -151,6 +153,14 @@ class FsdpGuard:
         self._votes_here = True
         self._is_open = False
         self._has_strayed = False
+        self.is_weightless = False
+
+    communicates_in_forward = True
+
+    def settle(self) -> None:
+        # After a forward without gradients the outermost modules stay whole.
+        for module in self._modules:
+            module.reshard()
 
     @property
     def has_strayed(self) -> bool:
@@ -168,9 +178,13 @@ class FsdpGuard:
         self._begin(0)
 
     @contextlib.contextmanager
-    def microbatch(self, index: int) -> Iterator[None]:
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         assert index == self._index, "microbatches run in order"
-        yield
+        self.is_weightless = weightless
+        try:
+            yield
+        finally:
+            self.is_weightless = False
         if self._votes_here:
             self._fresh[self._key] = self._trace
         elif self._trace != self._schedules[self._key]:
@@ -184,6 +198,8 @@ class FsdpGuard:
 
     def commit(self, *, any_strayed: bool) -> None:
         self._is_open = False
+        if not self._training:
+            self.settle()
         if any_strayed:
             # Such a model's collectives depend on its input: they cannot be foretold.
             self._can_replay = False

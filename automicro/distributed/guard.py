@@ -12,14 +12,25 @@ class Guard(Protocol):
     a rank that failed plays those that its peers still wait for.
     """
 
+    communicates_in_forward: bool
+    """Whether a forward outside of a step needs all ranks."""
+
+    def settle(self) -> None:
+        """Between steps: undo what a forward outside of one has left."""
+
     def prepare(self) -> None:
         """Before the ranks agree: allocate what `open` needs."""
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
         """All ranks have agreed to begin an attempt."""
 
-    def microbatch(self, index: int) -> AbstractContextManager[None]:
-        """Around forward and backward of a microbatch. At its end it may vote."""
+    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
+        """Around forward and backward of a microbatch. At its end it may vote.
+
+        Args:
+            index: of the microbatch.
+            weightless: whether its gradient counts as zero.
+        """
 
     @property
     def has_strayed(self) -> bool:

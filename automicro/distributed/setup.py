@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.distributed.collectives import CollectivesGuard, runs_collectives
@@ -19,7 +20,7 @@ from automicro.distributed.roll_call import RollCall
 from automicro.distributed.topology import plan_levels
 from automicro.distributed.votes import Votes
 from automicro.ranks import OneRank, Ranks
-from automicro.torch_private_distributed import default_store
+from automicro.torch_private_distributed import default_store, num_data_parallel
 
 TIMEOUT_SECONDS = 600.0
 
@@ -43,7 +44,12 @@ def coordinate(modules: Sequence[nn.Module], *, timeout_seconds: float = TIMEOUT
     if not is_parallel(modules):
         return OneRank()  # every rank trains a model of its own
     votes = Votes(open_exchange(timeout_seconds=timeout_seconds), roll_call=_roll_call())
-    return CoordinatedRanks(votes, find_guards(modules, votes))
+    guards = find_guards(modules, votes)
+    size = _data_parallel_size(modules)
+    if size is not None:
+        _refuse_uncovered(modules)
+    copies = votes.world_size // (size or 1)
+    return CoordinatedRanks(votes, guards, copies=copies)
 
 
 def is_parallel(modules: Sequence[nn.Module]) -> bool:
@@ -83,6 +89,45 @@ def find_guards(modules: Sequence[nn.Module], votes: Votes) -> list[Guard]:
     if communicates:
         guards.append(CollectivesGuard(modules, votes))
     return guards
+
+
+def _refuse_uncovered(modules: Sequence[nn.Module]) -> None:
+    covered = {
+        id(parameter)
+        for root in modules
+        for module in root.modules()
+        if isinstance(module, DistributedDataParallel)
+        for parameter in module.parameters()
+    }
+    for root in modules:
+        for name, parameter in root.named_parameters():
+            is_covered = id(parameter) in covered or isinstance(parameter, DTensor)
+            if parameter.requires_grad and not is_covered:
+                raise ValueError(
+                    f"the parameter {name!r} of {type(root).__name__} is in no wrapper, so its "
+                    "gradient would be another on every rank; wrap what it belongs to as well "
+                    "(a loss with parameters too), or freeze it with requires_grad_(False)"
+                )
+
+
+def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
+    """How many ranks have rows of their own; None where all work on the same rows.
+
+    Raises:
+        ValueError: ranks share statistics, and nothing averages their gradients.
+    """
+    everything = [each for root in modules for each in root.modules()]
+    if any(isinstance(each, DistributedDataParallel) for each in everything):
+        return dist.get_world_size()
+    sharded = [each for each in everything if isinstance(each, FSDPModule)]
+    if not sharded:
+        if not any(isinstance(p, DTensor) for root in modules for p in root.parameters()):
+            raise ValueError(
+                "the model has SyncBatchNorm and no wrapper, so its ranks share statistics and "
+                "not their gradients; wrap it in DistributedDataParallel"
+            )
+        return None
+    return max(num_data_parallel(each) for each in sharded)
 
 
 def open_exchange(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Exchange:

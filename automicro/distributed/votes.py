@@ -6,14 +6,14 @@ can meet. What a rank knows changes only after an exchange succeeded.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, Protocol
 
-from automicro.distributed.ballot import SLOTS, Ballot, failed, healthy
+from automicro.distributed.ballot import SLOTS, Ballot, failed, healthy, padded_highs
 from automicro.distributed.exchange import Exchange
 from automicro.distributed.roll_call import NoRollCall
 from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
-from automicro.ranks import Agreement, Proposal, Status
+from automicro.ranks import Agreement, Proposal, Report, Status
 
 
 class _RollCall(Protocol):
@@ -29,6 +29,7 @@ class Votes:
 
     Attributes:
         count: how many exchanges there were.
+        told: the highs of the exchange that ended the last attempt.
     """
 
     def __init__(self, exchange: Exchange, *, roll_call: _RollCall | None = None) -> None:
@@ -39,6 +40,7 @@ class Votes:
         self._roll_call = roll_call or NoRollCall()
         self._agreements = 0
         self._stopped: Status | None = None
+        self.told: tuple[float, ...] = ()
         self._broken: RankError | None = None
 
     @property
@@ -68,27 +70,67 @@ class Votes:
         point = f"agree on {names} for {'training' if proposal.training else 'evaluation'}"
         values = [float(proposal.denominators[name]) for name in names]
         own = healthy(point, self._agreements, flag=proposal.wants_to_stop)._replace(
-            max_rows=float(proposal.num_rows),
+            max_rows=float(proposal.largest),
             min_rows=float(proposal.num_rows),
             num_rows=float(proposal.num_rows),
             size=_proposed_size(proposal),
+            highs=padded_highs(
+                [proposal.num_batches, -math.inf if proposal.cost is None else proposal.cost]
+            ),
         )
-        together = self._require_well(self._send(own._replace(sums=_slots(values)), point))
-        sums = list(together.sums)
-        for start in range(SLOTS, len(values), SLOTS):
-            more = self._send(own._replace(sums=_slots(values[start:])), point)
-            sums += self._require_well(more).sums
+        together, sums = self._add_up(own, values, point)
         self._agreements += 1
         max_rows = int(together.max_rows)
         return Agreement(
-            world_size=self.world_size,
             microbatch_size=max(1, int(min(together.size, max_rows))),
             max_rows=max_rows,
             min_rows=int(together.min_rows),
             num_rows=int(together.num_rows),
             denominators=dict(zip(names, sums, strict=False)),
+            num_batches=int(together.highs[0]),
+            cost=together.highs[1] if together.highs[1] > -math.inf else None,
             stops=together.flag > 0,
         )
+
+    def commit(self, report: Report, *, flag: bool) -> tuple[bool, Report]:
+        """Say that this rank is ready to commit; whether any flag was raised, what all told.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        self._raise_stopped()
+        own = healthy("commit", self._agreements, flag=flag)._replace(
+            highs=padded_highs(report.highs)
+        )
+        together, sums = self._add_up(own, list(report.sums), "commit")
+        return together.flag > 0, Report(sums=sums, highs=together.highs)
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """As many values of every rank, added up over ranks.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        point = f"{len(values)} values to add up"
+        return self._add_up(healthy(point, self._agreements), list(values), point)[1]
+
+    def most(self, value: float) -> float:
+        """The highest value of any rank.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        point = "the highest of a value"
+        own = healthy(point, self._agreements)._replace(highs=padded_highs([value]))
+        return self._require_well(self._send(own, point)).highs[0]
+
+    def _add_up(self, own: Ballot, values: list[float], point: str) -> tuple[Ballot, list[float]]:
+        together = self._require_well(self._send(own._replace(sums=_slots(values)), point))
+        sums = list(together.sums)
+        for start in range(SLOTS, len(values), SLOTS):
+            more = self._send(own._replace(sums=_slots(values[start:])), point)
+            sums += self._require_well(more).sums
+        return together, sums[: len(values)]
 
     def from_first(self, values: Iterable[float]) -> list[float]:
         """Rank 0's values on every rank, at most as many as one ballot carries.
@@ -109,14 +151,15 @@ class Votes:
         """Forget what a vote told: the attempt that it ended is dealt with."""
         self._stopped = None
 
-    def report(self, status: Status) -> Status:
+    def report(self, status: Status, highs: Sequence[float] = ()) -> Status:
         """Tell, once per failure, that this rank is not well; what all found together.
 
         Raises:
             PeerLostError: a peer is gone.
         """
         if self._stopped is None:
-            self._stopped = self._send(failed(status, self.rank), "a failure").means
+            together = self._send(failed(status, self.rank, highs=highs), "a failure")
+            self._stopped, self.told = together.means, together.highs
         return self._stopped
 
     def explain(self, reason: str | None) -> str:
@@ -145,7 +188,7 @@ class Votes:
 
     def _require_well(self, together: Ballot) -> Ballot:
         if together.means is not Status.OK:
-            self._stopped = together.means
+            self._stopped, self.told = together.means, together.highs
             self._raise_stopped()
         return together
 
@@ -189,7 +232,7 @@ class Votes:
 
 def _proposed_size(proposal: Proposal) -> float:
     # Whose whole batch fits says nothing about larger ones.
-    fits = proposal.microbatch_size >= proposal.num_rows
+    fits = proposal.microbatch_size >= proposal.largest
     return math.inf if fits else float(proposal.microbatch_size)
 
 

@@ -79,6 +79,7 @@ class Callbacks:
                     f"callbacks holds {callback!r} (a {kind}), which is no automicro.Callback; "
                     "pass instances of subclasses of it"
                 )
+            _refuse_foreign_events(callback)
         self._listeners: dict[str, list[tuple[Callback, Callable[..., Any]]]] = {
             event: [
                 (callback, getattr(callback, event))
@@ -146,3 +147,19 @@ class Callbacks:
             self.fire(event, run, subject)
 
         return observe
+
+
+def _refuse_foreign_events(callback: Callback) -> None:
+    """Refuse methods named as other trainers name their events, which nobody would call.
+
+    Raises:
+        ValueError: there are such.
+    """
+    for name in dir(type(callback)):
+        event = name.removeprefix("on_").replace("train_batch", "batch").replace("step", "batch")
+        event = event.replace("train_epoch", "epoch").replace("begin", "start")
+        if name.startswith("on_") and event in EVENTS and callable(getattr(callback, name)):
+            raise ValueError(
+                f"{type(callback).__name__}.{name} would never be called: the event is called "
+                f"{event}; rename the method"
+            )

@@ -33,6 +33,8 @@ class Run:
         max_duration: Duration,
         evaluations: Sequence[str],
         make_microbatcher: Callable[..., Microbatcher],
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._state = read_only(state)
         self._model = model
@@ -42,6 +44,8 @@ class Run:
         self._max_duration = max_duration
         self._evaluations = tuple(evaluations)
         self._make_microbatcher = make_microbatcher
+        self._rank = rank
+        self._world_size = world_size
         self._logged: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
         self._stop_reason: str | None = None
@@ -71,6 +75,16 @@ class Run:
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._device
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0. Callbacks run on all ranks, loggers on rank 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train the model."""
+        return self._world_size
 
     @property
     def max_duration(self) -> Duration:

@@ -172,7 +172,10 @@ def _plain_parts(tensor: Any) -> list[torch.Tensor]:
         return []
     if is_wrapper(type(tensor)):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        # A DTensor names its mesh among them.
+        tensors = [each for each in inner if isinstance(each, torch.Tensor)]
+        return [part for each in tensors for part in _plain_parts(each)]
     if tensor.layout is torch.sparse_coo:
         return sparse_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from automicro.memory import active_budget
 from automicro.memory.counting import CountingMode
+from automicro.optimization.sharded import local
 from automicro.torch_private import FakeTensorMode, forget_step_hooks
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def _stand_in(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
     stand_ins = []
     for parameter in group["params"]:
         if id(parameter) in wanted:
-            value = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            value = torch.zeros(local(parameter).shape, dtype=parameter.dtype)
             stand_ins.append(nn.Parameter(value, requires_grad=parameter.requires_grad))
             stand_ins[-1].grad = torch.zeros_like(value)
     changes: dict[str, Any] = {"params": stand_ins}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from automicro.optimization.once import run_once
+from automicro.optimization.sharded import has_shards
+from automicro.ranks import OneRank, Ranks
 
 
 class GradientScaler:
@@ -34,12 +36,20 @@ class GradientScaler:
         init_scale: the first scale; it is halved after each step in which a gradient overflowed,
             and doubled after ``growth_interval`` steps in a row without.
         growth_interval: steps.
+        ranks: that train together. Whether a gradient overflowed is known to all that share it;
+            where gradients are sharded, one that fails here has to tell the others.
     """
 
     def __init__(
-        self, device: torch.device, *, init_scale: float = 2.0**16, growth_interval: int = 2000
+        self,
+        device: torch.device,
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        ranks: Ranks | None = None,
     ) -> None:
         self._device = device
+        self._ranks = ranks or OneRank()
         self._scaler = torch.amp.GradScaler(
             device.type, init_scale=init_scale, growth_interval=growth_interval
         )
@@ -67,6 +77,9 @@ class GradientScaler:
         """
         if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
             return
+        is_sharded = has_shards(p for group in optimizer.param_groups for p in group["params"])
+        if is_sharded:
+            self._ranks.ready("dividing the gradient by the loss scale")
         try:
             run_once(
                 lambda: self._scaler.unscale_(optimizer),

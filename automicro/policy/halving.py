@@ -19,6 +19,7 @@ from automicro.policy.thrash import Thrash
 
 logger = logging.getLogger(__name__)
 
+FLAGS = ("_trusts_prediction", "_has_probed", "_may_double", "_has_failed")
 # What a state replaces; the rest are settings, and those of the run count.
 LEARNED = (
     "_start",
@@ -28,10 +29,7 @@ LEARNED = (
     "_thrash",
     "_ceiling",
     "_room",
-    "_trusts_prediction",
-    "_has_probed",
-    "_may_double",
-    "_has_failed",
+    *FLAGS,
 )
 
 
@@ -51,7 +49,7 @@ class Halving:
     - A size at which the allocator had to try again is given up for a smaller one that is
       measured faster.
 
-    ``Halving(refine=False, grow=False)`` only halves, which is Composer's rule.
+    ``Halving(refine=False, grow=False)`` only halves, as Composer does, but in balanced slices.
 
     Args:
         initial: rows to start from instead of the whole batch.
@@ -203,8 +201,13 @@ class Halving:
             bound = most if self._patience.is_calm else min(most, halfway)
             if following <= min(exact, bound) and self._cut(num_rows, cost, following) > size:
                 return following, False
-            if self._cut(num_rows, cost, most) > size and self._lacks_a_chord(cost, size):
-                return self._cut(num_rows, cost, -(-size // 2)), True
+            if self._cut(num_rows, cost, most) > size and self._lacks_a_chord(cost):
+                smaller = self._cut(num_rows, cost, -(-size // 2))
+                if self._multiple_of <= smaller < size:
+                    return smaller, True
+                # Nothing smaller to measure; one trial of twice as many if nothing is against it.
+                if fails is None and not self._thrash.is_pressed:
+                    return max(size, self._cut(num_rows, cost, 2 * size)), False
         elif self._may_double:
             return max(size, self._cut(num_rows, cost, min(most, 2 * known))), False
         return size, False
@@ -247,14 +250,14 @@ class Halving:
             return None
         return self._peaks.most_rows(cost=cost, room=self._room, error=error)
 
-    def _lacks_a_chord(self, cost: float, size: int) -> bool:
+    def _lacks_a_chord(self, cost: float) -> bool:
         """Whether a smaller microbatch would tell more than the one that was measured.
 
         With one peak, what rows need cannot be told from what every size needs (gradients,
         workspaces), and larger sizes seem not to fit. One batch in more microbatches is enough,
         and cannot fail.
         """
-        return size > 1 and not self._has_probed and not self._peaks.has_chord(cost)
+        return not self._has_probed and not self._peaks.has_chord(cost)
 
     def _record_fit(self, outcome: Outcome, cost: float) -> None:
         rows = outcome.microbatch_size
@@ -341,12 +344,7 @@ class Halving:
                 "thrash": self._thrash.state_dict(),
                 "ceiling": self._ceiling,
                 "room": self._room,
-                "flags": [
-                    self._trusts_prediction,
-                    self._has_probed,
-                    self._may_double,
-                    self._has_failed,
-                ],
+                "flags": [getattr(self, name) for name in FLAGS],
             },
         }
 
@@ -393,10 +391,5 @@ class Halving:
         self._patience = Patience.from_state(learned["patience"])
         self._thrash = Thrash.from_state(learned["thrash"])
         self._ceiling, self._room = learned["ceiling"], learned["room"]
-        flags = [bool(flag) for flag in learned["flags"]]
-        (
-            self._trusts_prediction,
-            self._has_probed,
-            self._may_double,
-            self._has_failed,
-        ) = flags
+        for name, flag in zip(FLAGS, learned["flags"], strict=True):
+            setattr(self, name, bool(flag))

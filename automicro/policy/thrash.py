@@ -34,6 +34,7 @@ class Thrash:
 
     def __init__(self) -> None:
         self.most_elements: float | None = None
+        self.is_pressed = False  # whether the last attempt that fitted had retries
         self._kept: float | None = None
         self._elements = 0.0
         self._before: list[float] = []
@@ -57,6 +58,7 @@ class Thrash:
             retries: of the allocator.
             smaller: rows × cost of the next smaller microbatch, None where there is none.
         """
+        self.is_pressed = retries > 0
         if self._trial is not None:
             assert self.most_elements is not None
             if elements <= self.most_elements * (1 + 1e-9):
@@ -96,6 +98,7 @@ class Thrash:
             "trial": None if self._trial is None else list(self._trial),
             "pause": self._pause,
             "ignored": self._ignored,
+            "pressed": self.is_pressed,
         }
 
     @classmethod
@@ -106,4 +109,5 @@ class Thrash:
         thrash._elements, thrash._before = state["elements"], list(state["before"])
         thrash._trial = None if state["trial"] is None else list(state["trial"])
         thrash._pause, thrash._ignored = int(state["pause"]), int(state["ignored"])
+        thrash.is_pressed = bool(state.get("pressed", False))
         return thrash

@@ -37,7 +37,7 @@ class SizeMemory:
         self._writes = writes
         self.recalled = cache.find(key)
         """What an earlier run found, None where there was none."""
-        self._written = None if self.recalled is None else self.recalled.microbatch_size
+        self._written = None if self.recalled is None else self._content(self.recalled)
 
     @property
     def varies(self) -> bool:
@@ -64,7 +64,12 @@ class SizeMemory:
             size: what the batch used.
             rows: of the batch.
         """
-        if rows != self._key.rows or size.microbatch_size == self._written or not self._writes:
+        content = self._content(size)
+        if rows != self._key.rows or content == self._written or not self._writes:
             return
-        self._written = size.microbatch_size
+        self._written = content
         self._cache.remember(self._key, size)
+
+    def _content(self, size: RememberedSize) -> tuple[int, float | None]:
+        """What makes two sizes the same: where lengths vary, as many rows may be longer ones."""
+        return size.microbatch_size, size.cost_per_row if self.varies else None

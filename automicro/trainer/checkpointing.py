@@ -1,23 +1,26 @@
 """When checkpoints are saved, and going on from one."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from automicro.checkpoints import (
+    ALONE,
     CheckpointConfig,
     CheckpointStore,
     FoundCheckpoint,
     OpenedCheckpoint,
-    open_checkpoint,
+    Peers,
 )
 from automicro.duration import Duration
-from automicro.errors import CheckpointError, CheckpointWarning
+from automicro.errors import CheckpointError, CheckpointWarning, RankError
 from automicro.events import Callbacks, LoopState, Run
 from automicro.trainer.interval import Interval
 from automicro.trainer.progress import Progress
 from automicro.trainer.snapshot import Snapshot
+from automicro.trainer.world_change import describe_change
 from automicro.transfer import on_host
 from automicro.warn import warn
 
@@ -51,10 +54,18 @@ class Checkpointer:
         snapshot: gathers and puts back the run.
         callbacks: told of it.
         run: what asks for a checkpoint, and has the metrics.
+        peers: all ranks, each of which has a checkpointer of its own and calls the same methods
+            at the same points.
     """
 
     def __init__(
-        self, config: CheckpointConfig, snapshot: Snapshot, *, callbacks: Callbacks, run: Run
+        self,
+        config: CheckpointConfig,
+        snapshot: Snapshot,
+        *,
+        callbacks: Callbacks,
+        run: Run,
+        peers: Peers = ALONE,
     ) -> None:
         self._config = config
         self._snapshot = snapshot
@@ -63,7 +74,8 @@ class Checkpointer:
         self._interval = Interval(
             None if config.interval is None else Duration.parse(config.interval)
         )
-        self._store = CheckpointStore.of(config)
+        self._store = CheckpointStore.of(config, peers=peers)
+        self._world_size = peers.world_size
         self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
 
     def saved_in(self, state: LoopState) -> Path | None:
@@ -86,18 +98,20 @@ class Checkpointer:
             opened = self._open()
         if opened is None:
             return None
-        self._snapshot.compare(opened)
-        saved = self._snapshot.restore(opened)
+        self._store.together(partial(self._snapshot.compare, opened))
+        saved = self._store.together(partial(self._snapshot.restore, opened))
         self._interval.catch_up(state)
         # One of another folder is saved here, too, even if there is nothing left to train.
         if self._is_here(opened.path):
             self._saved_at = (state.batch, state.epoch)
         progress.line(f"resumed from {opened.path}, after batch {state.batch}")
+        if opened.world_size != self._world_size:
+            progress.line(describe_change(was=opened.world_size, now=self._world_size))
         return saved
 
     def _open(self) -> OpenedCheckpoint | None:
         chosen = self._choose()
-        return None if chosen is None else open_checkpoint(chosen)
+        return None if chosen is None else self._store.open(chosen)
 
     def _choose(self) -> FoundCheckpoint | Path | None:
         """The newest of this run's own folder, else the one that was asked for.
@@ -127,7 +141,8 @@ class Checkpointer:
         Raises:
             CheckpointError: something of the run has a state that cannot be saved.
         """
-        self._snapshot.rehearse()
+        with on_host():  # where random numbers lie
+            self._snapshot.rehearse()
 
     def save(
         self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
@@ -141,8 +156,7 @@ class Checkpointer:
         """
         if self._saved_at == (state.batch, state.epoch):
             return
-        self._callbacks.fire("checkpoint_start", self._run)
-        snapshot = self._snapshot.gather()
+        snapshot = self._store.together(self._gather)
         try:
             with on_host():  # where copies of the background lie
                 path = self._write(snapshot, step=state.batch, metrics=metrics)
@@ -155,16 +169,21 @@ class Checkpointer:
         progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
         self._callbacks.fire("checkpoint_end", self._run, path)
 
+    def _gather(self) -> dict[str, Any]:
+        self._callbacks.fire("checkpoint_start", self._run)
+        return self._snapshot.gather()
+
     def _write(self, snapshot: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> Path:
+        own = self._snapshot.own(snapshot)
         if self._config.asynchronous:
-            self._store.save_async(snapshot, step=step, metrics=metrics)
+            self._store.save_async(snapshot, step=step, metrics=metrics, own=own)
             return self._store.folder
-        return self._store.save(snapshot, step=step, metrics=metrics)
+        return self._store.save(snapshot, step=step, metrics=metrics, own=own)
 
     def finish(self) -> None:
         """Wait for what is written in the background; a failure is a warning."""
         try:
             self._store.wait()
-        except CheckpointError as error:
+        except (CheckpointError, RankError) as error:
             self._saved_at = None
             warn(f"the last checkpoint was not written: {error}", CheckpointWarning)

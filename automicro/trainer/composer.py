@@ -67,7 +67,6 @@ def _none(hint: str) -> Counterpart:
     return Counterpart(hint=hint)
 
 
-_ONE_DEVICE = _none("training on several devices is not there yet")
 _LOAD_YOURSELF = _none(
     'load the weights into the model before: `load_checkpoint(path, into={"modules": '
     "[model.state_dict()]})`"
@@ -129,11 +128,17 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     ),
     "save_metrics": _ours("checkpoint", "the values of the evaluation are always saved with it"),
     "autoresume": _ours("checkpoint", '`CheckpointConfig(resume="auto")`, which is the default'),
-    "parallelism_config": _ONE_DEVICE,
-    "fsdp_config": _ONE_DEVICE,
-    "deepspeed_config": _ONE_DEVICE,
-    "dist_timeout": _ONE_DEVICE,
-    "ddp_sync_strategy": _ONE_DEVICE,
+    "parallelism_config": _ours(
+        "parallel",
+        '`"ddp"` or `"fsdp"` (`fully_shard`), started by torchrun; a model that is wrapped already '
+        "is taken as it is",
+    ),
+    "fsdp_config": _ours(
+        "parallel", '`"fsdp"` shards repeated blocks; for anything else call `fully_shard` yourself'
+    ),
+    "deepspeed_config": _none('use `parallel="fsdp"`'),
+    "dist_timeout": _none("votes have a timeout of their own; errors reach all ranks in seconds"),
+    "ddp_sync_strategy": _none("gradients are reduced once per batch"),
     "device": _ours("device", '`"gpu"` is `"cuda"`, or leave it `"auto"`'),
     "precision": _ours("precision", '`"amp_bf16"` is `"bf16"`, `"amp_fp16"` is `"fp16"`'),
     "precision_config": _none("there is no 8-bit precision"),

@@ -20,8 +20,8 @@ class TrainerConfig:
     eval_interval: str | None = "1ep"
     accumulate_batches: int = 1
     batch_layout: Any = 0
-    microbatch_size: int | str | None = "auto"
-    eval_microbatch_size: int | str | None = "auto"
+    microbatch_size: Any = "auto"
+    eval_microbatch_size: Any = "auto"
     strict_divisible: bool = False
     memory_limit: int | float | str | None = None
     loss_average: Any = "auto"
@@ -35,6 +35,7 @@ class TrainerConfig:
     channels_last: bool = False
     compile: Any = False
     deterministic: bool = False
+    parallel: str | None = None
     device: str = "auto"
     seed: int | None = None
     progress: bool = True

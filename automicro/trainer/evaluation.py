@@ -1,5 +1,6 @@
 """One pass over the data in evaluation mode."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ import torch
 from automicro.duration import Duration, read_duration
 from automicro.events import Callbacks, PhaseState, Run
 from automicro.microbatcher import Microbatcher
+from automicro.ranks import Ranks
 from automicro.results import EvalResult
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.interval import Interval
@@ -24,6 +26,7 @@ from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.session import noting
+from automicro.trainer.together import of_all_ranks, ranks_of, telling_once
 from automicro.weighting import LossMean
 
 
@@ -108,7 +111,7 @@ class Evaluation:
         recorder: Recorder,
         run: Run,
         where: str = "",
-        is_stopped: Callable[[], bool] | None = None,
+        is_stopped: Callable[[Ranks], bool] | None = None,
     ) -> dict[str, float] | None:
         """Pass over the data once; the values go into the phase, too.
 
@@ -132,7 +135,8 @@ class Evaluation:
         values = None
         try:
             callbacks.fire("eval_start", run)
-            found = self._pass(phase, progress, callbacks, run, is_stopped)
+            with telling_once(ranks_of(self.microbatcher)):
+                found = self._pass(phase, progress, callbacks, run, is_stopped)
             if found is None:
                 recorder.forget()
                 return None
@@ -159,20 +163,25 @@ class Evaluation:
         progress: Progress,
         callbacks: Callbacks,
         run: Run,
-        is_stopped: Callable[[], bool] | None,
+        is_stopped: Callable[[Ranks], bool] | None,
     ) -> tuple[dict[str, float], int, EvalResult] | None:
         """The values, the rows, and the result of the last batch; None if it was broken off."""
         self._metrics.reset()
         losses = LossMean()
+        ranks = ranks_of(self.microbatcher)
         samples = batches = 0
         result: EvalResult | None = None
         of = f" of {self.name!r}" if self.name else ""
         with noting(lambda: f"in evaluation{of}, batch {batches + 1} of the pass"):
-            for batch in self._batches():
-                if is_stopped is not None and is_stopped():
+            for batch in self._batches(has_peers=ranks.world_size > 1):
+                if is_stopped is not None and is_stopped(ranks):
                     return None
-                callbacks.fire("eval_batch_start", run, batch)
-                result = self.microbatcher.evaluate(batch, self._metrics.metrics)
+                if batch is not None:
+                    callbacks.fire("eval_batch_start", run, batch)
+                this = self.microbatcher.evaluate(batch, self._metrics.metrics)
+                if batch is None and this.num_global_samples == 0:
+                    break  # no rank has rows left
+                result = this
                 phase.count(result)
                 if result.recalled_size is not None:
                     progress.line(remembered_line("eval", result.recalled_size))
@@ -180,18 +189,24 @@ class Evaluation:
                     progress.line(recovery_line("eval", result))
                 if result.loss is not None:
                     losses.add(result.loss, result.losses, result.denominators)
-                samples += result.num_samples
+                samples += result.num_global_samples
                 batches += 1
-                callbacks.fire("eval_batch_end", run, result)
-                done = f"evaluating{of}: {count_of(batches, 'batch')} done"
+                if batch is not None:
+                    callbacks.fire("eval_batch_end", run, result)
+                done = f"evaluating{of.removeprefix(' of')}: {count_of(batches, 'batch')} done"
                 progress.status(lambda done=done: done)  # type: ignore[misc]
-            values = losses.compute() | self._metrics.compute()
+            total = LossMean()
+            for each in of_all_ranks(ranks, losses, "the losses of an evaluation"):
+                total.merge(each)
+            values = total.compute() | self._metrics.compute()
         assert result is not None
         return values, samples, result
 
-    def _batches(self) -> Any:
+    def _batches(self, *, has_peers: bool) -> Iterator[Any]:
         batches = fetch(self._evaluator.dataloader, self._loader_name)
-        return itertools.islice(batches, self._evaluator.max_batches)
+        own = itertools.islice(batches, self._evaluator.max_batches)
+        # Who has no rows left takes part until nobody has.
+        return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
 
 class EvaluationFactory:
@@ -204,6 +219,7 @@ class EvaluationFactory:
         eval_microbatch_size: the same.
         interval: the same.
         device: where metrics lie.
+        share: gives this rank its part of a loader.
     """
 
     def __init__(
@@ -215,6 +231,7 @@ class EvaluationFactory:
         eval_microbatch_size: Any,
         interval: Duration | None,
         device: torch.device,
+        share: Callable[..., Any],
     ) -> None:
         self._microbatcher = microbatcher
         self._make_microbatcher = make_microbatcher
@@ -222,6 +239,7 @@ class EvaluationFactory:
         self._size = eval_microbatch_size
         self._interval = interval
         self._device = device
+        self._share = share
 
     def make_all(
         self, evaluators: Mapping[str, Evaluator], *, loader_name: str = "eval_dataloader"
@@ -249,9 +267,10 @@ class EvaluationFactory:
             given = evaluator.interval
             interval = None if given is None else read_duration("interval", given)
         metrics = self._metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
+        loader = self._share(evaluator.dataloader, loader_name, is_evaluated=True)
         return Evaluation(
             name,
-            evaluator,
+            dataclasses.replace(evaluator, dataloader=loader),
             microbatcher,
             MetricSet(metrics, self._device),
             interval=interval,

@@ -6,10 +6,12 @@ from typing import Any
 from automicro.checkpoints import restore_rng_state, rng_state
 from automicro.duration import Unit
 from automicro.events import Callbacks, LoopState, Run
+from automicro.ranks import Ranks
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.lines import position
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
+from automicro.trainer.together import ranks_of
 
 
 class EvaluationPlan:
@@ -69,7 +71,7 @@ class EvaluationPlan:
         """Whether a value is of an evaluation that has not seen the model as it is."""
         return any(each.gives(name) and not self._is_done(each) for each in self._evaluations)
 
-    def run_due(self, progress: Progress, is_stopped: Callable[[], bool]) -> None:
+    def run_due(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
         """Evaluate where an interval was reached.
 
         Args:
@@ -81,7 +83,7 @@ class EvaluationPlan:
             if evaluation.interval.is_pending(self._state):
                 self._evaluate(evaluation, progress, is_stopped)
 
-    def run_at_end(self, progress: Progress, is_stopped: Callable[[], bool]) -> None:
+    def run_at_end(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
         """Evaluate at the end of training, with all that do so in the middle of it."""
         for evaluation in filter(_happens_at_end, self._evaluations):
             self._evaluate(evaluation, progress, is_stopped)
@@ -105,11 +107,11 @@ class EvaluationPlan:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch
 
     def _evaluate(
-        self, evaluation: Evaluation, progress: Progress, is_stopped: Callable[[], bool]
+        self, evaluation: Evaluation, progress: Progress, is_stopped: Callable[[Ranks], bool]
     ) -> None:
         """Evaluate, unless that was done for this very batch."""
         if not self._is_done(evaluation):
-            if is_stopped():
+            if is_stopped(ranks_of(evaluation.microbatcher)):
                 return
             here = rng_state()  # a loader draws some, and training must not depend on that
             values = evaluation.run(

@@ -1,25 +1,16 @@
 """One call of `Trainer.fit`: going on from a checkpoint, the loop, and a proper end."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
-
-from automicro.checkpoints import CheckpointConfig
-from automicro.events import Callbacks, LoopState, Run
+from automicro.events import LoopState, Run
 from automicro.memory import peak_bytes, reset_peak
+from automicro.ranks import Ranks
 from automicro.trainer.checkpointing import Checkpointer
 from automicro.trainer.clock import TimeLimit
-from automicro.trainer.evaluation import Evaluation
-from automicro.trainer.evaluation_plan import EvaluationPlan
-from automicro.trainer.feed import Feed
-from automicro.trainer.interruption import catching_signals
+from automicro.trainer.interruption import Interruption, catching_signals, say_on_stderr
 from automicro.trainer.lines import RunSettings, count_of
-from automicro.trainer.loading import num_batches
 from automicro.trainer.loop import FitLoop
-from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
-from automicro.trainer.snapshot import HOST_PART, Part, Snapshot, restore_random_numbers
+from automicro.trainer.snapshot import restore_random_numbers
 from automicro.trainer.step import TrainingStep
 from automicro.trainer.summary import TIME_IS_OVER, FitSummary, summarize
 
@@ -33,6 +24,7 @@ class Fit:
         state: where training stands.
         run: as callbacks see it.
         recorder: logs the numbers.
+        ranks: all that train the model.
         checkpointer: saves and resumes; None for no checkpoints.
         max_seconds: how long one call may take; None for as long as it takes.
         settings: what runs, for the first line and for the loggers.
@@ -46,6 +38,7 @@ class Fit:
         state: LoopState,
         run: Run,
         recorder: Recorder,
+        ranks: Ranks,
         checkpointer: Checkpointer | None,
         max_seconds: float | None,
         settings: RunSettings,
@@ -55,6 +48,7 @@ class Fit:
         self._state = state
         self._run = run
         self._recorder = recorder
+        self._ranks = ranks
         self._checkpointer = checkpointer
         self._max_seconds = max_seconds
         self._settings = settings
@@ -80,27 +74,7 @@ class Fit:
             SystemExit: SIGTERM, the same.
         """
         state = self._state
-        reset_peak(self._run.device)
-        self._run.resume()
-        self._step.clear_gradients()  # an interrupted fit leaves those of its last batch
-        progress.line(self._settings.line(self.loop.num_batches))
-        resume_step = self._resume(progress)
-        if not self._run.model.training:
-            self._run.model.train()
-        time_limit, first = TimeLimit(self._max_seconds), state.batch
-        try:
-            self._recorder.start(self._settings.values(), resume_step=resume_step)
-            with catching_signals(saves=self._checkpointer is not None) as interruption:
-
-                def is_stopped() -> bool:
-                    has_trained = state.batch > first  # a batch at least, however late it is
-                    return interruption.name is not None or (has_trained and time_limit.is_over)
-
-                self.loop.run(progress, is_stopped)
-        finally:
-            self._recorder.close()
-            if self._checkpointer is not None:
-                self._checkpointer.finish()
+        interruption = self._train(progress)
         if interruption.name is not None:
             where = f"after batch {state.batch}"
             folder = None if self._checkpointer is None else self._checkpointer.saved_in(state)
@@ -112,10 +86,44 @@ class Fit:
         if reason is not None:
             progress.line(f"training stopped: {reason}")
         summary = summarize(
-            state, stop_reason=reason, peak_memory_bytes=peak_bytes(self._run.device)
+            state,
+            stop_reason=reason,
+            peak_memory_bytes=peak_bytes(self._run.device),
+            num_devices=self._ranks.world_size,
         )
         progress.line(f"\n{summary}")
         return summary
+
+    def _train(self, progress: Progress) -> Interruption:
+        """Go on until the end, or until any rank is asked to stop; what asked for it."""
+        state = self._state
+        reset_peak(self._run.device)
+        self._run.resume()
+        self._step.clear_gradients()  # an interrupted fit leaves those of its last batch
+        progress.line(self._settings.line(self.loop.num_batches))
+        resume_step = self._resume(progress)
+        if not self._run.model.training:
+            self._run.model.train()
+        time_limit, first = TimeLimit(self._max_seconds), state.batch
+        try:
+            self._recorder.start(self._settings.values(), resume_step=resume_step)
+            with catching_signals(
+                saves=self._checkpointer is not None,
+                has_peers=self._ranks.world_size > 1,
+                say=say_on_stderr if self._run.rank == 0 else _say_nothing,
+            ) as interruption:
+
+                def wants_to_stop() -> bool:
+                    has_trained = state.batch > first  # a batch at least, however late it is
+                    return interruption.name is not None or (has_trained and time_limit.is_over)
+
+                self.loop.run(progress, wants_to_stop)
+                interruption.take_note_of_peers(self._ranks)
+        finally:
+            self._recorder.close()
+            if self._checkpointer is not None:
+                self._checkpointer.finish()
+        return interruption
 
     def _resume(self, progress: Progress) -> int | None:
         """Go on from a checkpoint where training has not begun; the batches done before."""
@@ -131,74 +139,5 @@ class Fit:
         return self._state.batch
 
 
-def assemble_fit(
-    loader: Iterable[Any],
-    *,
-    step: TrainingStep,
-    parts: Mapping[str, Part | None],
-    state: LoopState,
-    run: Run,
-    callbacks: Callbacks,
-    recorder: Recorder,
-    evaluations: Sequence[Evaluation],
-    metrics: MetricSet,
-    accumulate_batches: int,
-    checkpoint: CheckpointConfig | None,
-    max_seconds: float | None,
-    settings: RunSettings,
-) -> Fit:
-    """Put together what trains: data, loop, checkpoints.
-
-    Args:
-        loader: of the data to train on.
-        step: trains on one optimization batch.
-        parts: what has a state to be saved besides model, optimizer, data and progress, by name.
-        state: where training stands.
-        run: as callbacks see it.
-        callbacks: told of every event.
-        recorder: logs the numbers.
-        evaluations: what to evaluate on.
-        metrics: of training.
-        accumulate_batches: how many of the loader's make up an optimization batch.
-        checkpoint: where and how often to save; None for never.
-        max_seconds: how long one call may take; None for as long as it takes.
-        settings: what runs.
-    """
-    feed = Feed(loader, "train_dataloader")
-    plan = EvaluationPlan(evaluations, state=state, callbacks=callbacks, recorder=recorder, run=run)
-    checkpointer = None
-    if checkpoint is not None:
-        sizes = {f"sizes of {each.name}": each.microbatcher for each in evaluations if each.name}
-        kept = {f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations}
-        saved = {**parts, **sizes, **kept, "evaluations": plan, HOST_PART: feed}
-        snapshot = Snapshot(
-            run,
-            parts={name: part for name, part in saved.items() if part is not None},
-            callbacks=callbacks,
-            state=state,
-        )
-        checkpointer = Checkpointer(checkpoint, snapshot, callbacks=callbacks, run=run)
-    loop = FitLoop(
-        step,
-        feed,
-        count_batches=partial(num_batches, loader),
-        accumulate_batches=accumulate_batches,
-        evaluations=plan,
-        metrics=metrics,
-        state=state,
-        callbacks=callbacks,
-        run=run,
-        recorder=recorder,
-        checkpointer=checkpointer,
-        best_metric=checkpoint.best_metric if checkpoint and checkpoint.keep_best else None,
-    )
-    return Fit(
-        loop,
-        step=step,
-        state=state,
-        run=run,
-        recorder=recorder,
-        checkpointer=checkpointer,
-        max_seconds=max_seconds,
-        settings=settings,
-    )
+def _say_nothing(line: str) -> None:
+    """One rank speaks for all."""

@@ -5,12 +5,19 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from automicro.ranks import Ranks
+
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+STOPPED = ": stopped "
+"""What a note has that tells of an end in order."""
+
+_ONE_SIGNAL_SECONDS = 1.0
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _AGAIN = {
@@ -46,6 +53,17 @@ class Interruption:
         if self._first is None:
             self._first = signal.Signals(number)
 
+    def take_note_of_peers(self, ranks: Ranks) -> None:
+        """Take what another rank was asked for as one's own. All ranks call it.
+
+        Args:
+            ranks: all that train the model.
+        """
+        asked = ranks.add_up([float(self._first is number) for number in _NAMES])
+        for number, count in zip(_NAMES, asked, strict=True):
+            if count > 0:
+                self.take_note(number)
+
     def describe(self, *, where: str, checkpoint: Path | str | None = None) -> str:
         """One line on how the run ended.
 
@@ -59,7 +77,7 @@ class Interruption:
         'SIGTERM: stopped after batch 12, saved in runs/a/00003-step-12'
         """
         saved = "without a checkpoint" if checkpoint is None else f"saved in {checkpoint}"
-        return f"{self.name}: stopped {where}, {saved}"
+        return f"{self.name}{STOPPED}{where}, {saved}"
 
     def raise_if_interrupted(self, *, where: str, checkpoint: Path | str | None = None) -> None:
         """End the program as the signal would have, now that all is in order.
@@ -97,7 +115,10 @@ def say_on_stderr(line: str) -> None:
 
 @contextlib.contextmanager
 def catching_signals(
-    *, saves: bool = False, say: Callable[[str], None] = say_on_stderr
+    *,
+    saves: bool = False,
+    has_peers: bool = False,
+    say: Callable[[str], None] = say_on_stderr,
 ) -> Iterator[Interruption]:
     """Take note of the first Ctrl-C and the first SIGTERM, and let the second stop the run.
 
@@ -108,6 +129,8 @@ def catching_signals(
 
     Args:
         saves: whether a checkpoint is saved before the run ends, to say so.
+        has_peers: whether torchrun may have started this process: it hands on a Ctrl-C that a
+            terminal has sent to all processes already, so what comes within a second is one.
         say: is called from the signal handler, with one line.
 
     Yields:
@@ -128,27 +151,34 @@ def catching_signals(
             before = signal.getsignal(number)
             if before is None or before is signal.SIG_IGN:
                 continue
-            handler = _handler(interruption, before, saves=saves, say=say)
+            handler = _handler(interruption, before, saves=saves, has_peers=has_peers, say=say)
             stack.callback(_put_back, number, handler, before)
             signal.signal(number, handler)
         yield interruption
 
 
 def _handler(
-    interruption: Interruption, before: Any, *, saves: bool, say: Callable[[str], None]
+    interruption: Interruption,
+    before: Any,
+    *,
+    saves: bool,
+    has_peers: bool,
+    say: Callable[[str], None],
 ) -> Callable[[int, FrameType | None], None]:
     owner = os.getpid()
     is_callers_own = callable(before) and before is not signal.default_int_handler
-    has_come = False
+    came_at: float | None = None
 
     def take_note(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
+        nonlocal came_at
         if os.getpid() != owner:
             _behave_as_a_worker(number)
             return
-        if has_come:
+        if came_at is not None:
+            if has_peers and time.monotonic() - came_at < _ONE_SIGNAL_SECONDS:
+                return
             _stop(number)
-        has_come = True
+        came_at = time.monotonic()
         interruption.take_note(number)
         then = "saving" if saves else "stopping"
         known = signal.Signals(number)

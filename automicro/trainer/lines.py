@@ -65,6 +65,7 @@ class RunSettings:
     policies: tuple[Policy, Policy]
     model: nn.Module
     max_duration: Duration
+    parallel: str | None = None
 
     def line(self, num_batches: int | None) -> str:
         """For people, with the batches of an epoch where they are known."""
@@ -78,6 +79,8 @@ class RunSettings:
             describe_parameters(self.model.parameters()),
             f"max_duration {self.max_duration}",
         ]
+        if self.parallel is not None:
+            parts.insert(1, self.parallel)
         if num_batches is not None:
             parts.append(f"{count_of(num_batches, 'batch')} per epoch")
         return " · ".join(parts)
@@ -94,6 +97,7 @@ class RunSettings:
             "model": type(self.model).__name__,
             "max_duration": str(self.max_duration),
             "torch": str(torch.__version__),
+            **({} if self.parallel is None else {"parallel": self.parallel}),
         }
 
 
@@ -128,6 +132,7 @@ def batch_line(
     device: torch.device,
     speed: Speed,
     learning_rate: float | None,
+    num_devices: int = 1,
 ) -> str:
     """Where training stands after a batch."""
     if max_duration.unit is Unit.EPOCHS and num_batches is None:
@@ -140,7 +145,8 @@ def batch_line(
     parts = [where, f"loss {describe_number(state.loss)}"]
     if learning_rate is not None:
         parts.append(f"lr {learning_rate:.3g}")
-    parts += [str(speed), f"microbatches {cut}", f"global batch {GlobalBatch.of(state).brief}"]
+    whole = GlobalBatch.of(state, num_devices)
+    parts += [str(speed), f"microbatches {cut}", f"global batch {whole.brief}"]
     peak = peak_bytes(device)
     if peak is not None:
         parts.append(f"peak memory {format_bytes(peak)}")
@@ -166,6 +172,7 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     >>> result = StepResult(
     ...     loss=torch.tensor(0.0),
     ...     num_samples=512,
+    ...     num_global_samples=512,
     ...     microbatch_size=128,
     ...     num_microbatches=4,
     ...     attempts=3,
@@ -187,7 +194,8 @@ def remembered_line(phase: str, size: int) -> str:
     >>> remembered_line("train", 128)
     'train: started from 128 rows per microbatch, which an earlier run found'
     """
-    return f"{phase}: started from {count_of(size, 'row')} per microbatch, which an earlier run found"
+    rows = count_of(size, "row")
+    return f"{phase}: started from {rows} per microbatch, which an earlier run found"
 
 
 def evaluation_line(

@@ -1,10 +1,12 @@
 """The loop over epochs and batches."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from automicro.events import Callbacks, Cut, LoopState, Run
+from automicro.ranks import Ranks
 from automicro.results import StepResult
 from automicro.trainer.checkpointing import Checkpointer
 from automicro.trainer.evaluation_plan import EvaluationPlan
@@ -16,6 +18,7 @@ from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.speed import RecentSpeed, Speed
 from automicro.trainer.step import TrainedBatch, TrainingStep
+from automicro.trainer.together import Stop, any_rank
 
 
 class FitLoop:
@@ -32,6 +35,7 @@ class FitLoop:
         callbacks: told of every event.
         run: as they see it; knows when to end.
         recorder: logs the numbers.
+        ranks: all that train the model.
         checkpointer: saves; None for no checkpoints.
         best_metric: what the best checkpoints are kept by, so that one is saved after each
             evaluation that has it; None where none is kept for that.
@@ -50,6 +54,7 @@ class FitLoop:
         callbacks: Callbacks,
         run: Run,
         recorder: Recorder,
+        ranks: Ranks,
         checkpointer: Checkpointer | None,
         best_metric: str | None,
     ) -> None:
@@ -65,43 +70,50 @@ class FitLoop:
         self._callbacks = callbacks
         self._run = run
         self._recorder = recorder
+        self._ranks = ranks
+        self._has_peers = ranks.world_size > 1
+        self._agreed_batches: int | None = None  # of this epoch, where there are peers
         self._checkpointer = checkpointer
         self._best_metric = best_metric
         self._recent = RecentSpeed()
 
-    def run(self, progress: Progress, is_stopped: Callable[[], bool]) -> None:
+    def run(self, progress: Progress, wants_to_stop: Callable[[], bool]) -> None:
         """Train until the duration is reached, or until something asks to stop.
 
         Args:
             progress: where to say how it goes.
-            is_stopped: asked after each batch, in training and in evaluations.
+            wants_to_stop: asked after each batch, in training and in evaluations.
         """
+        stop = Stop(self._ranks, wants_to_stop)
         # As after each evaluation, so that a run that was taken up again has as much memory.
         for evaluation in self._evaluations:
             evaluation.release()
         self._tell("fit_start")
         if self._checkpointer is not None and self._state.batch == 0:
             self._checkpointer.rehearse()
-        self._evaluations.run_due(progress, is_stopped)  # what was broken off
-        while not (self.is_finished or is_stopped()):
-            self._train_epoch(progress, is_stopped)
+        self._evaluations.run_due(progress, stop.ask)  # what was broken off
+        self._agree(stop)
+        while not (self.is_finished or stop.is_agreed):
+            self._train_epoch(progress, stop)
         if self.is_finished:
-            self._evaluations.run_at_end(progress, is_stopped)
+            self._evaluations.run_at_end(progress, stop.ask)
         if self._checkpointer is not None:
             self._checkpointer.save(self._state, progress, metrics=self._measured())
         self._tell("fit_end")
 
-    def _train_epoch(self, progress: Progress, is_stopped: Callable[[], bool]) -> None:
+    def _train_epoch(self, progress: Progress, stop: Stop) -> None:
         """Train on a pass, or on what is left of it, until its end or that of training."""
         groups = self._begin_epoch()
         for group in groups:
-            self._train(group, progress)
+            if not self._train(group, progress):
+                break  # no rank has rows left
             # What is logged at a step comes before its checkpoint, or a resume would log it
             # twice. So the last batch is evaluated and saved at the end of the epoch.
-            is_last = self._state.epoch_batch == self.num_batches
+            is_last = self._state.epoch_batch == self._batches_of_all()
             if not is_last:
-                self._evaluations.run_due(progress, is_stopped)
-            if self.is_finished or is_stopped():
+                self._evaluations.run_due(progress, stop.ask)
+            self._agree(stop)
+            if self.is_finished or stop.is_agreed:
                 if is_last:
                     break
                 self._left = groups
@@ -112,9 +124,24 @@ class FitLoop:
         # Where nobody knew that it was the last one, it was saved before the end of the epoch.
         was_saved = self._is_saved()
         self._end_epoch()
-        self._evaluations.run_due(progress, is_stopped)
-        if not (self.is_finished or is_stopped()):
+        self._evaluations.run_due(progress, stop.ask)
+        self._agree(stop)
+        if not (self.is_finished or stop.is_agreed):
             self._save_if_due(progress, is_due=was_saved)
+
+    def _agree(self, stop: Stop) -> None:
+        """Let all ranks do what any of them, or a callback there, asked for."""
+        if not self._has_peers:
+            return
+        run = self._run
+        has_reason = run.stop_reason is not None
+        wants_checkpoint = run.take_checkpoint_request()
+        wishes = any_rank(self._ranks, stop.is_wanted, has_reason, wants_checkpoint)
+        stop.take_up(wishes[0])
+        if wishes[1] and not has_reason:
+            run.stop("another rank asked for it")
+        if wishes[2]:
+            run.save_checkpoint()
 
     def _tell(self, event: str, *subject: Any) -> None:
         self._callbacks.fire(event, self._run, *subject)
@@ -140,6 +167,10 @@ class FitLoop:
         loaded = self._count_batches()
         return None if loaded is None else -(-loaded // self._accumulate_batches)
 
+    def _batches_of_all(self) -> int | None:
+        """Optimization batches of this epoch, the same number on all ranks."""
+        return self._agreed_batches if self._has_peers else self.num_batches
+
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""
         self._is_taken_up = self._state.epoch_batch > 0
@@ -161,21 +192,30 @@ class FitLoop:
                 self._state.epoch_batch = 0
                 self._metrics.reset()
             groups = grouped(self._feed.batches(self._state.epoch), self._accumulate_batches)
+            if self._has_peers:  # who has no rows left takes part until nobody has
+                groups = itertools.chain(groups, itertools.repeat([]))
+        if self._has_peers:
+            most = self._ranks.most(float(self.num_batches or 0))
+            self._agreed_batches = int(most) or None
         self._is_taken_up = False
         self._tell("epoch_start")
         return groups
 
-    def _train(self, loaded: Sequence[Any], progress: Progress) -> None:
-        """Train on one optimization batch, and tell of it."""
+    def _train(self, loaded: Sequence[Any], progress: Progress) -> bool:
+        """Train on one optimization batch, and tell of it; whether any rank had rows for it."""
         batches = [self._callbacks.transform(self._run, batch) for batch in loaded]
-        self._tell("batch_start", batches if self._accumulate_batches > 1 else batches[0])
+        if batches:
+            self._tell("batch_start", batches if self._accumulate_batches > 1 else batches[0])
         ready = self._tell_ready if self._callbacks.listens("gradients_ready") else None
         trained = self._step.run(batches, self._state, progress, ready)
+        if trained is None:
+            return False
         speed = self._recent.now(self._state)
         self._recorder.batch(trained, speed=speed, device=self._run.device)
         self._tell("batch_end", trained.result)
         self._recorder.flush()
         progress.status(partial(self._describe, trained, speed))
+        return True
 
     def _tell_ready(self, result: StepResult) -> None:
         self._tell("gradients_ready", result)
@@ -183,6 +223,7 @@ class FitLoop:
     def _end_epoch(self) -> None:
         """Sum a complete pass up."""
         state = self._state
+        self._ranks.ready("the metrics of an epoch")
         state.train.metrics = self._metrics.compute()
         state.epoch += 1
         state.epoch_batch = 0
@@ -193,6 +234,7 @@ class FitLoop:
     def _sum_up_first_epoch(self) -> None:
         """Give metrics of a part of it, where training stops in its middle."""
         if self._state.epoch == 0:
+            self._ranks.ready("the metrics of a part of an epoch")
             self._state.train.metrics = self._metrics.compute()
 
     def _save_if_due(self, progress: Progress, *, is_due: bool = False) -> None:
@@ -224,4 +266,5 @@ class FitLoop:
             device=self._run.device,
             speed=speed,
             learning_rate=rates.pop() if len(rates) == 1 else None,
+            num_devices=self._ranks.world_size,
         )

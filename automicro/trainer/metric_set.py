@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from automicro.trainer.metric_state import MetricState
 from automicro.transaction import flatten_metrics
@@ -43,6 +45,7 @@ class MetricSet:
                     f"{metric!r} has no {' and no '.join(lacks)} method; pass a "
                     "torchmetrics.Metric, or an object with update, compute and reset"
                 )
+            _refuse_uncounted(metric)
         # A collection is a module and hands its arguments on; a mapping is updated one by one.
         is_mapping = isinstance(metrics, Mapping) and not isinstance(metrics, nn.Module)
         by_name = dict(metrics) if is_mapping else {"": metrics} if metrics is not None else {}
@@ -109,6 +112,17 @@ class MetricSet:
                 name = type(metric).__name__
             found.update(_numbers(name, value))
         return found
+
+
+def _refuse_uncounted(metric: Any) -> None:
+    """Refuse a metric that would know the rows of one rank only."""
+    if isinstance(metric, Metric) or not (dist.is_available() and dist.is_initialized()):
+        return
+    if dist.get_world_size() > 1:
+        raise TypeError(
+            f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
+            f"{dist.get_world_size()} ranks; make it a torchmetrics.Metric, with add_state"
+        )
 
 
 def _each_by_name(metrics: Any, name: str = "") -> dict[str, Any]:

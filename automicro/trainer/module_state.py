@@ -5,21 +5,26 @@ goes through ``load_state_dict``: extra state, copies that a model's own ``state
 tensors of lazy modules that have no shape yet.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from automicro.checkpoints import OpenedCheckpoint, refuse_differences, tensors_of
+from automicro.checkpoints import OpenedCheckpoint, derived_seed, refuse_differences, tensors_of
+from automicro.checkpoints.shards import is_sharded, local_part
 from automicro.errors import CheckpointError
 from automicro.memory import active_budget
 from automicro.torch_private import buffer_table, is_uninitialized
 from automicro.trainer.generators import (
+    Generator,
     module_generators,
     read_generators,
     write_generators,
 )
+from automicro.trainer.optimizer_state import named_parameters
 
 MODEL_KEYS = ("modules", "buffers", "generators")
 
@@ -39,7 +44,7 @@ class ModuleState:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self._modules = [without_wrapper(each) for each in modules]
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are the models' own where they can be."""
@@ -51,6 +56,45 @@ class ModuleState:
                 for module, state in zip(self._modules, states, strict=True)
             ],
             "generators": [read_generators(module_generators(module)) for module in self._modules],
+        }
+
+    def own(self) -> dict[str, Any]:
+        """What may be another on each rank: all buffers, and the generators."""
+        return {
+            "buffers": [
+                {
+                    name: buffer
+                    for name, buffer in module.named_buffers()
+                    if not is_uninitialized(buffer) and not is_sharded(buffer)
+                }
+                for module in self._modules
+            ],
+            "generators": [read_generators(module_generators(module)) for module in self._modules],
+        }
+
+    def restore_own(self, saved: Mapping[str, Any]) -> None:
+        """Put back what `own` gave, after the state of all."""
+        for module, buffers in zip(self._modules, saved["buffers"], strict=True):
+            _load_buffers(module, buffers)
+        self.restore_generators(saved["generators"])
+
+    def restore_generators(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Put back the generators that the models keep."""
+        for module, states in zip(self._modules, saved, strict=True):
+            write_generators(module_generators(module), states)
+
+    def reseed_generators(self, *, rank: int, world_size: int) -> None:
+        """Let generators draw others on each rank, where all were put back as those of rank 0."""
+        for module in self._modules:
+            for generator in module_generators(module).values():
+                _reseed(generator, rank, world_size)
+
+    def sharded_parameters(self) -> dict[str, Tensor]:
+        """The parameters of which each rank has a part, by the names of `optimizer_state`."""
+        return {
+            name: parameter
+            for name, parameter in named_parameters(self._modules)
+            if is_sharded(parameter)
         }
 
     def compare(self, opened: OpenedCheckpoint) -> None:
@@ -89,8 +133,33 @@ class ModuleState:
             _load(module, state)
         for module, buffers in zip(self._modules, saved["buffers"], strict=True):
             _load_buffers(module, buffers)
-        for module, states in zip(self._modules, saved["generators"], strict=True):
-            write_generators(module_generators(module), states)
+        self.restore_generators(saved["generators"])
+
+
+def without_wrapper(module: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel, whose names are those that it has in one process.
+
+    >>> model = nn.Linear(2, 1)
+    >>> without_wrapper(model) is model
+    True
+    """
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def _reseed(generator: Generator, rank: int, world_size: int) -> None:
+    where = torch.tensor(list(repr(read_generators({"": generator})).encode()), dtype=torch.uint8)
+    if isinstance(generator, torch.Generator):
+        where = generator.get_state()
+    seed = derived_seed(where, rank=rank, world_size=world_size)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        fresh = type(generator.bit_generator)(seed)
+        generator.bit_generator.state = fresh.state
 
 
 def _load(module: nn.Module, state: Any) -> None:
@@ -211,6 +280,7 @@ def _memory_of(tensor: Tensor) -> tuple[torch.device, int] | None:
     """Where a tensor's data begins; None where it has no data of its own."""
     if is_uninitialized(tensor):
         return None
+    tensor = local_part(tensor)
     try:
         return tensor.device, tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # made of other tensors
@@ -221,7 +291,7 @@ def _is_own(tensor: Tensor, own: set[tuple[torch.device, int] | None]) -> bool:
     if is_uninitialized(tensor):
         return False
     memory = _memory_of(tensor)
-    return tensor.numel() == 0 or (memory is not None and memory in own)
+    return local_part(tensor).numel() == 0 or (memory is not None and memory in own)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -4,12 +4,13 @@ torch numbers parameters in the order of the groups. A name says which one is me
 checkpoint of another model or other groups is told, and never loaded into the wrong place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from automicro.checkpoints.shards import is_sharded
 from automicro.errors import CheckpointError
 
 
@@ -30,6 +31,7 @@ def optimizer_state(
     """
     names = _names(optimizer, modules)
     saved = optimizer.state_dict()
+    _refuse_unsharded(optimizer, names)
     own = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
     unnamed = [repr(key) for key in own if not isinstance(key, str)]
     if unnamed:
@@ -52,6 +54,20 @@ def optimizer_state(
             for group in saved["param_groups"]
         ],
     }
+
+
+def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a run by the names under which their state is saved.
+
+    Args:
+        modules: the model, then further modules.
+
+    >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
+    ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
+    """
+    for prefix, module in zip(_prefixes(modules), modules, strict=True):
+        for name, parameter in module.named_parameters():
+            yield f"{prefix}{name}", parameter
 
 
 def load_optimizer_state(
@@ -113,11 +129,7 @@ def _copied(values: Any) -> Any:
 
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
     """Of the optimizer's parameters, in torch's order."""
-    named = {
-        id(parameter): f"{prefix}{name}"
-        for prefix, module in zip(_prefixes(modules), modules, strict=True)
-        for name, parameter in module.named_parameters()
-    }
+    named = {id(parameter): name for name, parameter in named_parameters(modules)}
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     strangers = [each for each in parameters if id(each) not in named]
     if strangers:
@@ -127,6 +139,24 @@ def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> li
             "for them; pass the module that they are of in modules="
         )
     return [named[id(each)] for each in parameters]
+
+
+def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Of a sharded parameter, refuse state that is neither sharded like it nor one number."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        if not is_sharded(parameter):
+            continue
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.numel() == 1:
+                continue
+            if not is_sharded(value) or value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {slot!r} of the shape {tuple(value.shape)} "
+                    f"for the sharded parameter {name} of the shape {tuple(parameter.shape)}, "
+                    "which no checkpoint can put back on another number of ranks; use an "
+                    "optimizer whose state has the shape of its parameter, such as AdamW"
+                )
 
 
 def _refuse_other_options(

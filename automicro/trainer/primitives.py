@@ -10,6 +10,7 @@ from automicro.compilation import compile_model
 from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler
 from automicro.policy import Fixed, Policy, make_policy
+from automicro.trainer.parallel import unwrapped
 
 
 class Primitives:
@@ -44,19 +45,21 @@ class Primitives:
             make_policy(eval_microbatch_size, name="eval_microbatch_size"),
         )
         compile_model(
-            modules[0],
+            unwrapped(modules[0]),
             compile,
             sizes_change=not all(isinstance(policy, Fixed) for policy in self.policies),
             device=device,
             memory_limit=memory_limit,
         )
-        self.scaler = GradientScaler(device) if options["precision"] == "fp16" else None
+        self.scaler: GradientScaler | None = None  # made with the first microbatcher
+        self._device = device
+        self._is_scaled = options["precision"] == "fp16"
         self._model = modules[0]
         self._options = {
             **options,
             "modules": modules[1:],
             "device": device,
-            "backward": None if self.scaler is None else self.scaler.backward,
+            "backward": self._backward if self._is_scaled else None,
         }
 
     def make_for_callback(self, **options: Any) -> Microbatcher:
@@ -73,4 +76,11 @@ class Primitives:
         Args:
             options: of `Microbatcher`, in place of the trainer's.
         """
-        return Microbatcher(self._model, **{**self._options, **options})
+        microbatcher = Microbatcher(self._model, **{**self._options, **options})
+        if self._is_scaled and self.scaler is None:
+            self.scaler = GradientScaler(self._device, ranks=microbatcher.ranks)
+        return microbatcher
+
+    def _backward(self, loss: Tensor) -> None:
+        assert self.scaler is not None
+        self.scaler.backward(loss)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from automicro.events import Callbacks, GlobalBatch, PhaseState, Run
+from automicro.events import Callbacks, PhaseState, Run
 from automicro.loggers import LoggerGroup
 from automicro.memory import peak_bytes
 from automicro.results import EvalResult
@@ -59,7 +59,7 @@ class Recorder:
             "train/num_microbatches": result.num_microbatches,
             "train/attempts": result.attempts,
             "train/ooms": state.train.ooms,
-            "train/global_batch": GlobalBatch.of(state).rows,
+            "train/global_batch": result.num_global_samples,
             "train/peak_memory_bytes": peak_bytes(device),
         }
         self._take(values)

@@ -9,6 +9,7 @@ from torch import nn
 
 from automicro.memory import active_budget, limit_memory, track_residents
 from automicro.trainer.determinism import deterministic_algorithms
+from automicro.trainer.processes import Place
 from automicro.trainer.progress import Progress, make_progress, recoveries_shown_here
 
 
@@ -17,6 +18,7 @@ class Session:
 
     Args:
         shows_progress: whether to show how it goes.
+        place: of this process: the first shows it for all.
         memory_limit: of the device; None for none.
         device: where it runs.
         residents: what lies there all the time.
@@ -31,6 +33,7 @@ class Session:
         self,
         *,
         shows_progress: bool,
+        place: Place,
         memory_limit: str | int | float | None,
         device: torch.device,
         residents: Sequence[nn.Module | torch.optim.Optimizer],
@@ -41,7 +44,7 @@ class Session:
             limit_memory(memory_limit, device)  # refuses what cannot be a limit
         self.console: Console | None = None
         self._shown: Progress | None = None  # while it is open
-        self._shows_progress = shows_progress
+        self._shows_progress = shows_progress and place.is_first
         self._memory_limit = memory_limit
         self._device = device
         self._residents = residents

@@ -6,7 +6,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from automicro.checkpoints import OpenedCheckpoint, restore_rng_state, rng_state, take_apart
+from automicro.checkpoints import (
+    OpenedCheckpoint,
+    restore_rng_state,
+    rng_state,
+    take_apart,
+    tensors_of,
+)
+from automicro.checkpoints.shards import is_sharded
 from automicro.errors import CheckpointError
 from automicro.events import Callbacks, Cut, LoopState, PhaseState, Run
 from automicro.memory import active_budget
@@ -23,17 +30,24 @@ from automicro.trainer.agreement import (
 )
 from automicro.trainer.given_options import GivenOptions
 from automicro.trainer.metric_set import MetricSet
-from automicro.trainer.module_state import MODEL_KEYS, ModuleState
+from automicro.trainer.module_state import MODEL_KEYS, ModuleState, without_wrapper
 from automicro.trainer.optimizer_state import (
     compare_groups,
     load_optimizer_state,
     optimizer_state,
 )
+from automicro.trainer.world_change import (
+    HOST_PART,
+    adapt_to_world,
+    is_own,
+    like_parameters,
+    overlay,
+    refuse_within_epoch,
+    without_parameters,
+)
 from automicro.transfer import on_host
 
-HOST_PART = "data"
-"""The part whose tensors (random numbers) lie on the host; all others are the device's."""
-
+__all__ = ["HOST_PART", "Part", "Snapshot", "restore_random_numbers"]
 
 # A run may have these or not: evaluators come and go, and so does the scaler with the precision.
 _OPTIONAL = ("sizes of ", "metrics of ", "scaler")
@@ -64,6 +78,8 @@ class Snapshot:
         parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data.
         callbacks: by their names.
         state: where training stands.
+        rank: of this process.
+        world_size: how many processes train together.
     """
 
     def __init__(
@@ -73,10 +89,14 @@ class Snapshot:
         parts: Mapping[str, Part],
         callbacks: Callbacks,
         state: LoopState,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         assert run.optimizer is not None
+        self._rank = rank
+        self._world_size = world_size
         self._models = ModuleState(run.modules)
-        self._modules = run.modules
+        self._modules = [without_wrapper(each) for each in run.modules]
         self._optimizer = run.optimizer
         self._parts = parts
         self._callbacks = callbacks
@@ -105,6 +125,22 @@ class Snapshot:
             "progress": dataclasses.asdict(self._state),
             "stop_reason": self._run.stop_reason,
             "rng": rng_state(),
+        }
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What may be another on each rank. Rank 0's stands in the state of all.
+
+        Args:
+            state: what `gather` gave.
+        """
+        if self._rank == 0:
+            return {}
+        return {
+            **self._models.own(),
+            "parts": {name: each for name, each in state["parts"].items() if is_own(name)},
+            "callbacks": without_parameters(state["callbacks"], self._parameter_names()),
+            "progress": state["progress"],
+            "rng": state["rng"],
         }
 
     def rehearse(self) -> None:
@@ -137,6 +173,8 @@ class Snapshot:
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
         refuse_other_parts(saved["parts"], self._parts, optional=_OPTIONAL)
+        if self._is_other_world(opened):
+            refuse_within_epoch(saved, self._parts, was=opened.world_size, now=self._world_size)
         for name, part in self._parts.items():
             if isinstance(part, MetricSet) and name in saved["parts"]:
                 # Between evaluations their metrics have counted nothing.
@@ -158,13 +196,44 @@ class Snapshot:
         """
         with on_host():
             others = opened.structure.keys() - set(MODEL_KEYS)
-            saved = opened.load({}, keys=others).state
+            saved = opened.load(self._sharded_targets(opened), keys=others).state
+            if self._is_other_world(opened):
+                own = None
+                adapt_to_world(
+                    saved, self._parts, opened, rank=self._rank, world_size=self._world_size
+                )
+            else:
+                own = opened.load_own(self._rank)
+                overlay(saved, {key: own[key] for key in own if key not in MODEL_KEYS})
         self._restore_others(saved)
         with on_host():
             models = opened.load(self._models.targets(), keys=MODEL_KEYS).state
         self._models.restore(models)
+        if own:
+            self._models.restore_own(own)
+        if own is None:
+            self._models.reseed_generators(rank=self._rank, world_size=self._world_size)
         _restore_progress(self._state, saved["progress"])
         return saved
+
+    def _parameter_names(self) -> set[str]:
+        return {
+            name
+            for module in (self._run.model, *self._run.modules, *self._modules)
+            for name, _ in module.named_parameters()
+        }
+
+    def _is_other_world(self, opened: OpenedCheckpoint) -> bool:
+        return opened.world_size != self._world_size
+
+    def _sharded_targets(self, opened: OpenedCheckpoint) -> dict[str, Tensor]:
+        """Where this rank's part of what is sharded like a parameter is read into, by place."""
+        parameters = self._models.sharded_parameters()
+        if not parameters:
+            return {}
+        keys = [key for key in opened.structure if key in ("optimizer", "callbacks")]
+        state = {key: like_parameters(opened.structure[key], parameters) for key in keys}
+        return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def _restore_others(self, saved: Mapping[str, Any]) -> None:
         load_optimizer_state(self._optimizer, self._modules, _arriving(saved["optimizer"]))

@@ -12,6 +12,7 @@ from automicro.duration import Duration
 from automicro.events import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler, clip_gradients, step_optimizer
+from automicro.ranks import Ranks
 from automicro.results import StepResult
 from automicro.trainer.finiteness import FinitenessGuard
 from automicro.trainer.lines import recovery_line, remembered_line
@@ -51,6 +52,7 @@ class TrainingStep:
         tokens: counts the tokens of batches.
         token_durations: by name, those that count tokens, so that every batch must tell them.
         device: where it all happens.
+        ranks: all that train the model.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TrainingStep:
         tokens: TokenCounter,
         token_durations: Mapping[str, Duration],
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
         self._microbatcher = microbatcher
         self._metrics = metrics
@@ -79,6 +82,7 @@ class TrainingStep:
         self._tokens = tokens
         self._token_durations = token_durations
         self._device = device
+        self._ranks = ranks
 
     def run(
         self,
@@ -86,11 +90,13 @@ class TrainingStep:
         state: LoopState,
         progress: Progress,
         gradients_ready: Callable[[StepResult], None] | None = None,
-    ) -> TrainedBatch:
+    ) -> TrainedBatch | None:
         """Train on an optimization batch, and write down what came of it.
 
+        Returns None where no rank has rows, and nothing was done.
+
         Args:
-            batches: what the data loader gave for it.
+            batches: what the data loader gave for it; none where other ranks may have more rows.
             state: where training stands; updated.
             progress: where to say what is out of the ordinary.
             gradients_ready: called when ``.grad`` holds the unscaled gradient, before clipping.
@@ -104,6 +110,10 @@ class TrainingStep:
         result = self._microbatcher.accumulate(
             batches, self._metrics.metrics, accept=self._guard.accept
         )
+        if not batches and result.num_global_samples == 0:
+            return None
+        if self._ranks.world_size > 1 and (state.batch == 0 or state.tokens is not None):
+            tokens = self._tokens_of_all(tokens)
         state.train.count(result)
         if result.recalled_size is not None:
             progress.line(remembered_line("train", result.recalled_size))
@@ -129,7 +139,7 @@ class TrainingStep:
         state.batch += 1
         state.epoch_batch += 1
         state.loader_batches += len(batches)
-        state.samples += result.num_samples
+        state.samples += result.num_global_samples
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
         # After the batch is counted: a scheduler that fails does so after the optimizer's step.
         if objection is None and self._scheduler is not None:
@@ -157,6 +167,11 @@ class TrainingStep:
             tokens = _add(tokens, self._tokens.count(batch))
         return tokens
 
+    def _tokens_of_all(self, tokens: int | None) -> int | None:
+        """The tokens of all ranks; None where one cannot count its own."""
+        total, unknown = self._ranks.add_up([float(tokens or 0), float(tokens is None)])
+        return None if unknown else int(total)
+
     def _finish_gradients(
         self, result: StepResult, gradients_ready: Callable[[StepResult], None] | None
     ) -> Tensor | None:
@@ -167,7 +182,9 @@ class TrainingStep:
         if self._grad_clip_norm is None:
             return None
         self._unscale()
-        return clip_gradients(self._optimizer, self._grad_clip_norm, self._device)
+        return clip_gradients(
+            self._optimizer, self._grad_clip_norm, self._device, ranks=self._ranks
+        )
 
     def _unscale(self) -> None:
         if self._scaler is not None:

@@ -106,7 +106,11 @@ def _count(number: float | None) -> str:
 
 
 def summarize(
-    state: LoopState, *, stop_reason: str | None, peak_memory_bytes: int | None
+    state: LoopState,
+    *,
+    stop_reason: str | None,
+    peak_memory_bytes: int | None,
+    num_devices: int = 1,
 ) -> FitSummary:
     """Gather what the loop wrote down."""
     cut = state.train.cut
@@ -123,7 +127,7 @@ def summarize(
         skipped_steps=state.skipped,
         samples=state.samples,
         tokens=state.tokens,
-        global_batch=GlobalBatch.of(state),
+        global_batch=GlobalBatch.of(state, num_devices),
         train_ooms=state.train.ooms,
         eval_ooms=state.eval.ooms,
         microbatch_size=cut.microbatch_size,

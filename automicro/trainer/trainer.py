@@ -9,28 +9,24 @@ import torch
 from torch import nn
 
 from automicro.checkpoints import CheckpointConfig
-from automicro.checks import check_choice, check_model, resolve_device
+from automicro.checks import check_model
 from automicro.duration import Duration, read_duration
 from automicro.events import Callback, Callbacks, LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
 from automicro.policy import Policy
-from automicro.trainer.arguments import in_tokens, read_count, read_flag, read_norm, read_time
+from automicro.trainer.arguments import read_flag
+from automicro.trainer.arrangement import Arrangement
+from automicro.trainer.assembly import assemble_fit
 from automicro.trainer.building import (
     OptimizerOrFactory,
     SchedulerOrFactory,
     build_optimizer,
-    build_scheduler,
-    gather_modules,
-    place_modules,
 )
-from automicro.trainer.checkpointing import read_checkpoint
 from automicro.trainer.composer import model_metrics, refusing_unknown
 from automicro.trainer.determinism import prepare_cublas
-from automicro.trainer.device import choose_device, seed_everything
+from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory
 from automicro.trainer.evaluators import read_evaluators
-from automicro.trainer.finiteness import NON_FINITE_MODES, FinitenessGuard
-from automicro.trainer.fit import Fit, assemble_fit
 from automicro.trainer.lines import RunSettings
 from automicro.trainer.loading import check_loader, check_passes
 from automicro.trainer.metric_set import MetricSet
@@ -39,9 +35,8 @@ from automicro.trainer.prediction import predict_all
 from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.session import Session, noting
-from automicro.trainer.step import TrainingStep
 from automicro.trainer.summary import FitSummary
-from automicro.trainer.tokens import TokenCounter
+from automicro.trainer.together import ranks_of, telling_once
 from automicro.weighting import LossAverage
 
 
@@ -100,7 +95,9 @@ class Trainer:
             fewer.
         microbatch_size: rows: an int, ``"auto"``, None (the whole batch), or a policy.
         eval_microbatch_size: the same for evaluation, found on its own.
-        loss_average: what the loss is a mean over.
+        loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"`` (targets that are
+            not ignored), ``"none"`` (a sum), or a callable that counts what the loss was divided
+            by.
         batchnorm: what to do where layers average over the batch.
         memory_limit: bytes, text such as ``"24MiB"``, or a share of a CUDA device (``"80%"``), for
             the whole of `fit` or `eval`, optimizer step included: a simulated device on a CPU.
@@ -118,9 +115,13 @@ class Trainer:
         compile: whether to compile the model, or the keyword arguments of ``torch.compile``.
             Other microbatch sizes do not compile anew; CUDA graphs are refused where they change.
         deterministic: whether to refuse operations that may give other results in every run.
+        parallel: how the processes that torchrun started train one model: ``"ddp"`` (a whole
+            model on each device) or ``"fsdp"`` (each has shards of it). Loaders have the batches
+            of one rank then, and their rows are shared out. None for one process, or for a model
+            that is wrapped already.
         device: ``"auto"`` (an accelerator where there is one, else the CPU), or a device.
         seed: seeds Python, NumPy and torch when the trainer is constructed, but no model or
-            loader made before.
+            loader made before. Of several ranks, each goes on with ``seed + rank`` afterwards.
         progress: whether to write to stdout how it goes, and the summary at the end.
         eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
             ``"1e6tok"``, or None for never. With an interval, it also does at the end.
@@ -169,6 +170,7 @@ class Trainer:
         channels_last: bool = False,
         compile: bool | Mapping[str, Any] = False,
         deterministic: bool = False,
+        parallel: str | None = None,
         device: torch.device | str = "auto",
         seed: int | None = None,
         progress: bool = True,
@@ -192,24 +194,33 @@ class Trainer:
         duration = read_duration("max_duration", max_duration)
         check_passes(train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
-        device = choose_device(device)
-        modules = gather_modules(model, modules, loss_fn)
+        arranged = Arrangement(
+            model,
+            modules,
+            loss_fn,
+            parallel=parallel,
+            device=device,
+            compiles=bool(compile),
+            channels_last=channels_last,
+            optimizer=optimizer,
+        )
+        device, place, modules = arranged.device, arranged.place, arranged.modules
         residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
         self._session = Session(
             shows_progress=progress,
+            place=place,
             memory_limit=memory_limit,
             device=device,
             residents=residents,
             deterministic=read_flag("deterministic", deterministic),
         )
-        resolve_device(None, model)  # refuses a model without data, which cannot be moved
         if deterministic:
             prepare_cublas(device)
-        place_modules(modules, device, channels_last=channels_last)
-        optimizer = build_optimizer(optimizer, model, modules, parameter_groups, loss_fn)
+        arranged.put_in_place()
+        optimizer = build_optimizer(optimizer, arranged.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
         primitives = Primitives(
-            modules,
+            [arranged.called, *modules[1:]],
             device=device,
             microbatch_size=microbatch_size,
             eval_microbatch_size=eval_microbatch_size,
@@ -232,10 +243,12 @@ class Trainer:
         self._callbacks = Callbacks(callbacks)
         self._run = Run(
             state=self._state,
-            model=model,
+            model=arranged.model,
             modules=modules,
             optimizer=optimizer,
             device=device,
+            rank=place.rank,
+            world_size=place.world_size,
             max_duration=duration,
             evaluations=list(evaluators),
             make_microbatcher=primitives.make_for_callback,
@@ -247,7 +260,10 @@ class Trainer:
             optimizer=optimizer,
             observer=observer,
         )
-        self._recorder = Recorder(LoggerGroup(loggers), self._run, self._callbacks)
+        self._recorder = Recorder(
+            LoggerGroup(loggers if place.is_first else ()), self._run, self._callbacks
+        )
+        sharing = arranged.sharing(seed)
         self._evaluating = EvaluationFactory(
             self._microbatcher,
             partial(primitives.make, observer=observer),
@@ -255,64 +271,42 @@ class Trainer:
             eval_microbatch_size=eval_microbatch_size,
             interval=every,
             device=device,
+            share=sharing.share,
         )
         self._evaluations = self._evaluating.make_all(evaluators)
         if metrics is None:
             metrics = model_metrics(model, is_train=True)
-        train_metrics = MetricSet(metrics, device)
-        schedule = build_scheduler(scheduler, optimizer)
-        grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)
-        guard = FinitenessGuard(check_choice("non_finite", non_finite, NON_FINITE_MODES))
-        accumulate_batches = read_count("accumulate_batches", accumulate_batches)
-        tokens = TokenCounter(count_tokens)
-        self._fit: Fit | None = None
-        if train_dataloader is None:
-            return
-        if optimizer is None:
-            raise ValueError(
-                "there is a train_dataloader and no optimizer; pass optimizer=torch.optim.AdamW, "
-                "another callable from a list of parameters to an optimizer, or an optimizer of "
-                "the model"
-            )
+        if train_dataloader is not None:
+            train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
             train_dataloader,
-            step=TrainingStep(
-                self._microbatcher,
-                metrics=train_metrics,
-                modules=modules,
-                optimizer=optimizer,
-                scheduler=schedule,
-                grad_clip_norm=grad_clip_norm,
-                scaler=primitives.scaler,
-                guard=guard,
-                tokens=tokens,
-                token_durations=in_tokens(max_duration=duration, eval_interval=every),
-                device=device,
-            ),
-            parts={
-                "scheduler": schedule,
-                "scaler": primitives.scaler,
-                "sizes": self._microbatcher,
-                "metrics": train_metrics,
-            },
+            microbatcher=self._microbatcher,
+            primitives=primitives,
+            scheduler=scheduler,
+            grad_clip_norm=grad_clip_norm,
+            non_finite=non_finite,
+            count_tokens=count_tokens,
+            accumulate_batches=accumulate_batches,
             state=self._state,
             run=self._run,
             callbacks=self._callbacks,
             recorder=self._recorder,
             evaluations=self._evaluations,
-            metrics=train_metrics,
-            accumulate_batches=accumulate_batches,
-            checkpoint=read_checkpoint(checkpoint),
-            max_seconds=read_time("max_time", max_time),
+            interval=every,
+            metrics=MetricSet(metrics, device),
+            checkpoint=checkpoint,
+            max_time=max_time,
             settings=RunSettings(
                 device=device,
                 memory_limit=memory_limit,
                 precision=precision,
                 policies=primitives.policies,
-                model=model,
+                model=arranged.model,
                 max_duration=duration,
+                parallel=arranged.name,
             ),
         )
+        arranged.seed_apart(seed)
 
     @property
     def state(self) -> LoopState:
@@ -345,8 +339,9 @@ class Trainer:
                 "Trainer"
             )
         self._fit.require_more()
-        with self._session.open() as progress, noting(self._fit.loop.where):
-            return self._fit(progress)
+        fit, ranks = self._fit, ranks_of(self._microbatcher)
+        with telling_once(ranks), self._session.open() as progress, noting(fit.loop.where):
+            return fit(progress)
 
     def eval(self, dataloader: Any = None) -> dict[str, float]:
         """Evaluate, and return ``"loss"`` and the metrics by name.
@@ -373,7 +368,7 @@ class Trainer:
                 "loader to eval()"
             )
         phase = PhaseState()
-        with self._session.open() as progress:
+        with telling_once(ranks_of(self._microbatcher)), self._session.open() as progress:
             for evaluation in evaluations:
                 evaluation.run(
                     phase,
@@ -391,9 +386,15 @@ class Trainer:
         two is read as inputs and targets, and anything else as inputs.
 
         Raises:
-            ValueError: the loader shuffles.
+            ValueError: the loader shuffles, or there are several ranks.
             DataLoaderError: the pass over the data gave no batch.
             SampleTooLargeError: not even one row fits.
         """
+        if self._run.world_size > 1:
+            raise ValueError(
+                f"predict gives the outputs of all rows in order, and each of "
+                f"{self._run.world_size} ranks has a part of the model or of the data; predict in "
+                "one process with the weights that were saved"
+            )
         with self._session.open() as progress:
             return predict_all(self._microbatcher, dataloader, progress)

@@ -97,6 +97,11 @@ def flatten_metrics(metrics: Any) -> list[Any]:
 
 
 def _refuse(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"a tensor of shape {tuple(value.shape)} was given where a metric belongs; pass inputs "
+            "and targets as one batch: backward((inputs, targets))"
+        )
     raise TypeError(
         f"{value!r} (of type {type(value).__name__}) is no metric: it has no update method; pass a "
         "torchmetrics.Metric, a MetricCollection, or a mapping from names to metrics"

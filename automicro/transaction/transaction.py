@@ -41,6 +41,7 @@ class Transaction:
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._begun: list[Part] = []
+        self._is_prepared = False
 
     def begin(self) -> None:
         """Let every part remember its state.
@@ -48,9 +49,21 @@ class Transaction:
         Raises:
             torch.OutOfMemoryError: no memory for the copies; roll back, as after any failure.
         """
+        self._is_prepared = False
         for part in self._parts:
             self._begun.append(part)  # first, so that a half-begun part is rolled back too
             part.begin()
+
+    def prepare(self) -> None:
+        """Let every part do what can fail of its commit. It can be called ahead of `commit`.
+
+        Raises:
+            Exception: roll back.
+        """
+        if not self._is_prepared:
+            self._is_prepared = True
+            for part in self._begun:
+                part.prepare()
 
     def commit(self) -> None:
         """Let every part keep what happened: first all prepare, then all commit.
@@ -59,8 +72,7 @@ class Transaction:
             Exception: while preparing; roll back. Afterwards the commit is carried through, and an
                 exception (Ctrl-C, say) is raised only at its end.
         """
-        for part in self._begun:
-            part.prepare()
+        self.prepare()
         interruption: BaseException | None = None
         while self._begun:
             try:

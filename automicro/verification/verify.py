@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from automicro.checks import check_model, resolve_device
+from automicro.checks import check_model, check_unwrapped, resolve_device
 from automicro.errors import BatchError, RollbackError
 from automicro.forward import choose_convention
 from automicro.oom import Failure, classify
@@ -81,6 +81,7 @@ def verify(
         (1, ('1',))
     """
     check_model(model)
+    check_unwrapped(model)
     subject = Subject(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
     convention = choose_convention(model, forward=forward, loss_fn=loss_fn)
     averages = read_average(

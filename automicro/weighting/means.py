@@ -23,7 +23,7 @@ class LossMean:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, list[tuple[float, float | None]]] = {}
+        self._gathered: dict[str, list[tuple[float, float | None]]] = {}
 
     def add(
         self,
@@ -47,17 +47,31 @@ class LossMean:
             for name, part in losses.items():
                 self._take(f"loss/{name}", part, _number(denominators[name]))
 
+    def merge(self, other: "LossMean") -> None:
+        """Take all that another one gathered, such as another rank's.
+
+        >>> import torch
+        >>> mine, others = LossMean(), LossMean()
+        >>> mine.add(torch.tensor(1.0), {}, {"": 3})
+        >>> others.add(torch.tensor(5.0), {}, {"": 1})
+        >>> mine.merge(others)
+        >>> mine.compute()
+        {'loss': 2.0}
+        """
+        for name, values in other._gathered.items():
+            self._gathered.setdefault(name, []).extend(values)
+
     def compute(self) -> dict[str, float]:
         """``"loss"``, and each part as ``"loss/name"``; empty where there were none."""
-        means = {name: _mean(values) for name, values in self._values.items()}
+        means = {name: _mean(values) for name, values in self._gathered.items()}
         if means and "loss" not in means:
             # As in training, a part of which nothing counts is no part of the sum.
-            parts = [means[name] for name, values in self._values.items() if _counts(values)]
+            parts = [means[name] for name, values in self._gathered.items() if _counts(values)]
             means = {"loss": math.fsum(parts) if parts else math.nan} | means
         return means
 
     def _take(self, name: str, loss: Tensor, denominator: float | None) -> None:
-        self._values.setdefault(name, []).append((loss.item(), denominator))
+        self._gathered.setdefault(name, []).append((loss.item(), denominator))
 
 
 def _number(denominator: Weight | None) -> float | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from automicro.errors import LossError
-from automicro.weighting.averages import Average, Samples, Weight
+from automicro.weighting.averages import Average, Samples, Sum, Weight
 
 
 def microbatch_weights(
@@ -31,11 +31,16 @@ def microbatch_weights(
 
 
 def _shares(
-    average: Average, denominators: Sequence[Weight] | None, num_microbatches: int
+    average: Average,
+    denominators: Sequence[Weight] | None,
+    num_microbatches: int,
+    total_of_all: float | None = None,
 ) -> list[Weight | None]:
-    """What each microbatch is of the whole; None stands for one."""
+    """What each microbatch is of the whole, also of that of all ranks; None stands for one."""
     if denominators is None:
         return [None] * num_microbatches
+    if total_of_all is not None:
+        return [each / total_of_all if total_of_all else 0.0 for each in denominators]
     if num_microbatches == 1 and isinstance(average, Samples):
         return [None]
     if any(isinstance(denominator, Tensor) for denominator in denominators):
@@ -71,17 +76,33 @@ class BatchWeights:
     Args:
         averages: what each loss averages over.
         cuts: the batch, or several that count as one: their losses have one denominator.
+        totals: what the losses of all ranks together are divided by, by name; None for one rank.
+        copies: how many ranks have the same rows.
     """
 
-    def __init__(self, averages: Mapping[str, Average], cuts: Sequence[CutBatch]) -> None:
+    def __init__(
+        self,
+        averages: Mapping[str, Average],
+        cuts: Sequence[CutBatch],
+        *,
+        totals: Mapping[str, float] | None = None,
+        copies: int = 1,
+    ) -> None:
         num_microbatches = sum(len(cut.sizes) for cut in cuts)
         self._denominators = {
             name: _denominators(average, cuts) for name, average in averages.items()
         }
         self._weights = {
-            name: _shares(average, self._denominators[name], num_microbatches)
+            name: _shares(
+                average, self._denominators[name], num_microbatches, (totals or {}).get(name)
+            )
             for name, average in averages.items()
         }
+        if copies > 1:
+            for name, denominators in self._denominators.items():
+                if denominators is None:
+                    self._weights[name] = [1 / copies] * num_microbatches
+        self._totals = totals
         self._only = self._weights.get("")
         self._is_nothing = [
             all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
@@ -97,7 +118,9 @@ class BatchWeights:
 
     @property
     def all_are_nothing(self) -> bool:
-        """Whether the whole batch is known to count no target."""
+        """Whether the whole batch, of all ranks, is known to count no target."""
+        if self._totals:
+            return not any(self._totals.values()) and None not in self._denominators.values()
         return all(self._is_nothing)
 
     def is_nothing(self, index: int) -> bool:
@@ -144,6 +167,8 @@ def add_up(
 
 
 def _denominators(average: Average, cuts: Sequence[CutBatch]) -> list[Weight] | None:
+    if isinstance(average, Sum):
+        return None  # also where there is no batch to ask about
     gathered: list[Weight] = []
     for cut in cuts:
         each = average.denominators(cut.batch, cut.microbatches, cut.sizes)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 import automicro.distributed.ddp
 import automicro.distributed.fsdp
 from automicro.distributed import coordinate
-from tests.distributed.attempt_loop import ROWS, Stepper, local
 from tests.distributed.faulty_models import Fault, Faults, Net, build
+from tests.distributed.steps import ROWS, Stepper, local
 
 
 def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -30,18 +30,19 @@ def run_steps(
     """Three steps and an evaluation; the stepper and all state at the end."""
     faults = Faults(plan)
     model = build(kind, [faults], options)
-    stepper = Stepper(model, faults, sizes=sizes)
+    stepper = Stepper(model, faults, sizes=sizes or ())
     rank = dist.get_rank() if kind != "tensor" else 0  # which shards the model, not the batch
     torch.manual_seed(100 + rank)
     for step in range(options.get("steps", 3)):
         faults.depth = options.get("depths", [3] * 9)[step]
-        stepper.train(step, *batch(step, rank, options))
-    stepper.evaluate(options.get("steps", 3), batch(99, rank, options)[0])
+        stepper.train(step, batch(step, rank, options))
+    stepper.evaluate(options.get("steps", 3), batch(99, rank, options))
     state = {name: local(p.detach()) for name, p in model.named_parameters()}
     state |= dict(model.named_buffers())
     for index, slots in enumerate(stepper.optimizer.state.values()):
         state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
-    state |= {"rng": torch.get_rng_state(), "outputs": torch.cat(stepper.outputs)}
+    state |= {"rng": torch.get_rng_state(), "outputs": stepper.outputs}
+    state["losses"] = torch.stack(stepper.losses)
     return stepper, state
 
 
@@ -111,12 +112,8 @@ def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:
     start = sum(rows[: dist.get_rank()])
     x, y = whole_batch(sum(rows))
     part = slice(start, start + rows[dist.get_rank()])
-    stepper.run(
-        0,
-        rows[dist.get_rank()],
-        lambda count, total: stepper.forward_backward(x[part], y[part], count, total),
-    )
-    found = [p.grad for p in model.parameters()]
+    result = stepper.microbatcher.backward((x[part], y[part]))
+    found = [p.grad for p in model.parameters()] + [result.loss]
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found if g is not None]
 
 
@@ -132,8 +129,9 @@ def expected_gradients(num_rows: int) -> list[Tensor]:
     net = Net([Faults.__new__(Faults)], norm=False).double().eval()
     net.faults[0].__dict__.update(waiting=[], depth=3, step=0, microbatch=0)
     x, y = whole_batch(num_rows)
-    ((net(x) - y).square().sum() / num_rows).backward()
-    return [p.grad for p in net.parameters() if p.grad is not None]
+    loss = (net(x) - y).square().sum() / num_rows
+    loss.backward()
+    return [p.grad for p in net.parameters() if p.grad is not None] + [loss.detach()]
 
 
 def refusal(kind: str, options: dict[str, Any]) -> str:

@@ -148,7 +148,7 @@ def test_ranks_on_two_nodes_recover(world4: World, kind: str) -> None:
 def test_ranks_with_few_rows_run_fillers(world2: World) -> None:
     for kind in ("ddp", "fsdp"):
         plan = [Fault(0, "backward", step=2, microbatch=2, layer=1)]
-        require_recovered(world2, kind, plan, rows=[12, 2], norm=False)
+        require_recovered(world2, kind, plan, rows=[48, 2], norm=False)
 
 
 def test_a_model_whose_collectives_vary_is_guarded_throughout(world2: World) -> None:

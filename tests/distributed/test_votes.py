@@ -1,5 +1,6 @@
 """The protocol of votes, with many ranks as threads of one process."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,14 @@ from automicro.distributed import CoordinatedRanks, SimulatedWorld, Votes
 from automicro.distributed.ballot import Ballot, failed, fold, healthy
 from automicro.distributed.topology import FAN_OUT, arrange
 from automicro.errors import DesyncError, PeerFailedError, PeerLostError, PeerStoppedError
-from automicro.ranks import Agreement, OneRank, Proposal, Status, rows_of_microbatches
+from automicro.ranks import (
+    Agreement,
+    OneRank,
+    Proposal,
+    Report,
+    Status,
+    rows_of_microbatches,
+)
 
 # Ranks, and how many of them share a node.
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 2), (5, 2), (24, 3), (72, 8)]
@@ -283,16 +291,41 @@ def test_every_row_lands_in_one_microbatch_and_fillers_make_up_the_number(
     assert all(size >= min_rows for size in filled) or num_rows < min_rows
 
 
-def test_scaled_losses_average_to_that_of_all_rows() -> None:
-    denominators = [3.0, 5.0, 0.0]
+def test_what_ranks_tell_with_a_vote_is_added_up_or_the_highest_counts() -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        ranks.agree(proposal(0))
+        mine = [float(ranks.rank)] * 19
+        told = ranks.vote(Report(sums=mine, highs=[-float(ranks.rank), 3.0 * ranks.rank]))
+        assert ranks.most(ranks.rank) == 2
+        assert ranks.add_up([1.0, ranks.rank]) == [3.0, 3.0]
+        return told.sums, list(told.highs[:2])
 
-    def work(ranks: CoordinatedRanks) -> float:
-        mine = denominators[ranks.rank]
-        agreement = ranks.agree(proposal(0, denominators={"": mine}))
-        return agreement.loss_scale(mine)
+    assert run(3, work) == [([3.0] * 19, [0.0, 6.0])] * 3
 
-    scales = run(3, work)
-    assert [scale / 3 for scale in scales] == pytest.approx([3 / 8, 5 / 8, 0.0])
+
+def test_what_a_failed_rank_measured_is_known_to_all() -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        ranks.agree(proposal(0))
+        if ranks.rank == 1:
+            ranks.stop(MemoryError(), Status.OUT_OF_MEMORY, [7.0])
+        else:
+            with pytest.raises(PeerStoppedError) as caught:
+                ranks.vote(Report(highs=[5.0, 1.0]))
+            ranks.stop(caught.value, Status.FATAL)
+        return list(ranks.told[:3])
+
+    assert run(2, work) == [[7.0, 1.0, -math.inf]] * 2
+
+
+def test_whoever_is_about_to_communicate_outside_a_step_learns_who_failed() -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        if ranks.rank == 1:
+            return ranks.fail(OSError("no memory to clip"))
+        return ranks.ready("clipping")
+
+    waiting, _ = run(2, work)
+    assert isinstance(waiting, PeerFailedError)
+    assert "rank 1: OSError: no memory to clip" in str(waiting)
 
 
 def test_one_process_agrees_with_itself_for_free() -> None:

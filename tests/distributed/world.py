@@ -26,7 +26,9 @@ class World:
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "automicro.distributed", "tests.distributed.jobs"])
+        context.set_forkserver_preload(
+            ["tests.distributed.jobs", "tests.distributed.checkpoint_runs"]
+        )
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
@@ -86,7 +88,8 @@ class World:
     def kill(self) -> None:
         for rank, process in enumerate(self.processes):
             if process.is_alive():
-                self.signal(rank, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                    self.signal(rank, signal.SIGKILL)
             process.join()
 
     def close(self) -> None:

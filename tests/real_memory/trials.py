@@ -83,7 +83,7 @@ class Laboratory:
         """The peak at size one, without the probe, which takes several rows at once."""
         run = prepare(scene, None)
         run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(1)
-        run.microbatcher._prober = None
+        run.microbatcher._work._prober = None
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()
         call(scene, run)

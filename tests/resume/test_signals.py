@@ -51,6 +51,7 @@ train_data: {call: resume_job.loader}
 loss: {call: resume_job.Waiting}
 loss_average: samples
 probe: false
+remember_sizes: false
 optimizer: {call: torch.optim.AdamW, args: {lr: 0.01}}
 max_duration: 3ep
 device: cpu

@@ -1,0 +1,65 @@
+"""Parameters and gradients of which every rank holds a part."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def has_shards(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of them is sharded, or laid out over ranks in another way.
+
+    >>> has_shards([torch.ones(2)])
+    False
+    """
+    return any(_is_distributed(tensor) for tensor in tensors)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What lies on this rank.
+
+    >>> local(torch.ones(2)).shape
+    torch.Size([2])
+    """
+    if not _is_distributed(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]]]:
+    """The sums of the squares of this rank's parts, each with the groups that hold the rest.
+
+    >>> squares_by_layout([torch.tensor([3.0, 4.0])])
+    [(tensor(25., dtype=torch.float64), [])]
+    """
+    found: dict[Any, tuple[list[Tensor], list[Any]]] = {}
+    for tensor in tensors:
+        key, groups = None, []
+        if _is_distributed(tensor):
+            mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+            key = (mesh, placements)
+            dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+            groups = [mesh.get_group(dim) for dim in dims]
+        norms = found.setdefault(key, ([], groups))[0]
+        norms.append(torch.linalg.vector_norm(local(tensor)).to(torch.float64))
+    return [(torch.stack(norms).square().sum(), groups) for norms, groups in found.values()]
+
+
+def norm_of_all(squares: Sequence[tuple[Tensor, list[Any]]]) -> Tensor:
+    """The norm of what all ranks hold together. All of them call it.
+
+    >>> norm_of_all(squares_by_layout([torch.tensor([3.0, 4.0])])).item()
+    5.0
+    """
+    for square, groups in squares:
+        for group in groups:
+            dist.all_reduce(square, group=group)
+    return torch.stack([square for square, _ in squares]).sum().sqrt()
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    # By its method: to import DTensor is slow, and one process has none.
+    return hasattr(tensor, "full_tensor")

@@ -1,0 +1,229 @@
+"""Models over several devices: put into DDP or FSDP2 here, or wrapped by the user already."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro.checks import check_choice
+from automicro.distributed import is_parallel
+from automicro.distributed.collectives import runs_collectives
+from automicro.torch_private import is_compiled, is_uninitialized
+from automicro.trainer.processes import Place, copy_from_first
+
+PARALLEL_MODES = ("ddp", "fsdp")
+
+
+def read_parallel(parallel: str | None) -> str | None:
+    """A valid way to be parallel, or None.
+
+    Raises:
+        ValueError: there is no such way.
+
+    >>> read_parallel("ddp"), read_parallel(None)
+    ('ddp', None)
+    """
+    return None if parallel is None else check_choice("parallel", parallel, PARALLEL_MODES)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DDP, whose names have no ``module.`` before them; others are themselves.
+
+    >>> model = nn.Linear(2, 2)
+    >>> unwrapped(model) is model
+    True
+    """
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def check_parallel(
+    parallel: str | None,
+    modules: Sequence[nn.Module],
+    place: Place,
+    *,
+    compiles: bool = False,
+    channels_last: bool = False,
+    loss_fn: object = None,
+    optimizer: object = None,
+) -> None:
+    """Refuse what several processes cannot train together.
+
+    Args:
+        parallel: how the model is to be wrapped.
+        modules: the model, then further modules that take part.
+        place: of this process.
+        compiles: whether the model is to be compiled.
+        channels_last: whether its convolutions are to have the channels last in memory.
+        loss_fn: of the run.
+        optimizer: of the run, or what makes it.
+
+    Raises:
+        ValueError: each with its remedy.
+
+    >>> check_parallel(None, [nn.Linear(2, 2)], Place())
+    """
+    if parallel is None:
+        if place.world_size > 1 and not is_parallel(modules):
+            raise ValueError(
+                f"there are {place.world_size} processes (this one is rank {place.rank}), and the "
+                "model is not wrapped: each of them would train a model of its own; pass "
+                "parallel='ddp' (a whole model on each device) or 'fsdp' (shards), wrap the model "
+                "in DistributedDataParallel or with fully_shard, or start one process"
+            )
+        return
+    if is_parallel(modules):
+        raise ValueError(
+            f"parallel={parallel!r} would wrap a model that is wrapped already or runs collectives "
+            "of its own; leave parallel out to take it as it is, or pass the bare model"
+        )
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if is_uninitialized(parameter):
+                raise ValueError(
+                    f"parallel={parallel!r}, and {name!r} gets its shape from the first batch and "
+                    "has none yet; run the model on one row before, or give the layer its shape"
+                )
+    for module in modules[1:]:
+        if any(each.requires_grad for each in module.parameters()):
+            what = "loss_fn" if module is loss_fn else "modules"
+            raise ValueError(
+                f"parallel={parallel!r} wraps the model, and {what} has a "
+                f"{type(module).__name__} with parameters to train outside of it, whose gradients "
+                "nobody would average; make it a part of the model, or freeze it with "
+                "requires_grad_(False)"
+            )
+    if not any(each.requires_grad for each in modules[0].parameters()):
+        raise ValueError(
+            f"parallel={parallel!r}, and the model ({type(modules[0]).__name__}) has no parameter "
+            "that takes a gradient, so there is nothing to share; leave parallel out"
+        )
+    if parallel == "fsdp" and isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            "parallel='fsdp' puts shards in the place of the parameters, which this "
+            f"{type(optimizer).__name__} has from before; pass a callable that makes it, such as "
+            "optimizer=torch.optim.AdamW or functools.partial(torch.optim.AdamW, lr=0.01)"
+        )
+    if parallel == "fsdp" and channels_last:
+        raise ValueError(
+            "parallel='fsdp' shards parameters that are contiguous, and channels_last=True gives "
+            "those of convolutions another memory format; leave it out, or use parallel='ddp'"
+        )
+    if parallel == "fsdp" and (compiles or is_compiled(modules[0])):
+        raise ValueError(
+            "parallel='fsdp' and compile do not go together here: a model compiled as a whole "
+            "would hold the gathering of its shards inside of compiled code; use parallel='ddp', "
+            "or compile each block, wrap it with fully_shard yourself, and leave both out"
+        )
+
+
+def wrap(
+    parallel: str | None, modules: Sequence[nn.Module], device: torch.device, place: Place
+) -> nn.Module:
+    """What the steps call in place of the model: DDP around it, or itself with its shards.
+
+    All ranks go on from rank 0's values. Do it before the optimizer is made. All ranks call it.
+
+    Args:
+        parallel: how.
+        modules: the model, then further modules that take part, on the device.
+        device: of this process.
+        place: of this process.
+    """
+    model = modules[0]
+    if parallel is None:
+        return model
+    # DDP does it for the model.
+    copied = modules[1:] if parallel == "ddp" else modules
+    copy_from_first(tensor for module in copied for tensor in _tensors(module))
+    if parallel == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh(device.type, (place.world_size,))
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, such as the layers of a transformer, inner ones first.
+
+    Those are the members of a ``ModuleList`` or ``Sequential`` that are made of further modules,
+    hold parameters, and have a class that comes there more than once. A block is gathered and
+    freed as a whole, so blocks inside of blocks are not looked for.
+
+    >>> layers = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(3)]
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList(layers))
+    >>> find_blocks(model) == layers
+    True
+    """
+    found: dict[int, nn.Module] = {}
+    _look_for_blocks(model, found)
+    return list(found.values())
+
+
+def _look_for_blocks(module: nn.Module, found: dict[int, nn.Module]) -> None:
+    repeated = list(_repeated(module))
+    found.update((id(block), block) for block in repeated)
+    for child in module.children():
+        if id(child) not in found:
+            _look_for_blocks(child, found)
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return
+    members = [each for each in module if _is_made_of_modules(each)]
+    classes = [type(each) for each in members]
+    for each in members:
+        if classes.count(type(each)) > 1:
+            yield each
+
+
+def _is_made_of_modules(module: nn.Module) -> bool:
+    has_parameters = next(module.parameters(), None) is not None
+    # A list has no forward that could gather it.
+    is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return has_parameters and is_called and next(module.children(), None) is not None
+
+
+def splits_layers(modules: Sequence[nn.Module]) -> bool:
+    """Whether ranks hold parts of one layer, as in tensor parallelism.
+
+    >>> splits_layers([nn.Linear(2, 2)])
+    False
+    """
+    if any(isinstance(each, nn.SyncBatchNorm) for root in modules for each in root.modules()):
+        return False
+    return runs_collectives(modules)
+
+
+def is_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether something in modules is sharded by FSDP2.
+
+    >>> is_sharded([nn.Linear(2, 2)])
+    False
+    """
+    return any(isinstance(each, FSDPModule) for root in modules for each in root.modules())
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """A model's state dict without shards and without a wrapper's names. All ranks call it.
+
+    >>> list(whole_state_dict(nn.Linear(2, 2)))
+    ['weight', 'bias']
+    """
+    model = unwrapped(model)
+    if not is_sharded([model]):
+        return model.state_dict()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

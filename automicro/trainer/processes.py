@@ -1,0 +1,236 @@
+"""The processes of a run, as torchrun starts them: who this one is, and how they meet."""
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
+
+_MEETING = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process stands among those of its run.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: how many there are.
+        local_rank: its number on its machine, which chooses its device.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the one that shows and writes what is the same for all."""
+        return self.rank == 0
+
+
+def place_in_environment() -> Place:
+    """Who this process is by the variables that torchrun sets; alone without them.
+
+    Raises:
+        ValueError: variables that are no numbers, or not all of them.
+
+    >>> place_in_environment()
+    Place(rank=0, world_size=1, local_rank=0)
+    """
+    world_size = _read("WORLD_SIZE", 1)
+    if world_size > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE={world_size} says that there are several processes, and RANK is not set; "
+            "start them with torchrun, or set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT too"
+        )
+    rank = _read("RANK", 0)
+    if rank >= world_size:
+        raise ValueError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}; start the processes with torchrun"
+        )
+    return Place(rank=rank, world_size=world_size, local_rank=_read("LOCAL_RANK", rank))
+
+
+def place_here() -> Place:
+    """Who this process is: in the process group if there is one, else by the environment.
+
+    >>> place_here().is_first
+    True
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Place(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_rank=_read("LOCAL_RANK", dist.get_rank()),
+        )
+    return place_in_environment()
+
+
+def place_for_output() -> Place:
+    """As `place_here`; alone where the environment makes no sense, which others complain of.
+
+    >>> place_for_output().is_first
+    True
+    """
+    try:
+        return place_here()
+    except ValueError:
+        return Place()
+
+
+def own_device(device: torch.device | str, place: Place) -> torch.device | str:
+    """The device of a process: of several accelerators, the one with its local number.
+
+    A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator.
+
+    Args:
+        device: as the Trainer has it.
+        place: of the process.
+
+    Raises:
+        ValueError: more processes on this machine than accelerators.
+
+    >>> own_device("cpu", Place(rank=1, world_size=2, local_rank=1))
+    'cpu'
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    name = str(device)
+    if accelerator is None or name not in ("auto", accelerator.type):
+        return device
+    count = torch.accelerator.device_count()
+    if place.local_rank >= count:
+        raise ValueError(
+            f"LOCAL_RANK={place.local_rank}, and this machine has {count} {accelerator.type} "
+            f"devices; start at most {count} processes on it (torchrun --nproc-per-node {count}), "
+            "or pass device='cpu'"
+        )
+    return torch.device(accelerator.type, place.local_rank)
+
+
+def meet(device: torch.device, place: Place) -> None:
+    """Make the process group, unless there is one. It lives as long as the process.
+
+    It meets in a part of the store that is named after torchrun's restart count: what processes
+    of an earlier start left in the store would mislead those of this one.
+
+    Args:
+        device: of this process: NCCL for CUDA, gloo for anything else.
+        place: of this process.
+
+    Raises:
+        ValueError: several processes, and nothing says where they meet.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=_store(place),
+        rank=place.rank,
+        world_size=place.world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    atexit.register(part)
+
+
+def leave() -> None:
+    """Let the process end as it is, without ending the group in order: others may be gone."""
+    atexit.unregister(part)
+
+
+def agreed_time(now: str) -> str:
+    """One time for all processes of a run, also after torchrun has started them again.
+
+    Args:
+        now: what this process would say.
+
+    >>> agreed_time("12:00")
+    '12:00'
+    """
+    place = place_in_environment()
+    if place.world_size == 1 or "MASTER_ADDR" not in os.environ:
+        return now
+    store, key = _tcp_store(place), "automicro/begun at"
+    if place.is_first:
+        # What is there is of an earlier start, whose folder this one goes on in.
+        return str(store.compare_set(key, "", now).decode())
+    return str(store.get(key).decode())
+
+
+def part() -> None:
+    """End the process group in order, unless the process ends with an error.
+
+    Then peers may be gone, for whom the end would wait.
+    """
+    if dist.is_available() and dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def copy_from_first(tensors: Iterable[Tensor]) -> None:
+    """Give every rank rank 0's values. All ranks call it with the same tensors in order."""
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            data = tensor.detach()
+            whole = data.contiguous()
+            dist.broadcast(whole, 0)
+            if whole is not data:
+                data.copy_(whole)
+
+
+def said_by_first(value: int, device: torch.device) -> int:
+    """Rank 0's number on every rank. All ranks call it.
+
+    Args:
+        value: this rank's.
+        device: where the ranks can exchange it.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.broadcast(tensor, 0)
+    return int(tensor.item())
+
+
+def _store(place: Place) -> Store:
+    if place.world_size == 1:
+        return HashStore()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"automicro/start {restarts}", _tcp_store(place))
+
+
+@functools.cache
+def _tcp_store(place: Place) -> TCPStore:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None or port is None:
+        raise ValueError(
+            f"WORLD_SIZE={place.world_size} says that there are several processes, and "
+            "MASTER_ADDR and MASTER_PORT do not say where they meet; start them with torchrun"
+        )
+    # Under torchrun its agent has the store, which outlives the processes.
+    is_master = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    return TCPStore(address, int(port), place.world_size, is_master, _MEETING)
+
+
+def _read(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise ValueError(
+            f"the environment has {name}={text!r}, which is not a whole number; start the "
+            "processes with torchrun, or unset it"
+        )
+    return int(text)

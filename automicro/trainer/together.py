@@ -1,0 +1,118 @@
+"""What the ranks of a run agree on between steps. For one process all of it is free."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from automicro.microbatcher import Microbatcher
+from automicro.ranks import Ranks
+from automicro.trainer.interruption import STOPPED
+
+_TOLD = "automicro: this happened on rank"
+"""How the note begins that an error gets when the others are told of it."""
+
+
+def ranks_of(microbatcher: Microbatcher) -> Ranks:
+    """All ranks that train a microbatcher's model.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 2)
+    >>> ranks_of(Microbatcher(model, loss_fn=torch.nn.MSELoss())).world_size
+    1
+    """
+    return microbatcher.ranks
+
+
+def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
+    """Whether any rank says yes, for each of some questions. All ranks call it.
+
+    >>> from automicro.ranks import OneRank
+    >>> any_rank(OneRank(), True, False)
+    [True, False]
+    """
+    return [number > 0 for number in ranks.add_up(map(float, answers))]
+
+
+@contextlib.contextmanager
+def telling_once(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks of an error of this one, unless they know of it.
+
+    An end in order, which all ranks have agreed on, is none.
+
+    >>> from automicro.ranks import OneRank
+    >>> with telling_once(OneRank()):
+    ...     pass
+    """
+    try:
+        yield
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        if not any(note.startswith(_TOLD) or STOPPED in note for note in notes):
+            ranks.fail(error)
+        raise
+
+
+def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
+    """The values of all ranks, in order, on all of them. All ranks call it.
+
+    Args:
+        ranks: of the run.
+        value: can be pickled.
+        point: in the program, by a name.
+
+    >>> from automicro.ranks import OneRank
+    >>> of_all_ranks(OneRank(), "mine", "example")
+    ['mine']
+    """
+    if ranks.world_size == 1:
+        return [value]
+    ranks.ready(point)
+    values: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Stop:
+    """Whether a run is to stop: because any rank wants to, and on all at the same point.
+
+    Args:
+        ranks: of the run.
+        wants: whether this rank wants to.
+
+    Example:
+        >>> from automicro.ranks import OneRank
+        >>> wishes = [False, True]
+        >>> stop = Stop(OneRank(), lambda: wishes.pop(0))
+        >>> stop.is_agreed, stop.is_agreed
+        (False, True)
+    """
+
+    def __init__(self, ranks: Ranks, wants: Callable[[], bool]) -> None:
+        self._ranks = ranks
+        self._wants = wants
+        self._is_agreed = False
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether ranks have agreed to stop. One that is alone asks itself."""
+        return self._wants() if self._ranks.world_size == 1 else self._is_agreed
+
+    def ask(self, ranks: Ranks) -> bool:
+        """Agree now. All ranks call it.
+
+        Args:
+            ranks: where those meet that fail at this point of the program.
+        """
+        return self.take_up(any_rank(ranks, self._wants())[0])
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this rank wants to."""
+        return self._wants()
+
+    def take_up(self, wish: bool) -> bool:
+        """Note what all ranks have agreed on."""
+        self._is_agreed = self._is_agreed or wish
+        return self._is_agreed if self._ranks.world_size > 1 else wish

@@ -1,0 +1,228 @@
+"""What several processes need before they meet: places, blocks, samplers, refusals."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from automicro import Trainer
+from automicro.cli.loading import load_config
+from automicro.errors import ConfigError
+from automicro.trainer.parallel import check_parallel, find_blocks
+from automicro.trainer.processes import Place, place_in_environment
+from automicro.trainer.sharing import LoaderSharing
+
+ROWS = TensorDataset(torch.arange(11))
+TWO = Place(rank=0, world_size=2)
+
+
+def share(loader: Any, rank: int, world_size: int, **options: Any) -> Any:
+    place = Place(rank=rank, world_size=world_size, local_rank=rank)
+    sharing = LoaderSharing(place, seed=3, device=torch.device("cpu"))
+    return sharing.share(loader, "train_dataloader", **options)
+
+
+def rows_of(loader: Any) -> list[list[int]]:
+    return [rows.tolist() for (rows,) in loader]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_ranks_together_get_the_batches_of_one_process(world_size: int, epoch: int) -> None:
+    def loader(batch_size: int) -> DataLoader[Any]:
+        return DataLoader(ROWS, batch_size=batch_size, shuffle=True)
+
+    shared = [share(loader(12 // world_size), rank, world_size) for rank in range(world_size)]
+    alone = share(loader(12), 0, 1)
+    for each in (*shared, alone):
+        each.batch_sampler.set_epoch(epoch)
+    parts = [rows_of(each) for each in shared]
+    whole = [
+        [row for part in parts if index < len(part) for row in part[index]]
+        for index in range(len(parts[0]))
+    ]
+    assert whole == rows_of(alone)
+    assert sorted(row for batch in whole for row in batch) == list(range(11))
+    assert {len(each) for each in shared} == {len(alone)}
+
+
+def test_orders_differ_from_epoch_to_epoch() -> None:
+    loader = share(DataLoader(ROWS, batch_size=11, shuffle=True), 0, 1)
+    first = rows_of(loader)
+    loader.batch_sampler.set_epoch(1)
+    assert rows_of(loader) != first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 3},
+        {"batch_size": 3, "shuffle": True},
+        {"batch_sampler": [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9], [10]]},
+        {"batch_size": None},
+        {"batch_size": None, "sampler": RandomSampler(ROWS)},
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_row_comes_exactly_once(options: dict[str, Any], world_size: int) -> None:
+    seen: Counter[int] = Counter()
+    for rank in range(world_size):
+        for (rows,) in share(DataLoader(ROWS, **options), rank, world_size):
+            seen.update(rows.reshape(-1).tolist())
+    assert seen == dict.fromkeys(range(11), 1)
+
+
+def test_a_last_batch_is_dropped_where_the_loader_says_so() -> None:
+    parts = [rows_of(share(DataLoader(ROWS, 2, drop_last=True), rank, 2)) for rank in range(2)]
+    assert parts == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_sharing_draws_no_random_number_of_the_process() -> None:
+    loader = share(DataLoader(ROWS, sampler=WeightedRandomSampler([1.0] * 11, 11)), 0, 2)
+    here = torch.get_rng_state()
+    list(loader.batch_sampler)
+    assert torch.equal(torch.get_rng_state(), here)
+
+
+def collate(rows: list[Any]) -> Any:
+    return rows
+
+
+class Kept(DataLoader[Any]):
+    """A subclass whose constructor takes other arguments."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(ROWS, batch_size=2, collate_fn=collate, num_workers=0)
+        self.mark = mark
+
+
+def test_a_shared_loader_keeps_everything_else_and_the_given_one_stays_as_it_was() -> None:
+    given = Kept("mine")
+    shared = share(given, 0, 2)
+    assert type(shared) is Kept
+    assert (shared.mark, shared.collate_fn) == ("mine", collate)
+    assert type(given.batch_sampler) is BatchSampler
+    assert len(given) == 6
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("loader", [[1, 2], DataLoader(Stream())])
+def test_what_gives_all_rows_to_every_rank_is_refused(loader: Any) -> None:
+    with pytest.raises(ValueError, match="each of 2 ranks would get all of its rows"):
+        share(loader, 0, 2)
+
+
+def test_what_says_that_it_shares_its_rows_itself_is_taken_as_it_is() -> None:
+    loader = DataLoader(Stream())
+    loader.is_sharded = True
+    assert share(loader, 0, 2) is loader
+
+
+def test_a_distributed_sampler_that_repeats_rows_is_told_of_and_refused_in_evaluation() -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(ROWS, num_replicas=2, rank=0)
+    loader = DataLoader(ROWS, batch_size=2, sampler=sampler)
+    with pytest.warns(UserWarning, match="1 of its 11 rows come twice in every pass"):
+        assert share(loader, 0, 2) is loader
+    with pytest.raises(ValueError, match="losses and metrics would be wrong; leave it out"):
+        share(loader, 0, 2, is_evaluated=True)
+
+
+def test_a_sampler_without_a_length_is_refused() -> None:
+    class Endless(SequentialSampler):
+        def __len__(self) -> int:
+            raise TypeError
+
+    with pytest.raises(ValueError, match="has no length"):
+        share(DataLoader(ROWS, sampler=Endless(ROWS)), 0, 2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+def test_blocks_are_found_in_lists_and_inside_of_other_modules() -> None:
+    layers = [Layer() for _ in range(3)]
+    model = nn.ModuleDict(
+        {"embed": nn.Linear(2, 2), "body": nn.Sequential(nn.Linear(2, 2), nn.ModuleList(layers))}
+    )
+    assert find_blocks(model) == layers
+
+
+def test_a_model_without_repeated_layers_has_no_blocks() -> None:
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), Layer())) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is not a whole number"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        place_in_environment()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": None}, "each of them would train a model of its own"),
+        ({"parallel": "fsdp", "compiles": True}, "use parallel='ddp', or compile each block"),
+        ({"parallel": "fsdp", "channels_last": True}, "leave it out, or use parallel='ddp'"),
+        ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "run the model on one row before"),
+        ({"parallel": "ddp", "model": nn.ReLU()}, "no parameter that takes a gradient"),
+        ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "make it a part of the model"),
+    ],
+)
+def test_what_ranks_cannot_train_together_is_refused_with_a_remedy(
+    options: dict[str, Any], message: str
+) -> None:
+    model = options.pop("model", None) or nn.Linear(2, 2)
+    more = options.pop("more", [])
+    with pytest.raises(ValueError, match=message):
+        check_parallel(options.pop("parallel"), [model, *more], TWO, **options)
+
+
+def test_an_optimizer_from_before_is_refused_with_fsdp() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="pass a callable that makes it"):
+        check_parallel("fsdp", [model], TWO, optimizer=optimizer)
+
+
+def test_an_unknown_way_to_be_parallel_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'ddp'"):
+        Trainer(nn.Linear(2, 2), parallel="dpp")
+
+
+def test_the_global_batch_is_divided_by_processes() -> None:
+    config = load_config("configs/digits.yaml", num_devices=4)
+    assert config.train_data is not None
+    assert config.train_data.args is not None
+    assert config.train_data.args["batch_size"] == 128
+    with pytest.raises(ConfigError, match="512 cannot be shared by 3 devices"):
+        load_config("configs/digits.yaml", num_devices=3)
