@@ -17,8 +17,9 @@ help:  ## list the targets
 train: $(INSTALLED)  ## train the digits example on a device too small for its batch
 	OMP_NUM_THREADS=1 $(BIN)/automicro train configs/digits.yaml
 
+# Worlds of processes and their files stay together in one worker.
 test: $(INSTALLED)  ## run the tests and the doctests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 check: format-check lint types test  ## everything CI runs: format, lint, types, tests
 
@@ -38,6 +39,7 @@ format: $(INSTALLED)  ## format the code and fix what can be fixed
 bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.trainer_overhead
+	$(BIN)/python -m benchmarks.distributed_overhead
 
 job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and hold what they promise
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_config.py tests/test_cli.py tests/test_docs_lm.py

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError
+from automicro.synonyms import PRECISION_SYNONYMS
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What autocast computes in, by the name of a precision; None for the model's own types."""
@@ -58,7 +59,26 @@ def check_precision(precision: object, has_backward: object) -> str:
                 "scaler.update() in place of optimizer.step(); or use precision='bf16', which "
                 "needs no scaler, or the Trainer, which scales by itself"
             )
-    return check_choice("precision", precision, PRECISIONS)
+    return check_precision_name(precision)
+
+
+def check_precision_name(precision: object) -> str:
+    """The precision, if it is one of `PRECISIONS`.
+
+    Raises:
+        ValueError: it is not known; the message suggests the one that others call so.
+
+    Example:
+        >>> check_precision_name("bf16")
+        'bf16'
+    """
+    meant = PRECISION_SYNONYMS.get(str(precision).lower())
+    if meant is None:
+        return check_choice("precision", precision, PRECISIONS)
+    raise ValueError(
+        f"precision={precision!r} is not known (did you mean {meant!r}?); use one of "
+        f"{', '.join(PRECISIONS)}"
+    )
 
 
 def check_model(model: object) -> None:

@@ -33,7 +33,10 @@ not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the st
 before the step.
 """
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class AutomicroError(Exception):
@@ -62,10 +65,6 @@ class DataLoaderError(AutomicroError, ValueError):
 
 class ConfigError(AutomicroError, ValueError):
     """A configuration or a command line cannot be read. The message names key, value, remedy."""
-
-
-class SampleTooLargeError(AutomicroError, torch.OutOfMemoryError):
-    """Even the smallest microbatch runs out of memory. The state is as before the step."""
 
 
 class OptimizerStepError(AutomicroError, RuntimeError):
@@ -134,3 +133,26 @@ class LoggerWarning(AutomicroWarning):
 
 class SizeCacheWarning(AutomicroWarning):
     """A remembered size cannot be read, written or removed. The run finds its sizes anew."""
+
+
+if TYPE_CHECKING:
+
+    class SampleTooLargeError(AutomicroError, torch.OutOfMemoryError):
+        """Even the smallest microbatch runs out of memory. The state is as before the step."""
+
+else:
+
+    def __getattr__(name: str) -> type[Exception]:
+        """Make the one class whose base is torch's when it is first asked for.
+
+        Torch takes a second to import, and a mistyped command line needs another error.
+        """
+        if name != "SampleTooLargeError":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import torch
+
+        doc = "Even the smallest microbatch runs out of memory. The state is as before the step."
+        made = type(
+            name, (AutomicroError, torch.OutOfMemoryError), {"__doc__": doc, "__module__": __name__}
+        )
+        return globals().setdefault(name, made)

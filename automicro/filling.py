@@ -1,12 +1,13 @@
 """Microbatches that count for nothing, for ranks that have fewer rows than others."""
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from automicro.attempts import Phase, Plan
 from automicro.errors import BatchError
-from automicro.ranks import Ranks
+from automicro.ranks import Ranks, telling
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.transaction import Transaction
 from automicro.transfer import on_host
@@ -42,7 +43,7 @@ class Fillers:
 
 
 class SpareRows:
-    """Rows for fillers: of the batch at hand, or of the first one of this rank.
+    """Rows for fillers: of the batch at hand, of this rank's first one, or of another rank's.
 
     Args:
         layout: takes rows out of a batch.
@@ -71,6 +72,38 @@ class SpareRows:
                 self._kept = map_tensors(chosen, lambda tensor: tensor.detach().cpu())
         return rows
 
+    @property
+    def is_lacking(self) -> bool:
+        """Whether this rank has no rows and has never had any."""
+        return self._kept is None
+
+    def pass_on(self, lender: int) -> None:
+        """Give the rows of one rank to all that have never had any. All ranks call it.
+
+        Args:
+            lender: the rank, which has some.
+
+        Raises:
+            BatchError: they cannot be sent.
+        """
+        with telling(self._ranks):
+            message = self._packed() if self._ranks.rank == lender else b""
+        message = self._ranks.from_rank(lender, message)
+        if self._kept is None:
+            with on_host():
+                self._kept = pickle.loads(message)  # of a rank that runs the same program
+
+    def _packed(self) -> bytes:
+        try:
+            return pickle.dumps(self._kept)
+        except Exception as error:
+            raise BatchError(
+                f"another rank has no rows, and those of rank {self._ranks.rank}, a "
+                f"{type(self._kept).__name__}, cannot be sent there ({type(error).__name__}: "
+                f"{error}); let batches hold what can be pickled, or give every rank a row in the "
+                "first batch"
+            ) from error
+
     def fillers(self, plan: Plan, batches: Sequence[Any], phase: Phase) -> Fillers | None:
         """Those of a plan; None where it has none."""
         if not plan.num_fillers:
@@ -79,11 +112,7 @@ class SpareRows:
 
     def _take(self, batches: Sequence[Any], num_rows: int) -> Any:
         source = batches[0] if batches else self._kept
-        if source is None:
-            raise BatchError(
-                f"rank {self._ranks.rank} has no rows, and has never had any, so it cannot take "
-                "part in what the other ranks compute; give every rank at least one batch first"
-            )
+        assert source is not None, "a rank that never had rows was lent some"
         with on_host():
             last = self._layout.num_rows(source) - 1
             return self._layout.take_rows(source, [0, min(1, last)][:num_rows])

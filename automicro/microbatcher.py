@@ -41,10 +41,7 @@ from automicro.sharing import SharedLosses
 from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
-from automicro.transaction import (
-    Gradients,
-    Parameters,
-)
+from automicro.transaction import Gradients, Parameters
 from automicro.weighting import LossAverage, read_average
 
 
@@ -317,6 +314,7 @@ class Microbatcher:
                     denominators=denominators,
                     wants_to_stop=self.wants_to_stop,
                     sharing=SharedLosses(self._device, at_once=accept is not None),
+                    spare=self._spare,
                 )
             except torch.OutOfMemoryError as error:
                 self._split_guard.explain_oom(error)
@@ -391,6 +389,7 @@ class Microbatcher:
                 measure_residents=lambda: self._memory.measure(training=False),
                 narrator=narrator,
                 wants_to_stop=self.wants_to_stop,
+                spare=self._spare,
             )
         if isinstance(finished, Agreement):
             return unevaluated(stops=finished.stops)

@@ -18,7 +18,7 @@ from automicro.model_modes import evaluation_mode, quiet_training_mode
 from automicro.observer import Tell
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
-from automicro.torch_private import compiler_is_loaded
+from automicro.torch_private import compiler_is_used
 from automicro.transfer import on_device, on_host
 from automicro.warn import warn
 from automicro.weighting import Average, BatchWeights, CutBatch
@@ -88,7 +88,7 @@ class Passes:
         """
         with on_host():
             self._row_dims = {}
-            if sizes_change and compiler_is_loaded():
+            if sizes_change and compiler_is_used():
                 for batch in batches:
                     self._row_dims |= self._layout.row_dims(batch)
             return [

@@ -66,6 +66,7 @@ class Proposal:
         cost: of one row, None where it is not known.
         wants_to_stop: whether somebody asked this rank to end the run.
         training: whether gradients will be computed.
+        lacks_rows: whether this rank has no rows and has never had any, not even for fillers.
     """
 
     num_rows: int
@@ -76,6 +77,7 @@ class Proposal:
     cost: float | None = None
     wants_to_stop: bool = False
     training: bool = True
+    lacks_rows: bool = False
 
     @property
     def largest(self) -> int:
@@ -96,6 +98,7 @@ class Agreement:
         num_batches: the most that count as one on a rank.
         cost: the highest of a row, None where nobody knows one.
         stops: whether any rank wants to end the run.
+        lender: the lowest rank that has rows, where another lacks any to run fillers on; else None.
     """
 
     microbatch_size: int
@@ -106,6 +109,7 @@ class Agreement:
     num_batches: int
     cost: float | None
     stops: bool
+    lender: int | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -211,6 +215,9 @@ class Ranks(Protocol):
     def from_first(self, values: Iterable[float]) -> list[float]:
         """Rank 0's values on every rank: a size that it remembers, say."""
 
+    def from_rank(self, rank: int, message: bytes) -> bytes:
+        """A rank's message, of any length, on every rank. All call it, outside of attempts."""
+
     def add_up(self, values: Iterable[float]) -> list[float]:
         """As many values of every rank, added up over ranks."""
 
@@ -266,6 +273,9 @@ class OneRank:
 
     def from_first(self, values: Iterable[float]) -> list[float]:
         return list(values)
+
+    def from_rank(self, rank: int, message: bytes) -> bytes:
+        return message
 
     def add_up(self, values: Iterable[float]) -> list[float]:
         return list(values)

@@ -35,6 +35,7 @@ __all__ = [
     "compile_options",
     "compiler_config",
     "compiler_is_loaded",
+    "compiler_is_used",
     "dump_memory_snapshot",
     "forget_step_hooks",
     "forget_workers",
@@ -127,6 +128,22 @@ def compiler_is_loaded() -> bool:
     True
     """
     return "torch._dynamo.eval_frame" in sys.modules
+
+
+def compiler_is_used() -> bool:
+    """Tell whether anything was given to ``torch.compile`` in this process, called or not yet.
+
+    Narrower than `compiler_is_loaded`, and forgetful: not since the compiler was last reset.
+
+    >>> isinstance(compiler_is_used(), bool)
+    True
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    # One backend for each way of compiling; what is only kept from being compiled has none.
+    backends = getattr(dynamo, "cached_backends", None)
+    return backends is None or any(map(callable, backends.values()))
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> list[str]:

@@ -21,6 +21,7 @@ __all__ = [
     "collectives_of",
     "comm_hooks",
     "default_store",
+    "default_tcp_store",
     "drop_unsharded",
     "has_many_groups",
     "keeping_versions",
@@ -37,6 +38,14 @@ __all__ = [
 def default_store() -> Store:
     """The key-value store that the processes met in."""
     return dist.distributed_c10d._get_default_store()
+
+
+def default_tcp_store() -> TCPStore | None:
+    """The TCPStore under the one that the processes met in; None where it is another kind."""
+    store = default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from automicro.cli import main
 from automicro.cli.caching import parse_age
 from automicro.cli.size_table import as_markdown
 from automicro.errors import ConfigError
-from automicro.size_cache import Entry, RememberedSize, SizeCache
+from automicro.size_cache import Entry, RememberedSize, RunKey, SizeCache
 from automicro.size_cache.files import write_entry
 from tests.test_remembering import KEY, SIZE
 
@@ -62,14 +62,14 @@ def test_in_a_pipe_each_size_is_one_line(
     assert main(["cache"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "model            parameters  device                      precision       phase  rows  "
-        "microbatch size  count        peak  age",
-        "CNN                   34.0k  CPU                         fp32            eval     64  "
-        "             64      1           –  59s",
-        "CNN                   34.0k  CPU, 1.00 MiB               fp32            train    64  "
-        "             16      4  878.91 KiB   3d",
-        "GPT2LMHeadModel      124.4M  NVIDIA H100, 80.00 GiB × 8  bf16, compiled  train   512  "
-        "             24     22           –  40d",
+        "model            params  one row          device                      phase     "
+        "               microbatches        peak  age",
+        "CNN               34.0k  f32[1,8,8], i64  CPU                         eval, fp32"
+        "               1 × 64 of 64           –  59s",
+        "CNN               34.0k  f32[1,8,8], i64  CPU, 1.00 MiB               train, fp3"
+        "2              4 × 16 of 64  878.91 KiB   3d",
+        "GPT2LMHeadModel  124.4M  i64[?]           NVIDIA H100, 80.00 GiB × 8  train, bf1"
+        "6, compiled  22 × 24 of 512           –  40d",
         "",
         f"3 sizes in {cache.folder}",
     ]
@@ -85,10 +85,74 @@ def test_a_terminal_gets_a_table_as_wide_as_itself(
     out = capsys.readouterr().out
     assert "─" in out
     assert "\x1b[1m" in out
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    main(["cache"])
-    assert all(len(line) <= 100 for line in capsys.readouterr().out.splitlines()[:-1])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()[:-1]
+    assert all(len(line) <= 100 for line in lines)
+    words = " ".join(lines).split()
+    # Broken between words, so that names can be read and searched for.
+    assert {"GPT2LMHeadModel", "f32[1,8,8],", "compiled", "878.91", "H100,"} <= set(words)
+
+
+# What one size differs in from another, and what its line says of it.
+DIFFERENT: dict[str, tuple[RunKey, list[str]]] = {
+    "the batch": (
+        dataclasses.replace(KEY, shapes={"0": "float32[1, 28, 28]", "1": "int64[]"}),
+        ["f32[1,28,28], i64", "f32[1,8,8], i64"],
+    ),
+    "the optimizer": (
+        dataclasses.replace(KEY, optimizer=None),
+        ["CNN (AdamW)", "CNN (no optimizer)"],
+    ),
+    "the width of layers": (
+        dataclasses.replace(KEY, parameters=34_010, structure="2a"),
+        ["34,000", "34,010"],
+    ),
+    "the order of layers": (
+        dataclasses.replace(KEY, structure="9" * 64),
+        ["CNN (structure 1f2e)", "CNN (structure 999999)"],
+    ),
+    "the names in the batch": (
+        dataclasses.replace(KEY, shapes={"x": "float32[1, 8, 8]", "y": "int64[]"}),
+        ["CNN (0 f32[1,8,8], 1 i64)", "CNN (x f32[1,8,8], y i64)"],
+    ),
+    "two things at once": (
+        dataclasses.replace(KEY, optimizer="SGD", torch="2.14.0"),
+        ["CNN (AdamW, torch 2.13.0)", "CNN (SGD, torch 2.14.0)"],
+    ),
+    "the precision": (dataclasses.replace(KEY, precision="bf16"), ["train, bf16", "train, fp32"]),
+    "the device": (
+        dataclasses.replace(KEY, memory_bytes=2 << 20),
+        ["CPU, 1.00 MiB", "CPU, 2.00 MiB"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("other", "texts"), DIFFERENT.values(), ids=DIFFERENT)
+def test_no_two_lines_look_alike(
+    other: RunKey,
+    texts: list[str],
+    own_cache: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for key in (KEY, other):
+        SizeCache().remember(key, SIZE)
+    assert main(["cache"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()[:3]
+    assert len(set(lines)) == 2
+    assert all(sum(f" {text} " in f" {line} " for line in lines) == 1 for text in texts)
+
+
+def test_in_json_what_many_tensors_hold_is_whole_and_in_the_table_it_is_short(
+    own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("input_ids", "attention_mask", "labels")
+    shapes = dict.fromkeys(names, "int64[128]") | {
+        "a": "float32[2]", "b": "float32[3]", "c": "bool[]", "d": "uint8[4]",
+    }  # fmt: skip
+    SizeCache().remember(dataclasses.replace(KEY, shapes=shapes), SIZE)
+    assert main(["cache"]) == 0
+    assert "3 × i64[128], f32[2], f32[3], 2 more" in capsys.readouterr().out
+    assert main(["cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["key"]["shapes"] == shapes
 
 
 def test_json_has_everything(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,8 @@ def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
     ended, command = interrupted("run_dir=a", "checkpoint={}", number=number)
     assert ended == code
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"automicro: {name}: stopped after batch 5, saved in a/checkpoints"
+        f"automicro: {name}: stopped after batch 5, saved in a/checkpoints: the same command goes "
+        "on from there"
     )
     assert sorted(os.listdir("a")) == ["checkpoints", "config.yaml"]
     assert train(*command, "--json") == 0
@@ -80,7 +81,44 @@ def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
 def test_an_interruption_without_checkpoints_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert interrupted()[0] == 130
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "automicro: Ctrl-C: stopped after batch 5, without a checkpoint"
+    assert last == (
+        "automicro: Ctrl-C: stopped after batch 5, without a checkpoint: the same command begins "
+        "anew; with run_dir=runs/first checkpoint={} it can go on"
+    )
+
+
+GOING_ON: dict[str, tuple[list[str], str]] = {
+    "a folder named after the time": (
+        ["run_dir=${oc.env:A_NAME}", "checkpoint={}"],
+        "saved in b c/checkpoints: the same command with 'run_dir=b c' goes on from there",
+    ),
+    "a folder of checkpoints alone": (
+        ["checkpoint={folder: saved}"],
+        "saved in saved: the same command goes on from there",
+    ),
+    "never resumed unless told": (
+        ["run_dir=a", "checkpoint={resume: never}"],
+        "saved in a/checkpoints: the same command with checkpoint.resume=auto goes on from there",
+    ),
+    "a folder without checkpoints": (
+        ["run_dir=a"],
+        "without a checkpoint: the same command begins anew; with checkpoint={} it can go on",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "end"), GOING_ON.values(), ids=GOING_ON)
+def test_ctrl_c_is_told_once_with_how_to_go_on(
+    options: list[str],
+    end: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_NAME", "b c")
+    assert interrupted(*options, "progress=true")[0] == 130
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == f"automicro: Ctrl-C: stopped after batch 5, {end}"
+    assert (out + err).count("stopped after") == 1
 
 
 def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(

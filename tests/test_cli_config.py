@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from automicro.cli import main
-from automicro.cli.keys import KEYS
+from automicro.cli.key_names import KEYS
 from automicro.cli.loading import load_config
 from automicro.cli.reading import read_yaml
 from automicro.cli.reference import markdown_page

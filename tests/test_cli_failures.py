@@ -403,7 +403,10 @@ def test_ctrl_c_between_batches_is_one_sentence(
 
     monkeypatch.setattr(Trainer, "fit", end)
     assert main(["train", "job.yaml", "progress=false"]) == 130
-    assert said(capsys) == ["automicro: Ctrl-C: stopped after batch 83, without a checkpoint"]
+    assert said(capsys) == [
+        "automicro: Ctrl-C: stopped after batch 83, without a checkpoint: the same command begins "
+        "anew; with run_dir=runs/first checkpoint={} it can go on"
+    ]
 
 
 INTERRUPT_WHILE_IMPORTING_TORCH = """\
@@ -415,7 +418,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["automicro", "--version"]
+sys.argv = ["automicro", "config", "configs/digits.yaml"]
 runpy.run_module("automicro", run_name="__main__")
 """
 

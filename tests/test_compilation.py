@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
 from automicro.slicing import BatchLayout
+from automicro.torch_private import compiler_is_loaded
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 3
@@ -116,6 +117,18 @@ def test_without_marks_and_automatic_dynamic_shapes_each_size_compiles() -> None
         counts.append(counter.frame_count)
         torch._dynamo.reset()
     assert counts == [5, 1]
+
+
+def test_nothing_is_marked_for_a_compiler_that_an_optimizer_has_loaded() -> None:
+    model = Net()
+    torch.optim.AdamW(model.parameters())
+    passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
+    assert compiler_is_loaded()
+    passes.cut([batch_of(16)], [[8, 8]])
+    assert not passes._row_dims
+    torch.compile(torch.sin, backend="eager")
+    passes.cut([batch_of(16)], [[8, 8]])
+    assert passes._row_dims
 
 
 def test_fixed_sizes_are_compiled_as_they_are() -> None:

@@ -26,7 +26,13 @@ WRONG_OVERRIDES = {
         "that there are; refer to a value where it stands, as ${model.args.width}, or take it from "
         "the environment with ${oc.env:NAME}"
     ),
-    "lr=0.3": "unknown key 'lr' (did you mean 'optimizer.args.lr'?): correct it",
+    "lr=0.3": (
+        "unknown key 'lr' (did you mean 'optimizer.args.lr'?): it is an argument of the optimizer: "
+        "write optimizer.args.lr=0.001"
+    ),
+    "out_features=3": (
+        "unknown key 'out_features' (did you mean 'model.args.out_features'?): correct it"
+    ),
     "optimizer.lr=0.3": (
         "optimizer has an unknown key 'lr': arguments belong below it, as optimizer.args.lr"
     ),

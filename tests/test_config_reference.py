@@ -8,14 +8,8 @@ import pytest
 
 from automicro.checkpoints import CheckpointConfig
 from automicro.cli.config import RunConfig
-from automicro.cli.keys import (
-    GROUPS,
-    KEYS,
-    defaults,
-    defaults_inside,
-    keys_inside,
-    type_in_words,
-)
+from automicro.cli.key_names import GROUPS, KEYS
+from automicro.cli.keys import defaults, defaults_inside, keys_inside, type_in_words
 from automicro.cli.loading import load_config
 from automicro.cli.reference import documentation, markdown_page, read_entries
 from automicro.cli.training import build_trainer

@@ -90,7 +90,7 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
         (tokens(), token_targets()),
         shifted_mean,
         {},
-        "shifted by one, so pass loss_average=… as a callable",
+        r"shifted by one, so pass loss_average=lambda batch: \(batch\[1\]\[..., 1:\] != -100\)",
     ),
     "a masked mean that never divides by zero": (
         Encoder,
@@ -145,6 +145,43 @@ def test_what_does_not_add_up_is_named_with_its_remedy(name: str) -> None:
     fails = pytest.raises(IndexError) if "IndexError" in message else contextlib.nullcontext()
     with pytest.warns(LossAverageWarning, match=message), fails:
         microbatcher.backward(batch)
+
+
+class OwnCausalModel(nn.Module):
+    """Computes its loss on shifted labels itself, and declares nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": shifted_mean(self.encoder(input_ids), labels)}
+
+
+def test_a_model_that_shifts_its_labels_itself_gets_a_function_to_copy_that_makes_it_exact() -> (
+    None
+):
+    batch = {"input_ids": tokens(), "labels": token_targets()}
+    model = OwnCausalModel()
+    (message,) = warnings_of(Microbatcher(model, microbatch_size=4), batch)
+    remedy = "lambda batch: (batch['labels'][..., 1:] != -100).sum()"
+    assert message.endswith(f"the labels are shifted by one, so pass loss_average={remedy}")
+    count = eval(remedy)
+    model.zero_grad()
+    loss = Microbatcher(model, microbatch_size=4, loss_average=count).backward(batch).loss
+    assert torch.allclose(loss, model(**batch)["loss"])
+    assert warnings_of(Microbatcher(model, microbatch_size=4, loss_average=count), batch) == []
+
+
+def test_labels_that_are_not_shifted_are_never_taken_for_shifted() -> None:
+    batch = {"input_ids": tokens(), "labels": token_targets()}
+
+    class Unshifted(OwnCausalModel):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": token_mean(self.encoder(input_ids), labels)}
+
+    (message,) = warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)
+    assert message.endswith("not ignored: pass loss_average='tokens'")
 
 
 def test_a_detector_whose_loss_counts_boxes_is_named_although_it_has_no_loss_in_eval_mode() -> None:

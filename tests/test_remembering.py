@@ -22,10 +22,9 @@ from automicro.size_cache import (
     RunKey,
     SizeCache,
     SizeMemory,
-    describe_run,
-    describe_shapes,
     sizes_folder,
 )
+from automicro.size_cache.describing import describe_run, describe_shapes
 from automicro.slicing import BatchLayout
 
 CPU = torch.device("cpu")

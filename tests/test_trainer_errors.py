@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"microbatch_size": 0}, ValueError, "microbatch_size=0 is no size"),
         ({"batchnorm": "warm"}, ValueError, "did you mean 'warn'"),
     ],
-    ids=lambda value: str(value)[:50],
+    ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value))[:50],
 )
 def test_arguments_that_make_no_sense_are_refused(
     options: dict[str, Any], error: type[Exception], message: str

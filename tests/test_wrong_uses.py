@@ -214,6 +214,8 @@ TRAINER: dict[str, Callable[[], object]] = {
     "duration in tokens": lambda: fit(max_duration="1e6tok"),
     "clip norm negative": lambda: fit(grad_clip_norm=-1),
     "device unknown": lambda: fit(device="gpu"),
+    "arguments of other trainers": lambda: fit(learning_rate=0.1, max_epochs=3, devices=2),
+    "precision of other trainers": lambda: fit(precision="16-mixed"),
     "limit below the model": lambda: fit(memory_limit="1KiB"),
     "optimizer state does not fit": lambda: fit(memory_limit="3KiB", optimizer=torch.optim.AdamW),
     "metric named loss": lambda: fit(metrics={"loss": MeanMetric()}),

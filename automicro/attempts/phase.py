@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from automicro.attempts.cut_rule import CutRule
 from automicro.attempts.plan import Plan
 from automicro.attempts.recollection import Recollection
-from automicro.attempts.run import Finished, run_attempts
+from automicro.attempts.run import Finished, Spare, run_attempts
 from automicro.attempts.trial import Sharing
 from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import Meter, ResidentMemory
@@ -131,6 +131,7 @@ class Phase:
         denominators: Mapping[str, float] | None = None,
         wants_to_stop: bool = False,
         sharing: Sharing[T] | None = None,
+        spare: Spare | None = None,
     ) -> Finished[T] | Agreement:
         """Run a step until it fits; see `run_attempts`.
 
@@ -148,6 +149,7 @@ class Phase:
             denominators: of the batches, for several ranks.
             wants_to_stop: whether this rank asks for the end of the run.
             sharing: what of the result is shared with other ranks.
+            spare: rows for the fillers of a rank that has none.
         """
         recollection = self._recollection if self.adapts else None
         recalled_size: int | None = None
@@ -184,6 +186,7 @@ class Phase:
             wants_to_stop=wants_to_stop,
             training=self._name == "train",
             sharing=sharing,
+            spare=spare,
         )
         if isinstance(finished, Agreement):
             return finished

@@ -11,7 +11,7 @@ from automicro.attempts.recollection import Recollection
 from automicro.observer import Observer
 from automicro.policy import Policy, make_policy
 from automicro.ranks import Ranks
-from automicro.size_cache import describe_run, describe_shapes
+from automicro.size_cache.describing import describe_run, describe_shapes
 from automicro.slicing import BatchLayout
 
 Size = int | str | Policy | None

@@ -90,8 +90,15 @@ def plan_alone(bid: Bid, policy: Policy, rule: CutRule) -> Plan:
     )
 
 
-def propose_to(bid: Bid, policy: Policy, rule: CutRule) -> Proposal:
-    """What this rank brings to an agreement."""
+def propose_to(bid: Bid, policy: Policy, rule: CutRule, *, lacks_rows: bool = False) -> Proposal:
+    """What this rank brings to an agreement.
+
+    Args:
+        bid: at any size.
+        policy: proposes one.
+        rule: turns it into slices.
+        lacks_rows: whether it has no rows, not even for fillers.
+    """
     sizes = [
         _propose(policy, rule, num_rows, cost)
         for num_rows, cost in zip(bid.rows, bid.costs, strict=True)
@@ -108,6 +115,7 @@ def propose_to(bid: Bid, policy: Policy, rule: CutRule) -> Proposal:
         cost=max((cost for cost in bid.costs if cost is not None), default=None),
         wants_to_stop=bid.wants_to_stop,
         training=bid.training,
+        lacks_rows=lacks_rows,
     )
 
 

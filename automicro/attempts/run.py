@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,17 @@ from automicro.transaction import Transaction
 logger = logging.getLogger("automicro.attempts")  # a name that does not move
 
 T = TypeVar("T")
+
+
+class Spare(Protocol):
+    """Rows that a rank runs fillers on."""
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether this rank has none."""
+
+    def pass_on(self, lender: int) -> None:
+        """Give those of one rank to all that have none. All ranks call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +101,7 @@ def run_attempts(
     wants_to_stop: bool = False,
     training: bool = True,
     sharing: Sharing[T] | None = None,
+    spare: Spare | None = None,
 ) -> Finished[T] | Agreement:
     """Attempt a step at the sizes that a policy proposes until one fits.
 
@@ -112,6 +124,7 @@ def run_attempts(
         wants_to_stop: whether this rank asks for the end of the run.
         training: whether gradients are computed.
         sharing: what of the result is shared with other ranks.
+        spare: rows for the fillers of a rank that has none.
 
     Raises:
         SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
@@ -131,7 +144,7 @@ def run_attempts(
     attempts = 0
     failure: BaseException | None = None
     while True:
-        plan = _plan(bid, ranks, policy, rule)
+        plan = _plan(bid, ranks, policy, rule, spare)
         if isinstance(plan, Agreement):
             return plan
         size = plan.size
@@ -195,14 +208,19 @@ def run_attempts(
         del done  # it holds the failure, too
 
 
-def _plan(bid: Bid, ranks: Ranks, policy: Policy, rule: CutRule) -> Plan | Agreement:
+def _plan(
+    bid: Bid, ranks: Ranks, policy: Policy, rule: CutRule, spare: Spare | None
+) -> Plan | Agreement:
     if ranks.is_alone:
         return plan_alone(bid, policy, rule)
     with telling(ranks):
-        proposal = propose_to(bid, policy, rule)
+        lacks_rows = spare is not None and spare.is_lacking
+        proposal = propose_to(bid, policy, rule, lacks_rows=lacks_rows)
     agreement = ranks.agree(proposal)
     if agreement.max_rows == 0:
         return agreement
+    if agreement.lender is not None and spare is not None:
+        spare.pass_on(agreement.lender)
     return plan_together(bid, agreement, ranks, policy, rule)
 
 

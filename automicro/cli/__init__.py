@@ -3,24 +3,31 @@
 ::
 
     command      the command line: finds the subcommand, runs it
+    commands     what each subcommand is called and takes, without importing torch
     subcommand   what every subcommand has: a name, its help, its arguments
-    training  evaluating  verifying  configuring  torturing  caching    one subcommand each
+    inputs       files and overrides of a command line: which is which, are they there
+    training  evaluating  verifying  configuring  torturing  caching    what each does
+    peers        whether other processes of the run speak too
     failures     how errors are shown; exit codes
     places       where in the code an error was raised
     wording      messages of the library in the words of a config
     warning_lines   warnings in one line each
     results      what is printed, as text and as JSON
+    saved_summary   a summary that an earlier run left
     size_table   remembered sizes as a table, as JSON and as Markdown
+    size_cells   what tells one remembered size from another, in few letters
 
     job          the files and overrides of a command line, to be read and made
     recipe       what a config names: checked first, made afterwards
     values       whether values mean something
-    continuing   whether a run goes on from checkpoints, and from which
+    continuing   whether a run goes on from checkpoints, from which, and how to go on
     configured_logger   a logger that takes down the config, too
     weights      a model's weights from a file or a checkpoint
     run_dir      the folder in which a run leaves its config, summary, weights and checkpoints
 
+    template     a config to start with
     config       RunConfig: every key, with its type and default
+    key_names    the names of all keys, in groups
     keys         what is known of each key besides: its group, its type in words
     reference    what each key means, from the docstrings of those who take it
 
@@ -58,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0
     """
     try:
-        # Torch takes seconds to import: whoever presses Ctrl-C meanwhile wants no traceback.
+        # Imports may take long on a cold disk: whoever presses Ctrl-C meanwhile wants no traceback.
         from automicro.cli.command import main as run
 
         return run(argv)

@@ -1,25 +1,15 @@
-"""The command ``automicro cache``: the microbatch sizes that runs have found, and forgetting."""
+"""What ``automicro cache`` does: list the sizes that runs have found, and forget them."""
 
 import argparse
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from automicro.cli.results import to_json
 from automicro.cli.size_table import as_markdown, as_values, print_sizes
-from automicro.cli.subcommand import Subcommand
 from automicro.errors import ConfigError
 from automicro.size_cache import Entry, SizeCache
 
-DESCRIPTION = """\
-List the microbatch sizes that earlier runs have found, or clear them. A run with
-microbatch_size=auto starts with the size that the same model found on the same
-device; a wrong one costs an attempt or two, and is replaced.
-
-They lie in $AUTOMICRO_CACHE_DIR, else in $XDG_CACHE_HOME/automicro, else in
-~/.cache/automicro, one small file each.
-"""
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _AGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
 
@@ -71,18 +61,8 @@ def choose_entries(
     return is_meant
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--clear", action="store_true", help="remove the sizes, damaged files included"
-    )
-    parser.add_argument("--model", metavar="NAME", help="only those of a model's class")
-    parser.add_argument("--older-than", metavar="AGE", help="only those older, such as 12h or 30d")
-    parser.add_argument("--json", action="store_true", help="print them as JSON")
-    parser.add_argument("--markdown", action="store_true", help="print them as a table for docs")
-    parser.add_argument("--folder", metavar="FOLDER", type=Path, help="of another cache")
-
-
-def _cache(arguments: argparse.Namespace) -> int:
+def run_cache(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
     forms = [name for name in ("json", "markdown", "clear") if getattr(arguments, name)]
     if len(forms) > 1:
         raise ConfigError(
@@ -121,21 +101,3 @@ def _clear(cache: SizeCache, which: Callable[[Entry], bool] | None) -> int:
 
 def _count(found: Sequence[object]) -> str:
     return f"{len(found)} size{'' if len(found) == 1 else 's'}"
-
-
-CACHE = Subcommand(
-    name="cache",
-    brief="list or clear the microbatch sizes that runs have found",
-    description=DESCRIPTION,
-    examples=(
-        "automicro cache --model GPT2LMHeadModel",
-        "automicro cache --clear --older-than 30d",
-        "automicro cache --json",
-    ),
-    exit_codes={
-        0: "listed or cleared; what cannot be read was told on stderr",
-        1: "a file could not be removed",
-    },
-    add_arguments=_add_arguments,
-    run=_cache,
-)

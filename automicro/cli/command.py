@@ -6,28 +6,15 @@ import re
 import sys
 from collections.abc import Sequence
 
-from automicro.cli.caching import CACHE
-from automicro.cli.configuring import CONFIG
-from automicro.cli.evaluating import EVAL
-from automicro.cli.failures import (
-    CLOSED_PIPE,
-    OK,
-    forget_stdout,
-    is_closed_pipe,
-    is_sigterm,
-    show_failure,
-)
-from automicro.cli.job import FORM
-from automicro.cli.keys import KEYS
+from automicro.cli.commands import COMMANDS
+from automicro.cli.inputs import FORM
+from automicro.cli.key_names import KEYS
 from automicro.cli.results import one_rank_speaks
 from automicro.cli.subcommand import exit_code_lines
 from automicro.cli.suggestions import did_you_mean
-from automicro.cli.torturing import TORTURE
-from automicro.cli.training import TRAIN
-from automicro.cli.verifying import VERIFY
 from automicro.cli.warning_lines import warnings_in_one_line
+from automicro.synonyms import synonym_of
 
-COMMANDS = {each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE, CACHE)}
 DESCRIPTION = """\
 Train PyTorch models on full optimization batches, on any memory: batches are cut into
 microbatches that fit, with the gradient of the whole batch.
@@ -47,13 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
     except SystemExit as exit:  # argparse has written its message
-        return int(exit.code or OK)
+        return int(exit.code or 0)
     try:
         with one_rank_speaks(), warnings_in_one_line():
             code = COMMANDS[arguments.command].run(arguments)
         print(end="", flush=True)
         return code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
+        from automicro.cli.failures import (
+            CLOSED_PIPE,
+            forget_stdout,
+            is_closed_pipe,
+            is_sigterm,
+            show_failure,
+        )
+
         if is_closed_pipe(error):
             forget_stdout()
             return CLOSED_PIPE
@@ -84,9 +79,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 f"{', '.join(known)}; options of a config are key=value"
             )
     if name is None:
-        parser.error(
-            f"no command was given: say one of {', '.join(COMMANDS)}, such as {TRAIN.examples[0]}"
-        )
+        example = COMMANDS["train"].examples[0]
+        parser.error(f"no command was given: say one of {', '.join(COMMANDS)}, such as {example}")
     if "inputs" in arguments:
         # argparse takes no more positionals once an option came between them.
         arguments.inputs = [*arguments.inputs, *rest]
@@ -98,8 +92,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _key_meant(option: str) -> str:
     key, equals, value = option.lstrip("-").partition("=")
-    if key.partition(".")[0] not in KEYS:
-        return ""
+    if key.replace("-", "_").partition(".")[0] not in KEYS:
+        meant = synonym_of(key)
+        return "" if meant is None else f" (did you mean '{meant.example}'?)"
+    key = key.replace("-", "_")
     return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"
 
 

@@ -1,10 +1,14 @@
-"""Whether a run goes on from checkpoints, and from which."""
+"""Whether a run goes on from checkpoints, from which, and how somebody who stopped it goes on."""
 
+import contextlib
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from automicro.checkpoints import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
+from automicro.trainer.interruption import STOPPED, WITHOUT_CHECKPOINT, end_told_here
 
 
 def goes_on(checkpoint: CheckpointConfig | None) -> bool:
@@ -44,6 +48,50 @@ def source(checkpoint: CheckpointConfig | None) -> Path | None:
     if checkpoint.resume != "auto":
         return Path(checkpoint.resume)
     return Path(checkpoint.folder) if _saved(checkpoint) else None
+
+
+@contextlib.contextmanager
+def telling_how_to_go_on(
+    checkpoint: CheckpointConfig | None, *, run_dir: str | None, inputs: Sequence[str]
+) -> Iterator[None]:
+    """Add to the note of a run that was stopped in order what to do to go on.
+
+    Args:
+        checkpoint: what the run was told.
+        run_dir: where it lies, interpolations resolved.
+        inputs: of the command line.
+    """
+    try:
+        with end_told_here():
+            yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        notes: list[str] = getattr(error, "__notes__", [])
+        for place, note in enumerate(notes):
+            if STOPPED in note:
+                is_saved = not note.endswith(WITHOUT_CHECKPOINT)
+                notes[place] = f"{note}: {_remedy(checkpoint, run_dir, inputs, is_saved=is_saved)}"
+        raise
+
+
+def _remedy(
+    checkpoint: CheckpointConfig | None,
+    run_dir: str | None,
+    inputs: Sequence[str],
+    *,
+    is_saved: bool,
+) -> str:
+    command = "the same command"
+    if checkpoint is None:
+        own = "" if run_dir is not None else "run_dir=runs/first "
+        return f"{command} begins anew; with {own}checkpoint={{}} it can go on"
+    if not is_saved and not _saved(checkpoint):
+        return f"{command} begins anew"
+    # With ${now:…} in it, the same command would begin in another folder.
+    given = [] if run_dir is None else [f"run_dir={run_dir}"]
+    added = [shlex.quote(each) for each in given if each not in inputs]
+    if checkpoint.resume == "never":
+        added.append("checkpoint.resume=auto")
+    return " ".join([command, *(["with"] if added else []), *added, "goes on from there"])
 
 
 def _saved(checkpoint: CheckpointConfig) -> bool:

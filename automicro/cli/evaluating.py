@@ -1,31 +1,17 @@
-"""The command ``automicro eval``: the loss and the metrics of a model with given weights."""
+"""What ``automicro eval`` prints: the loss and the metrics of a model with given weights."""
 
 import argparse
 import sys
 from dataclasses import replace
 
-from automicro.cli.job import Job, add_inputs
+from automicro.cli.job import Job
 from automicro.cli.recipe import ONLY_FOR_TRAINING, Recipe
 from automicro.cli.results import results_alone, to_json, warn
-from automicro.cli.subcommand import Subcommand
 from automicro.trainer.lines import describe_number
 
-DESCRIPTION = """\
-Evaluate a config's model on its eval_data, and print the loss and the metrics, one
-per line. weights names a file with the model's state dict, such as the weights.pt
-that train leaves in run_dir, or a folder of checkpoints, of which the newest good
-one counts. What only training needs is neither made nor looked at.
-"""
 
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_inputs(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object in place of lines"
-    )
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
     job = Job(arguments.inputs, command="eval", for_ranks=True)
     # How it goes is no result: it is for whoever watches.
     with job.reading(required=("model", "eval_data")) as loaded, results_alone(True) as results:
@@ -43,20 +29,3 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             for name, value in values.items():
                 print(f"{name:<{width}}  {describe_number(value)}", file=results)
     return 0
-
-
-EVAL = Subcommand(
-    name="eval",
-    brief="evaluate a config's model on its eval_data",
-    description=DESCRIPTION,
-    examples=(
-        "automicro eval job.yaml weights=runs/first/weights.pt",
-        "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
-        "automicro eval job.yaml weights=runs/first/checkpoints",
-        "automicro eval job.yaml eval_data.args.batch_size=90 memory_limit=null",
-        "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
-    ),
-    exit_codes={0: "evaluated", 1: "the run failed"},
-    add_arguments=_add_arguments,
-    run=_evaluate,
-)

@@ -2,18 +2,22 @@
 
 import os
 import select
+import signal
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
+from automicro.cli.peers import has_peers
 from automicro.cli.places import IN_WORKER, is_bug_of_ours, is_refusal, librarys_place, users_place
 from automicro.cli.results import complain
 from automicro.cli.wording import as_yaml
-from automicro.errors import AutomicroError, ConfigError, RankError, SampleTooLargeError
-from automicro.oom import is_out_of_memory
-from automicro.trainer.interruption import SIGTERM_EXIT_CODE
-from automicro.trainer.processes import Place, leave, place_for_output
+from automicro.errors import AutomicroError, ConfigError, RankError
 
-OK, FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 130, 141, SIGTERM_EXIT_CODE
+if TYPE_CHECKING:
+    from automicro.trainer.processes import Place
+
+OK, FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+TERMINATED = 128 + signal.SIGTERM
 OUR_NOTE = "automicro: "
 _SHORT = 300  # letters
 DEBUG_HINT = "(--debug shows the traceback)"
@@ -30,17 +34,8 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     2
     """
     code, text = _describe(error)
-    place = place_for_output()
-    if place.world_size > 1:
-        leave()
-        if not debug and (isinstance(error, RankError) or _is_told_by_first(error, place)):
-            if " stopped after batch " in text and not place.is_first:
-                return code  # in order, which the first one says
-            said = _in_one_line(text)
-            short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
-            between = "" if short != said else ": "
-            complain(f"rank {place.rank} of {place.world_size}{between}{short}")
-            return code
+    if has_peers() and _is_told_as_one_of_many(error, text, debug=debug):
+        return code
     is_ours = is_bug_of_ours(error)
     if debug or is_ours:
         shown = traceback.TracebackException.from_exception(error)
@@ -102,8 +97,27 @@ def forget_stdout() -> None:
     os.close(nowhere)
 
 
-def _is_told_by_first(error: BaseException, place: Place) -> bool:
+def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> bool:
+    """Say of one process among several what concerns it; whether that is all there is to say."""
+    from automicro.trainer.processes import leave, place_for_output
+
+    place = place_for_output()
+    leave()
+    if debug or not (isinstance(error, RankError) or _is_told_by_first(error, place)):
+        return False
+    if " stopped after batch " in text and not place.is_first:
+        return True  # in order, which the first one says
+    said = _in_one_line(text)
+    short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
+    between = "" if short != said else ": "
+    complain(f"rank {place.rank} of {place.world_size}{between}{short}")
+    return True
+
+
+def _is_told_by_first(error: BaseException, place: "Place") -> bool:
     """Whether all ranks most likely come to the same error, and the first one tells all of it."""
+    from automicro.errors import SampleTooLargeError
+
     return not place.is_first and isinstance(
         error, ConfigError | SampleTooLargeError | KeyboardInterrupt | SystemExit
     )
@@ -123,6 +137,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ConfigError):
         # It may quote somebody else's error: nothing in it is rewritten.
         return MISUSED, _with_notes(error)
+    from automicro.oom import is_out_of_memory
+
     if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
         return FAILED, as_yaml(_with_notes(error))
     if is_bug_of_ours(error):

@@ -1,21 +1,17 @@
 """The config files and overrides of a command line, which all but one of the commands take."""
 
-import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from automicro.cli.failures import summarize_error
+from automicro.cli.inputs import split_inputs
 from automicro.cli.keys import TO_TRAIN
 from automicro.cli.loading import LoadedConfig, naming, read_config
 from automicro.cli.places import is_bug_of_ours
 from automicro.errors import ConfigError
 from automicro.trainer.processes import place_in_environment
-
-FORM = "CONFIG [CONFIG …] [key=value …]"
-"""How the files and overrides are shown, which argparse cannot tell apart."""
 
 
 class Job:
@@ -37,13 +33,7 @@ class Job:
     def __init__(self, inputs: Sequence[str], *, command: str, for_ranks: bool = False) -> None:
         self._command = command
         self._for_ranks = for_ranks
-        self.files = tuple(each for each in inputs if _is_path(each))
-        self._overrides = [each for each in inputs if not _is_path(each)]
-        if not self.files:
-            raise ConfigError(
-                f"{command} needs a CONFIG: name a YAML file, as in automicro {command} job.yaml; "
-                f"automicro config --template prints one to start with"
-            )
+        self.files, self._overrides = split_inputs(inputs, command=command)
 
     @contextlib.contextmanager
     def reading(self, required: Sequence[str] = TO_TRAIN) -> Iterator[LoadedConfig]:
@@ -101,19 +91,3 @@ def importing_beside(*paths: str) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
-
-
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the files and overrides to a command's arguments."""
-    parser.add_argument(
-        "inputs",
-        metavar="CONFIG",
-        nargs="*",
-        help="a YAML file; several are merged, later ones win; key=value replaces a key of them, "
-        "nested ones with dots, and the value is YAML",
-    )
-
-
-def _is_path(argument: str) -> bool:
-    before, equals, _ = argument.partition("=")
-    return not equals or os.sep in before or "/" in before or Path(argument).is_file()

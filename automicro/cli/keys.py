@@ -12,64 +12,12 @@ import omegaconf
 
 from automicro.checks import PRECISIONS
 from automicro.cli.config import SECTIONS, CallConfig, RunConfig
+from automicro.cli.key_names import KEYS
 from automicro.cli.nodes import show
 from automicro.errors import ConfigError
 from automicro.splitting import BATCHNORM_MODES
 from automicro.trainer.finiteness import NON_FINITE_MODES
 
-# In the order in which a reader wants them.
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "What is made": (
-        "model",
-        "weights",
-        "loss",
-        "forward",
-        "optimizer",
-        "parameter_groups",
-        "scheduler",
-        "metrics",
-        "update_metric",
-        "count_tokens",
-    ),
-    "Data and batches": (
-        "train_data",
-        "eval_data",
-        "global_batch_size",
-        "eval_global_batch_size",
-        "accumulate_batches",
-        "batch_layout",
-    ),
-    "How long": ("max_duration", "max_time", "eval_interval"),
-    "Memory and microbatches": (
-        "microbatch_size",
-        "eval_microbatch_size",
-        "memory_limit",
-        "strict_divisible",
-        "loss_average",
-        "batchnorm",
-        "probe",
-        "remember_sizes",
-    ),
-    "Precision and numerics": (
-        "precision",
-        "grad_clip_norm",
-        "non_finite",
-        "channels_last",
-        "compile",
-        "deterministic",
-    ),
-    "The run": (
-        "parallel",
-        "device",
-        "seed",
-        "progress",
-        "run_dir",
-        "callbacks",
-        "loggers",
-        "checkpoint",
-    ),
-}
-KEYS = tuple(key for keys in GROUPS.values() for key in keys)
 HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
     f"{section}.{name}": hint
     for section, owner in SECTIONS.items()

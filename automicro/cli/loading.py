@@ -12,10 +12,10 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.cli.batch_size import rows_to_load
 from automicro.cli.config import RunConfig
+from automicro.cli.key_names import KEYS
 from automicro.cli.keys import (
     EXAMPLES,
     HINTS,
-    KEYS,
     LISTS,
     TO_TRAIN,
     defaults,

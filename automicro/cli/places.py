@@ -9,10 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-import torch
-
-from automicro.passes import METRIC_NOTE
-
 PACKAGE = Path(__file__).parent.parent
 # Models and data to try things with: nobody mends a bug there by reporting it.
 DEMO = PACKAGE / "demo"
@@ -21,11 +17,6 @@ INSTALLED = ("site-packages", "dist-packages")
 # Torch calls back into automicro with every operation: what is below is torch again.
 BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
 PRIVATE_OF_TORCH = f"torch{os.sep}_"
-ROLES: tuple[tuple[type, str], ...] = (
-    (torch.nn.Module, ""),
-    (torch.optim.lr_scheduler.LRScheduler, "the scheduler"),
-    (torch.optim.Optimizer, "the optimizer"),
-)
 # Nobody but who wrote the line can have meant these.
 SLIPS = (AssertionError, AttributeError, KeyError, NameError)
 # A worker process of a DataLoader sends its traceback as text.
@@ -61,6 +52,7 @@ def librarys_place(error: BaseException) -> str | None:
         Such as ``torch/nn/functional.py:4294, in mse_loss, called by the loss MSELoss``; None
         where automicro called no library.
 
+    >>> import torch
     >>> try:
     ...     torch.nn.Linear(2, 2)(torch.zeros(3))
     ... except RuntimeError as error:
@@ -106,6 +98,8 @@ def is_bug_of_ours(error: BaseException) -> bool:
         return False
     if isinstance(error, AssertionError | NameError):
         return True
+    from automicro.passes import METRIC_NOTE
+
     is_metrics = any(note.startswith(METRIC_NOTE) for note in getattr(error, "__notes__", ()))
     return users_place(error) is None and not is_metrics and not _is_of_users_object(error)
 
@@ -113,6 +107,7 @@ def is_bug_of_ours(error: BaseException) -> bool:
 def is_users(filename: str) -> bool:
     """Tell whether a file is neither automicro's nor that of something installed.
 
+    >>> import torch
     >>> is_users("my_models.py"), is_users(torch.__file__), is_users("<string>")
     (True, False, False)
     """
@@ -193,10 +188,17 @@ def _is_raised_in(place: traceback.FrameSummary) -> bool:
 
 def _role(frame: FrameType) -> str | None:
     """What automicro called, where it says what it is."""
+    import torch
+
+    roles: tuple[tuple[type, str], ...] = (
+        (torch.nn.Module, ""),
+        (torch.optim.lr_scheduler.LRScheduler, "the scheduler"),
+        (torch.optim.Optimizer, "the optimizer"),
+    )
     one = frame.f_locals.get("self")
     if _is_ours(frame.f_code.co_filename):
         return None
-    words = next((words for kind, words in ROLES if isinstance(one, kind)), None)
+    words = next((words for kind, words in roles if isinstance(one, kind)), None)
     if words is None:
         return None
     # Losses have no public class of their own.

@@ -1,6 +1,5 @@
 """YAML: a config file, and the value of an override."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.config import CallConfig
-from automicro.cli.keys import KEYS, alternatives, type_in_words
+from automicro.cli.inputs import no_such_file
+from automicro.cli.key_names import KEYS
+from automicro.cli.keys import alternatives, type_in_words
 from automicro.cli.nodes import NODE_KEYS, show
 from automicro.errors import ConfigError
 
@@ -28,7 +29,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {str(path)!r}{_files_near(path)}") from None
+        raise no_such_file(path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): give a YAML file") from error
     try:
@@ -132,22 +133,3 @@ def _refuse_nodes_without_a_key(path: Path, tree: Mapping[str, Any]) -> None:
         f"{'it' if len(stray) == 1 else 'them'} below {key}, or write "
         f"{key if key in KEYS else 'model'}: {{call: dotted.path, args: {{name: value}}}}"
     )
-
-
-def _files_near(path: Path) -> str:
-    folders = {Path(), Path("configs"), path.parent}
-    found = {
-        str(each)
-        for folder in folders
-        for pattern in ("*.yaml", "*.yml")
-        for each in folder.glob(pattern)
-    }
-    if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
-        return f": to set this key, say {path}=VALUE"
-    names = {Path(each).name: each for each in sorted(found)}
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)
-    if near:
-        return f": did you mean {' or '.join(repr(names[each]) for each in near)}?"
-    if not found:
-        return ": give the path of a YAML file; there is none here"
-    return f": give the path of a YAML file, such as {', '.join(sorted(found)[:3])}"

@@ -10,7 +10,8 @@ from torch import nn
 from automicro.cli.config import CallConfig, EvaluatorConfig, RunConfig
 from automicro.cli.configured_logger import ConfiguredLogger
 from automicro.cli.data import checking_data
-from automicro.cli.keys import KEYS, LISTS
+from automicro.cli.key_names import KEYS
+from automicro.cli.keys import LISTS
 from automicro.cli.nodes import is_node, prepare, prepare_value
 from automicro.cli.shapes import SIZES
 from automicro.cli.values import check_values, read_checkpoint

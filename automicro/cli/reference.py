@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from automicro.cli.config import SECTIONS, RunConfig
+from automicro.cli.key_names import GROUPS, KEYS
 from automicro.cli.keys import (
     EXAMPLES,
-    GROUPS,
-    KEYS,
     TO_TRAIN,
     defaults,
     defaults_inside,

@@ -14,7 +14,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from automicro.cli.keys import KEYS
+from automicro.cli.key_names import KEYS
 from automicro.cli.nodes import items_inside
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError

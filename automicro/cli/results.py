@@ -9,13 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.syntax import Syntax
-from rich.text import Text
-
-from automicro.events.state import GlobalBatch
-from automicro.trainer import FitSummary
-from automicro.trainer.processes import place_for_output
+from automicro.cli.peers import is_first
 
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
@@ -27,31 +21,6 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     return json.dumps(_finite(values), indent=indent, allow_nan=False, default=str)
-
-
-def read_summary(text: str) -> FitSummary:
-    """Read a summary that was written as JSON. What is null there is NaN where it has to be.
-
-    Raises:
-        TypeError, ValueError: it is no summary.
-
-    >>> read_summary("{}")
-    Traceback (most recent call last):
-        ...
-    TypeError: ...
-    """
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise TypeError(f"a {type(values).__name__} in place of a mapping")
-    for each in dataclasses.fields(FitSummary):
-        if each.type in (float, "float") and values.get(each.name, 0.0) is None:
-            values[each.name] = math.nan
-    for name in ("train_metrics", "eval_metrics"):
-        found = values.get(name) or {}
-        values[name] = {key: math.nan if each is None else each for key, each in found.items()}
-    if isinstance(values.get("global_batch"), dict):
-        values["global_batch"] = GlobalBatch(**values["global_batch"])
-    return FitSummary(**values)
 
 
 @contextlib.contextmanager
@@ -74,7 +43,7 @@ def results_alone(wanted: bool) -> Iterator[TextIO]:
 @contextlib.contextmanager
 def one_rank_speaks() -> Iterator[None]:
     """Keep stdout for rank 0 of several processes, whose output would be that of all."""
-    if place_for_output().is_first:
+    if is_first():
         yield
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -87,8 +56,12 @@ def print_yaml(text: str) -> None:
     >>> print_yaml("seed: 0\n")
     seed: 0
     """
+    from rich.console import Console
+
     console = Console()
     if console.is_terminal:
+        from rich.syntax import Syntax
+
         coloured = Syntax("", "yaml", background_color="default").highlight(text)
         console.print(coloured, soft_wrap=True, end="")
     else:
@@ -97,7 +70,7 @@ def print_yaml(text: str) -> None:
 
 def warn(text: str) -> None:
     """Say on stderr what is to be known and is no mistake. Of several processes one speaks."""
-    if place_for_output().is_first:
+    if is_first():
         _say(text, "bold yellow")
 
 
@@ -107,6 +80,9 @@ def complain(text: str) -> None:
 
 
 def _say(text: str, style: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     line = Text.assemble(("automicro:", style), f" {text}")
     Console(stderr=True).print(line, soft_wrap=True)
 

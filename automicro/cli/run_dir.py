@@ -13,7 +13,8 @@ import torch
 
 from automicro.cli.nodes import items_inside
 from automicro.cli.reading import read_yaml
-from automicro.cli.results import read_summary, to_json
+from automicro.cli.results import to_json
+from automicro.cli.saved_summary import read_summary
 from automicro.cli.writing import to_yaml
 from automicro.errors import ConfigError
 from automicro.trainer import FitSummary

@@ -5,11 +5,13 @@ from types import NoneType
 from typing import Any
 
 from automicro.cli.config import CallConfig
-from automicro.cli.keys import KEYS, LISTS, alternatives, keys_inside, wrong_type
+from automicro.cli.key_names import KEYS
+from automicro.cli.keys import LISTS, alternatives, keys_inside, wrong_type
 from automicro.cli.nodes import check_node, items_inside, show
 from automicro.cli.sections import check_checkpoint, check_eval_data, check_metrics, check_size
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
+from automicro.synonyms import synonym_of
 
 OF_ANY_TYPE = {
     "batch_layout": (int, Mapping),
@@ -41,12 +43,7 @@ def check_shapes(tree: Mapping[str, Any]) -> None:
     """
     for key, value in tree.items():
         if key not in KEYS:
-            below = [f"{each}.{key}" for each in OF_SECTIONS if key in keys_inside(each)]
-            below = below or _places_of(key, tree)
-            hint = did_you_mean(str(key), KEYS) if not below else f" (did you mean {below[0]!r}?)"
-            raise ConfigError(
-                f"unknown key {key!r}{hint}: {'correct it' if hint else NO_KEYS_OF_ITS_OWN}"
-            )
+            raise ConfigError(_unknown_key(key, tree))
         if isinstance(value, str) and ("${" in value or value == "???"):
             continue
         if value is None and (NoneType in alternatives(key) or key in OF_SECTIONS):
@@ -67,8 +64,18 @@ def check_shapes(tree: Mapping[str, Any]) -> None:
             raise wrong_type(key, value)
 
 
+def _unknown_key(key: object, tree: Mapping[str, Any]) -> str:
+    meant = synonym_of(key)
+    if meant is not None:
+        return f"unknown key {key!r} (did you mean {meant.key!r}?): {meant.config}"
+    below = [f"{each}.{key}" for each in OF_SECTIONS if key in keys_inside(each)]
+    below = below or _places_of(key, tree)
+    hint = did_you_mean(str(key), KEYS) if not below else f" (did you mean {below[0]!r}?)"
+    return f"unknown key {key!r}{hint}: {'correct it' if hint else NO_KEYS_OF_ITS_OWN}"
+
+
 def _places_of(name: object, value: Any, way: str = "") -> list[str]:
-    """Where a name stands among arguments: people write ``lr`` for ``optimizer.args.lr``."""
+    """Where a name stands among arguments: people write ``width`` for ``model.args.width``."""
     places = []
     for part, inner in items_inside(value):
         here = f"{way}.{part}" if way else str(part)

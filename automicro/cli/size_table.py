@@ -1,30 +1,37 @@
 """Remembered sizes for people, for programs and for docs."""
 
 import datetime
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from automicro.memory import format_bytes
+from automicro.byte_sizes import format_bytes
+from automicro.cli.size_cells import (
+    besides,
+    device_cell,
+    format_count,
+    one_row,
+    parameter_counts,
+    precision_cell,
+)
 from automicro.size_cache import Entry
 
 # Title, and whether the column holds numbers.
-COLUMNS = (
-    ("model", False),
-    ("parameters", True),
-    ("device", False),
-    ("precision", False),
-    ("phase", False),
-    ("rows", True),
-    ("microbatch size", True),
-    ("count", True),
-    ("peak", True),
-    ("age", True),
-)
+COLUMNS = {
+    "model": False,
+    "params": True,
+    "one row": False,
+    "device": False,
+    "phase": False,
+    "microbatches": True,
+    "peak": True,
+    "age": True,
+}
 # Wider than any table: a program that reads a pipe wants whole words and one line for each size.
 PIPE_WIDTH = 10_000
 UNKNOWN = "–"
@@ -38,23 +45,41 @@ def print_sizes(entries: Iterable[Entry], *, now: float) -> None:
         now: seconds since 1970, from which ages count.
 
     >>> print_sizes([], now=0.0)
-    model  parameters  device  precision  phase  rows  microbatch size  count  peak  age
+    model  params  one row  device  phase  microbatches  peak  age
     """
+    columns = _columns(list(entries), now=now)
     console = Console()
-    is_terminal = console.is_terminal
-    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, padding=(0, 2, 0, 0))
-    for title, is_number in COLUMNS:
-        table.add_column(title, justify="right" if is_number else "left", overflow="fold")
-    for entry in entries:
-        # Names are somebody's text, and no markup.
-        table.add_row(*(Text(cell) for cell in _cells(entry, now=now)))
-    if is_terminal:
+    if console.is_terminal:
+        table = _table(columns, box.SIMPLE_HEAD)
+        anyhow_wide = console.options.update(max_width=PIPE_WIDTH)
+        if console.measure(table, options=anyhow_wide).maximum > console.width:
+            broken = {title: list(map(_in_lines, cells)) for title, cells in columns.items()}
+            table = _table(broken, box.SIMPLE_HEAD)
         console.print(table)
         return
     wide = Console(width=PIPE_WIDTH)
     with wide.capture() as captured:
-        wide.print(table)
+        wide.print(_table(columns, None))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _table(columns: Mapping[str, Sequence[str]], frame: box.Box | None) -> Table:
+    gap = 2 if frame is None else 1  # a frame brings one of its own
+    table = Table(box=frame, padding=(0, gap, 0, 0))
+    for title in columns:
+        # Words give way, numbers do not.
+        is_number = COLUMNS[title]
+        justify: JustifyMethod = "right" if is_number else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=is_number)
+    for line in zip(*columns.values(), strict=True):
+        # Names are somebody's text, and no markup.
+        table.add_row(*map(Text, line))
+    return table
+
+
+def _in_lines(text: str) -> str:
+    """A text in shorter lines, broken where it means something and not in the middle of a word."""
+    return re.sub(r"(?<=,) | (?=[(])|(?<=[+]) ", "\n", text)
 
 
 def as_values(entry: Entry) -> dict[str, Any]:
@@ -78,7 +103,7 @@ def as_markdown(entries: Sequence[Entry]) -> str:
             "microbatch size (rows)", "microbatches", "peak memory")  # fmt: skip
     numbers = (False, True, False, False, False, True, True, True, True)
     lines = [_markdown_row(head), _markdown_row("--:" if each else "---" for each in numbers)]
-    lines += [_markdown_row(_cells(entry, now=0.0)[:-1]) for entry in entries]
+    lines += [_markdown_row(_markdown_cells(entry)) for entry in entries]
     if entries:
         versions = sorted({(e.key.automicro, e.key.torch) for e in entries})
         named = ", ".join(f"automicro {ours} on torch {theirs}" for ours, theirs in versions)
@@ -86,18 +111,6 @@ def as_markdown(entries: Sequence[Entry]) -> str:
         when = first if first == last else f"{first} to {last}"
         lines += ["", f"Measured {when} with {named}."]
     return "\n".join([*lines, ""])
-
-
-def format_count(number: int) -> str:
-    """Write how many parameters a model has.
-
-    >>> format_count(950), format_count(34_100), format_count(124_439_808), format_count(7 * 10**9)
-    ('950', '34.1k', '124.4M', '7.0B')
-    """
-    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= scale:
-            return f"{number / scale:.1f}{unit}"
-    return str(number)
 
 
 def format_age(seconds: float) -> str:
@@ -113,22 +126,50 @@ def format_age(seconds: float) -> str:
     return f"{int(seconds)}s"
 
 
-def _cells(entry: Entry, *, now: float) -> list[str]:
+def _columns(entries: Sequence[Entry], *, now: float) -> dict[str, list[str]]:
+    """The cells of each column; behind the model what else tells lines that are alike apart."""
+    keys = [entry.key for entry in entries]
+    columns = {
+        "model": [key.model for key in keys],
+        "params": parameter_counts(entries),
+        "one row": [one_row(key.shapes) for key in keys],
+        "device": list(map(device_cell, keys)),
+        "phase": [f"{key.phase}, {precision_cell(key)}" for key in keys],
+    }
+    rows = [str(key.rows) for key in keys]
+    more = besides(entries, list(zip(*columns.values(), rows, strict=True)))
+    columns["model"] = [
+        f"{key.model} ({each})" if each else key.model for key, each in zip(keys, more, strict=True)
+    ]
+    columns |= {
+        "microbatches": [
+            f"{each.num_microbatches} × {each.size.microbatch_size} of {each.key.rows}"
+            for each in entries
+        ],
+        "peak": list(map(_peak, entries)),
+        "age": [format_age(now - each.written_at) for each in entries],
+    }
+    return {title: list(map(_one_line, cells)) for title, cells in columns.items()}
+
+
+def _markdown_cells(entry: Entry) -> list[str]:
     key, size = entry.key, entry.size
-    memory = "" if key.memory_bytes is None else f", {format_bytes(key.memory_bytes)}"
-    world = f" × {key.world_size}" if key.world_size > 1 else ""
     return [
         _one_line(key.model),
         format_count(key.parameters),
-        _one_line(f"{key.device}{memory}{world}"),
-        _one_line(key.precision + (", compiled" if key.compiled else "")),
+        _one_line(device_cell(key)),
+        _one_line(precision_cell(key)),
         _one_line(key.phase),
         str(key.rows),
         str(size.microbatch_size),
         str(entry.num_microbatches),
-        UNKNOWN if size.peak_bytes is None else format_bytes(size.peak_bytes),
-        format_age(now - entry.written_at),
+        _peak(entry),
     ]
+
+
+def _peak(entry: Entry) -> str:
+    peak = entry.size.peak_bytes
+    return UNKNOWN if peak is None else format_bytes(peak)
 
 
 def _one_line(text: str) -> str:

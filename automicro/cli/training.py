@@ -1,29 +1,19 @@
-"""The command ``automicro train``: train what a config describes."""
+"""Training what a config describes, as ``automicro train`` does it."""
 
 import argparse
 
 from torch import nn
 
 from automicro.cli.config import RunConfig
-from automicro.cli.continuing import goes_on, own_before_others, source
-from automicro.cli.job import Job, add_inputs
+from automicro.cli.continuing import goes_on, own_before_others, source, telling_how_to_go_on
+from automicro.cli.job import Job
 from automicro.cli.recipe import Recipe
 from automicro.cli.results import print_yaml, results_alone, to_json, warn
 from automicro.cli.run_dir import open_run_dir
-from automicro.cli.subcommand import Subcommand
 from automicro.cli.writing import to_yaml
 from automicro.trainer import Trainer
 from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.processes import place_in_environment
-
-DESCRIPTION = """\
-Train what YAML configs describe. A config names a model, data, a loss, an optimizer
-and metrics by dotted import paths with arguments, and sets the options of the
-Trainer. Modules are looked for beside the configs, then where the command is started.
-
-automicro config --template prints a config to start with, automicro config --keys
-explains every key.
-"""
 
 
 def build_trainer(config: RunConfig) -> Trainer:
@@ -45,15 +35,6 @@ def build_trainer(config: RunConfig) -> Trainer:
     return recipe.make_trainer(recipe.make_model())
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_inputs(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the summary as one JSON object, and nothing else, on stdout",
-    )
-
-
 def _make(recipe: Recipe, *, was_begun: bool) -> tuple[nn.Module, Trainer]:
     recipe.checkpoint = own_before_others(recipe.checkpoint, was_begun=was_begun)
     folder, weights = source(recipe.checkpoint), recipe.config.weights
@@ -63,7 +44,8 @@ def _make(recipe: Recipe, *, was_begun: bool) -> tuple[nn.Module, Trainer]:
     return model, recipe.make_trainer(model)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
     job = Job(arguments.inputs, command="train", for_ranks=True)
     with job.reading() as loaded, results_alone(arguments.json) as results:
         config = loaded.config
@@ -85,7 +67,11 @@ def _train(arguments: argparse.Namespace) -> int:
             return 0
         if config.progress:
             print_yaml(to_yaml(loaded.written) + "\n")
-        summary = trainer.fit()
+        going_on = telling_how_to_go_on(
+            recipe.checkpoint, run_dir=config.run_dir, inputs=arguments.inputs
+        )
+        with going_on:
+            summary = trainer.fit()
         weights = whole_state_dict(model) if config.run_dir is not None else {}
         written = run_dir.end(weights, summary) if is_first else ""
         if not config.progress and not arguments.json:
@@ -95,23 +81,3 @@ def _train(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(to_json(summary), file=results)
     return 0
-
-
-TRAIN = Subcommand(
-    name="train",
-    brief="train what a config describes",
-    description=DESCRIPTION,
-    examples=(
-        "automicro train job.yaml",
-        "automicro train job.yaml max_duration=5ep memory_limit=4MiB",
-        "automicro train job.yaml optimizer.args.lr=1e-2 microbatch_size=64",
-        "automicro train job.yaml scheduler=null 'model.args={channels: 16}'",
-        "automicro train base.yaml gpu.yaml seed=1 run_dir=runs/first",
-        "automicro train job.yaml run_dir=runs/first checkpoint={} max_time=2h",
-        "automicro train job.yaml --json > summary.json",
-        "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
-    ),
-    exit_codes={0: "it trained to its end", 1: "the run failed"},
-    add_arguments=_add_arguments,
-    run=_train,
-)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from automicro.checkpoints import CheckpointConfig
-from automicro.checks import PRECISIONS, check_choice
+from automicro.checks import check_choice, check_precision_name
 from automicro.cli.config import EvaluatorConfig, RunConfig
 from automicro.cli.keys import LOSS_AVERAGES
 from automicro.cli.nodes import is_node, show
@@ -171,7 +171,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "memory_limit": _check_limit,
     "loss_average": _check_loss_average,
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
-    "precision": lambda value: check_choice("precision", value, PRECISIONS),
+    "precision": check_precision_name,
     "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
     "parallel": read_parallel,

@@ -1,25 +1,19 @@
-"""The command ``automicro verify``: whether splitting changes the gradient of a config's model."""
+"""What ``automicro verify`` finds out: whether splitting changes a model's gradient."""
 
 import argparse
 
 from automicro.checks import check_model
 from automicro.cli.config import RunConfig
-from automicro.cli.job import Job, add_inputs
+from automicro.cli.job import Job
 from automicro.cli.keys import LISTS
 from automicro.cli.places import is_refusal
 from automicro.cli.recipe import Recipe
-from automicro.cli.subcommand import Subcommand
 from automicro.cli.wording import counting_as_node
 from automicro.errors import AutomicroError, DataLoaderError
 from automicro.trainer.device import choose_device
 from automicro.trainer.session import noting
 from automicro.verification import VerifyReport, verify
 
-DESCRIPTION = """\
-Find out whether splitting a batch changes the gradient of a config's model, and
-why. Takes the first batch of its training data, and compares the gradient of the
-whole batch with those of splits, in float64 where possible.
-"""
 # What the gradient of one batch does not depend on.
 UNUSED = frozenset({"eval_data", "optimizer", "scheduler", "checkpoint", *LISTS})
 
@@ -75,7 +69,8 @@ def _examine(subject: _Subject) -> VerifyReport:
         )
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
     job = Job(arguments.inputs, command="verify")
     with job.reading(required=("model", "train_data")) as loaded:
         with job.making():
@@ -89,21 +84,3 @@ def _verify(arguments: argparse.Namespace) -> int:
                 raise
         print(counting_as_node(str(report)))
     return report.exit_code
-
-
-VERIFY = Subcommand(
-    name="verify",
-    brief="find out whether splitting changes a model's gradient",
-    description=DESCRIPTION,
-    examples=(
-        "automicro verify job.yaml",
-        "automicro verify job.yaml train_data.args.batch_size=9 loss_average=none",
-    ),
-    exit_codes={
-        0: "splitting is exact as configured",
-        1: "splitting is not exact as configured, or the run failed",
-        3: "exactness cannot be verified",
-    },
-    add_arguments=add_inputs,
-    run=_verify,
-)

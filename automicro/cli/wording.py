@@ -2,7 +2,7 @@
 
 import re
 
-from automicro.cli.keys import KEYS
+from automicro.cli.key_names import KEYS
 
 ALL = "|".join(KEYS)
 ARGUMENTS = {

@@ -5,11 +5,14 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+import torch.distributed as dist
+
 from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
-from automicro.errors import PeerFailedError, PeerStoppedError, RankError
+from automicro.errors import PeerFailedError, PeerLostError, PeerStoppedError, RankError
 from automicro.oom import Failure, classify
 from automicro.ranks import Agreement, Proposal, Report, Status
+from automicro.torch_private import without_modes
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +145,8 @@ class CoordinatedRanks:
             ) from error
 
     def fail(self, failure: BaseException) -> None:
+        if isinstance(failure, PeerLostError):
+            self._votes.require_hosts(failure)
         if self._is_over or isinstance(failure, RankError):
             return  # all ranks know
         self._votes.report(Status.FATAL)
@@ -154,6 +159,17 @@ class CoordinatedRanks:
     def from_first(self, values: Iterable[float]) -> list[float]:
         with self._between_steps():
             return self._votes.from_first(values)
+
+    def from_rank(self, rank: int, message: bytes) -> bytes:
+        point = f"a message of rank {rank}"
+        self.ready(point)
+        sent = [message]
+        try:
+            with without_modes():
+                dist.broadcast_object_list(sent, rank)
+        except RuntimeError as error:
+            self._votes.give_up(error, point)
+        return sent[0]
 
     def add_up(self, values: Iterable[float]) -> list[float]:
         with self._between_steps():

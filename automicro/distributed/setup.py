@@ -19,6 +19,7 @@ from automicro.distributed.guard import Guard
 from automicro.distributed.roll_call import RollCall
 from automicro.distributed.topology import plan_levels
 from automicro.distributed.votes import Votes
+from automicro.distributed.watching import watch_peers
 from automicro.ranks import OneRank, Ranks
 from automicro.torch_private_distributed import default_store, num_data_parallel
 
@@ -34,7 +35,8 @@ def coordinate(modules: Sequence[nn.Module], *, timeout_seconds: float = TIMEOUT
             or write a checkpoint meanwhile.
 
     Raises:
-        ValueError: a wrapper, or an option of one, under which no attempt can be undone.
+        ValueError: a wrapper, or an option of one, under which no attempt can be undone, or an
+            ``AUTOMICRO_PEER_TIMEOUT`` that is no number of seconds.
 
     >>> type(coordinate([nn.Linear(2, 2)])).__name__
     'OneRank'
@@ -43,7 +45,8 @@ def coordinate(modules: Sequence[nn.Module], *, timeout_seconds: float = TIMEOUT
         return OneRank()
     if not is_parallel(modules):
         return OneRank()  # every rank trains a model of its own
-    votes = Votes(open_exchange(timeout_seconds=timeout_seconds), roll_call=_roll_call())
+    exchange = open_exchange(timeout_seconds=timeout_seconds)
+    votes = Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
     guards = find_guards(modules, votes)
     size = _data_parallel_size(modules)
     if size is not None:

@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 
 from automicro.distributed.ballot import SLOTS, Ballot, failed, healthy, padded_highs
 from automicro.distributed.exchange import Exchange
+from automicro.distributed.heartbeat import NoWatch, Watch
 from automicro.distributed.roll_call import NoRollCall
 from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
 from automicro.ranks import Agreement, Proposal, Report, Status
@@ -26,18 +27,26 @@ class Votes:
     Args:
         exchange: reaches all ranks.
         roll_call: finds out who is missing when it does not.
+        watch: knows of hosts that are gone.
 
     Attributes:
         count: how many exchanges there were.
         told: the highs of the exchange that ended the last attempt.
     """
 
-    def __init__(self, exchange: Exchange, *, roll_call: _RollCall | None = None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        roll_call: _RollCall | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.rank = exchange.rank
         self.world_size = exchange.world_size
         self.count = 0
         self._exchange = exchange
         self._roll_call = roll_call or NoRollCall()
+        self._watch = watch or NoWatch()
         self._agreements = 0
         self._stopped: Status | None = None
         self.told: tuple[float, ...] = ()
@@ -74,9 +83,7 @@ class Votes:
             min_rows=float(proposal.num_rows),
             num_rows=float(proposal.num_rows),
             size=_proposed_size(proposal),
-            highs=padded_highs(
-                [proposal.num_batches, -math.inf if proposal.cost is None else proposal.cost]
-            ),
+            highs=padded_highs(_highs(proposal, self.rank)),
         )
         together, sums = self._add_up(own, values, point)
         self._agreements += 1
@@ -90,6 +97,7 @@ class Votes:
             num_batches=int(together.highs[0]),
             cost=together.highs[1] if together.highs[1] > -math.inf else None,
             stops=together.flag > 0,
+            lender=_lender(together.highs),
         )
 
     def commit(self, report: Report, *, flag: bool) -> tuple[bool, Report]:
@@ -177,6 +185,8 @@ class Votes:
     def _send(self, ballot: Ballot, point: str) -> Ballot:
         if self._broken is not None:
             raise self._broken
+        if (loss := self._watch.loss()) is not None:
+            self._lose(loss)
         try:
             together = self._exchange.ballots(ballot)
         except RuntimeError as error:
@@ -208,12 +218,30 @@ class Votes:
         )
         raise self._broken
 
+    def require_hosts(self, error: Exception) -> None:
+        """After an error that several ranks have: raise one that names who is lost, if any is.
+
+        Raises:
+            PeerLostError: a host is gone.
+        """
+        if self._broken is None and (loss := self._watch.loss(fresh=True)) is not None:
+            self._lose(loss, error)
+
+    def _lose(self, loss: str, error: Exception | None = None) -> NoReturn:
+        self._broken = PeerLostError(
+            f"{loss}; rank {self.rank} stops, because nothing can be retried without all ranks: "
+            "start again from the last checkpoint"
+        )
+        raise self._broken from error
+
     def give_up(self, error: Exception, point: str) -> NoReturn:
         """Say which peers are missing, after an exchange or a collective broke off.
 
         Raises:
             PeerLostError: always.
         """
+        if (loss := self._watch.loss(fresh=True)) is not None:
+            self._lose(loss, error)
         missing = self._roll_call.missing()
         if missing:
             names = ", ".join(map(str, missing))
@@ -234,6 +262,17 @@ def _proposed_size(proposal: Proposal) -> float:
     # Whose whole batch fits says nothing about larger ones.
     fits = proposal.microbatch_size >= proposal.largest
     return math.inf if fits else float(proposal.microbatch_size)
+
+
+def _highs(proposal: Proposal, rank: int) -> list[float]:
+    cost = -math.inf if proposal.cost is None else proposal.cost
+    has_rows_as = float(-rank) if proposal.num_rows else -math.inf
+    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as]
+
+
+def _lender(highs: Sequence[float]) -> int | None:
+    _, _, lacks_rows, lowest_with_rows, *_ = highs
+    return int(-lowest_with_rows) if lacks_rows > 0 and lowest_with_rows > -math.inf else None
 
 
 def _slots(values: list[float]) -> tuple[float, ...]:

@@ -1,5 +1,6 @@
 """Reading and limiting device memory, and simulating a device of any size on the CPU."""
 
+from automicro.byte_sizes import format_bytes, parse_bytes, parse_share
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.compiled import refuse_compiled
 from automicro.memory.device import (
@@ -12,7 +13,6 @@ from automicro.memory.device import (
 from automicro.memory.meter import Measured, Meter
 from automicro.memory.occupied import OccupiedDevice
 from automicro.memory.residents import ResidentMemory, track_residents
-from automicro.memory.size import format_bytes, parse_bytes, parse_share
 
 __all__ = [
     "Measured",

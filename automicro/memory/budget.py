@@ -9,10 +9,10 @@ from typing import Self
 import torch
 from torch import nn
 
+from automicro.byte_sizes import format_bytes, parse_bytes
 from automicro.memory.compiled import refuse_compiled
 from automicro.memory.counting import CountingMode
 from automicro.memory.ledger import Change
-from automicro.memory.size import format_bytes, parse_bytes
 
 
 class _Entered(threading.local):

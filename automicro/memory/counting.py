@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from automicro.byte_sizes import format_bytes
 from automicro.memory.ledger import Change, StorageLedger
-from automicro.memory.size import format_bytes
 from automicro.torch_private import OperationMode, schema_of
 
 # Changes the running statistics (arguments 3 and 4) and does not declare it.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from automicro.byte_sizes import format_bytes, parse_bytes, parse_share
 from automicro.memory.budget import MemoryBudget, active_budget
-from automicro.memory.size import format_bytes, parse_bytes, parse_share
 
 
 def allocated_bytes(device: torch.device | str) -> int | None:

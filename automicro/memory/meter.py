@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from automicro.byte_sizes import parse_bytes
 from automicro.memory.device import (
     allocated_bytes,
     begin_lap,
@@ -13,7 +14,6 @@ from automicro.memory.device import (
     lap_peak_bytes,
     num_alloc_retries,
 )
-from automicro.memory.size import parse_bytes
 
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
 _SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is asked

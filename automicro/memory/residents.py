@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from automicro.byte_sizes import format_bytes
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
 from automicro.memory.device import limit_bytes
-from automicro.memory.size import format_bytes
 from automicro.torch_private import is_uninitialized
 
 _GRANULE = 512  # bytes; what CUDA's allocator and a budget round each tensor up to

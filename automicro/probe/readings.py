@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from automicro.slicing import tensor_leaves
-from automicro.weighting import Tokens
+from automicro.weighting import IGNORED, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ def readings(
         find_targets: finds the targets in a batch.
     """
     shifted = (
-        "the labels are shifted by one, so pass loss_average=… as a callable that counts the "
-        "targets after the first"
+        "the labels are shifted by one, so pass loss_average="
+        f"{_counting_after_the_first(parts[0][0], find_targets)}"
     )
     over = "a mean over the targets that are not ignored: "
     for text, tokens in (
@@ -66,6 +66,19 @@ def readings(
         )
 
 
+def _counting_after_the_first(batch: Any, find_targets: Callable[[Any], Any]) -> str:
+    """A function to copy that counts the targets which a loss on shifted labels averages over."""
+    try:
+        targets = find_targets(batch)
+    except (ValueError, IndexError):
+        targets = None
+    path = next((path for path, leaf in tensor_leaves(batch) if leaf is targets), None)
+    place = None if path is None else _expression(batch, path, name="batch")
+    if place is None or "…" in place:
+        return "… as a callable that counts the targets after the first"
+    return f"lambda batch: ({place}[..., 1:] != {IGNORED}).sum()"
+
+
 def _target_counts(tokens: Tokens, pair: tuple[Any, Any]) -> tuple[float, float]:
     one, other = (tokens.denominators(part, [part], [1]) for part in pair)
     assert one is not None
@@ -88,9 +101,9 @@ def _sum(leaf: Tensor) -> float:
     return float(leaf.double().sum() if is_narrow else leaf.sum())
 
 
-def _expression(batch: Any, path: str) -> str:
+def _expression(batch: Any, path: str, *, name: str = "microbatch") -> str:
     """How to reach what lies at a path, such as ``microbatch['masks'][0]``."""
-    keys, text = path.split("."), "microbatch"
+    keys, text = path.split("."), name
     while keys:
         for length, key in enumerate(itertools.accumulate(keys, "{}.{}".format), start=1):
             found = _step(batch, key)

@@ -4,7 +4,7 @@
 
     place       which folder
     key         RunKey: what a size was found for
-    describing  a model, a device and a batch to a RunKey
+    describing  a model, a device and a batch to a RunKey; imported by its name, for it takes torch
     record      RememberedSize, Entry: what a file holds, checked while it is read
     files       reading and writing one file, whoever else does so
     cache       SizeCache: find, remember, list, clear
@@ -12,7 +12,6 @@
 """
 
 from automicro.size_cache.cache import SizeCache
-from automicro.size_cache.describing import describe_run, describe_shapes
 from automicro.size_cache.key import RunKey
 from automicro.size_cache.memory import SizeMemory
 from automicro.size_cache.place import sizes_folder
@@ -24,7 +23,5 @@ __all__ = [
     "RunKey",
     "SizeCache",
     "SizeMemory",
-    "describe_run",
-    "describe_shapes",
     "sizes_folder",
 ]

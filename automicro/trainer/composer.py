@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from automicro.synonyms import synonym_of
+
 T = TypeVar("T")
 
 
@@ -240,6 +242,9 @@ def _describe(name: str, own: Collection[str]) -> str:
         if counterpart.ours is None:
             return f": Composer's, and not there; {hint}"
         return f": Composer's; here it is {counterpart.ours} ({hint})"
+    synonym = synonym_of(name)
+    if synonym is not None:
+        return f": here it is {synonym.argument} ({synonym.python})"
     near = difflib.get_close_matches(name.lower(), own, n=1)
     if near:
         return f": did you mean {near[0]!r}?"

@@ -25,6 +25,7 @@ from automicro.trainer.loading import fetch
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
+from automicro.trainer.samplers import leaves_out
 from automicro.trainer.session import noting
 from automicro.trainer.together import of_all_ranks, ranks_of, telling_once
 from automicro.weighting import LossMean
@@ -203,7 +204,8 @@ class Evaluation:
         return values, samples, result
 
     def _batches(self, *, has_peers: bool) -> Iterator[Any]:
-        batches = fetch(self._evaluator.dataloader, self._loader_name)
+        loader = self._evaluator.dataloader
+        batches = iter(()) if leaves_out(loader) else fetch(loader, self._loader_name)
         own = itertools.islice(batches, self._evaluator.max_batches)
         # Who has no rows left takes part until nobody has.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own

@@ -1,11 +1,11 @@
 """Passes over a data loader that can be taken up again in the middle."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.checkpoints import restore_rng_state, rng_state
+from automicro.checkpoints import derived_rng_state, restore_rng_state, rng_state
 from automicro.errors import CheckpointWarning, DataLoaderError
 from automicro.torch_private import forget_workers
 from automicro.trainer.generators import generator_states, restore_generators
@@ -17,6 +17,8 @@ from automicro.trainer.loading import (
     num_batches,
     rest,
 )
+from automicro.trainer.position import describe_order, position_of, restore_order
+from automicro.trainer.samplers import leaves_out
 from automicro.warn import warn
 
 logger = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ class Feed:
             yield batch
             del batch
         current.is_complete = True
-        if current.given == 0:
+        if current.given == 0 and not leaves_out(self._loader):
             raise empty(self._loader, iterator, self._name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,6 +121,39 @@ class Feed:
             "generators": generator_states(self._loader),
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
+            "order": describe_order(self._loader),
+        }
+
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """The state for a rank in the middle of a pass, where another number of ranks saved it.
+
+        Args:
+            states: what `state_dict` gave on each of them.
+            rank: the one that goes on.
+
+        Raises:
+            CheckpointError: the batches to come would hold other rows than they would have.
+        """
+        given = position_of(states, self._loader, self._name)
+        order = describe_order(self._loader)
+        count = num_batches(self._loader)
+        assert order is not None
+        last = {
+            **states[0]["passes"][-1],
+            # Workers take their random numbers from it.
+            "rng": derived_rng_state(
+                states[0]["passes"][-1]["rng"], rank=rank, world_size=order["world_size"]
+            ),
+            # Of the last batches of a pass, some ranks have no rows.
+            "given": given if count is None else min(given, count),
+            "is_complete": False,
+        }
+        return {
+            **states[0],
+            "num_batches": count,
+            "persistent": has_persistent_workers(self._loader),
+            "passes": [last],
+            "order": {**order, "seed": states[0]["order"]["seed"]},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,6 +186,7 @@ class Feed:
             )
         self._passes, self._loaded = passes, state
         restore_generators(self._loader, state["generators"])
+        restore_order(self._loader, state.get("order"))
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         if not has_persistent_workers(self._loader):

@@ -5,7 +5,12 @@ from automicro.memory import peak_bytes, reset_peak
 from automicro.ranks import Ranks
 from automicro.trainer.checkpointing import Checkpointer
 from automicro.trainer.clock import TimeLimit
-from automicro.trainer.interruption import Interruption, catching_signals, say_on_stderr
+from automicro.trainer.interruption import (
+    Interruption,
+    catching_signals,
+    is_end_told,
+    say_on_stderr,
+)
 from automicro.trainer.lines import RunSettings, count_of
 from automicro.trainer.loop import FitLoop
 from automicro.trainer.progress import Progress
@@ -78,7 +83,8 @@ class Fit:
         if interruption.name is not None:
             where = f"after batch {state.batch}"
             folder = None if self._checkpointer is None else self._checkpointer.saved_in(state)
-            progress.line(interruption.describe(where=where, checkpoint=folder))
+            if not is_end_told():
+                progress.line(interruption.describe(where=where, checkpoint=folder))
             interruption.raise_if_interrupted(where=where, checkpoint=folder)
         reason = self._run.stop_reason
         if not self.loop.is_complete:

@@ -1,6 +1,7 @@
 """Ending a run in order when it is asked to: Ctrl-C and SIGTERM."""
 
 import contextlib
+import contextvars
 import os
 import signal
 import sys
@@ -17,6 +18,10 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 STOPPED = ": stopped "
 """What a note has that tells of an end in order."""
 
+WITHOUT_CHECKPOINT = "without a checkpoint"
+"""What a note has where nothing was saved."""
+
+_is_end_told = contextvars.ContextVar("is_end_told", default=False)
 _ONE_SIGNAL_SECONDS = 1.0
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -76,7 +81,7 @@ class Interruption:
         >>> interruption.describe(where="after batch 12", checkpoint="runs/a/00003-step-12")
         'SIGTERM: stopped after batch 12, saved in runs/a/00003-step-12'
         """
-        saved = "without a checkpoint" if checkpoint is None else f"saved in {checkpoint}"
+        saved = WITHOUT_CHECKPOINT if checkpoint is None else f"saved in {checkpoint}"
         return f"{self.name}{STOPPED}{where}, {saved}"
 
     def raise_if_interrupted(self, *, where: str, checkpoint: Path | str | None = None) -> None:
@@ -97,6 +102,30 @@ class Interruption:
             error = SystemExit(SIGTERM_EXIT_CODE)
         error.add_note(f"automicro: {self.describe(where=where, checkpoint=checkpoint)}")
         raise error
+
+
+@contextlib.contextmanager
+def end_told_here() -> Iterator[None]:
+    """Take it on oneself to tell how a run was stopped: its note says it, and progress does not.
+
+    >>> with end_told_here():
+    ...     is_end_told()
+    True
+    """
+    token = _is_end_told.set(True)
+    try:
+        yield
+    finally:
+        _is_end_told.reset(token)
+
+
+def is_end_told() -> bool:
+    """Tell whether a caller tells how a run was stopped.
+
+    >>> is_end_told()
+    False
+    """
+    return _is_end_told.get()
 
 
 def say_on_stderr(line: str) -> None:

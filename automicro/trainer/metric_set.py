@@ -1,15 +1,16 @@
 """Metrics by name: separate for training and evaluation, given back as plain numbers."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from automicro.trainer.metric_state import MetricState
+from automicro.errors import CheckpointError
+from automicro.trainer.metric_gathering import match_peers
+from automicro.trainer.metric_state import MetricState, is_of_torchmetrics
 from automicro.transaction import flatten_metrics
 
 
@@ -59,6 +60,7 @@ class MetricSet:
         if self._by_name:
             self.metrics = self._by_name if is_mapping else self._by_name[""]
         each = _each_by_name(self._by_name)
+        self._known = [metric for metric in each.values() if is_of_torchmetrics(metric)]
         self._states = {name: MetricState(metric) for name, metric in each.items()}
 
     def reset(self) -> None:
@@ -98,13 +100,43 @@ class MetricSet:
             if self._is_of(name, state):
                 each.load_state_dict(state[name])
 
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """The state for a rank, where another number of ranks has counted.
+
+        The first goes on with what all have counted, the others with nothing.
+
+        Args:
+            states: what `state_dict` gave on each of them.
+            rank: the one that goes on.
+
+        Raises:
+            CheckpointError: the counts of a metric cannot be put together.
+        """
+        merged = {}
+        for name, each in self._states.items():
+            if not all(self._is_of(name, state) for state in states):
+                continue  # it was said what of that is dropped
+            try:
+                counts = each.reshard([state[name] for state in states], rank=rank)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the metric {name} ({each.class_name}) {error}; leave it out of the metrics "
+                    "of training"
+                ) from error
+            merged[name] = {"class": each.class_name, **counts}
+        return merged
+
     def _is_of(self, name: str, state: Mapping[str, Any]) -> bool:
         if name not in state or state[name]["class"] != self._states[name].class_name:
             return False
         return self._states[name].refusal(state[name]) is None
 
     def compute(self) -> dict[str, float]:
-        """The values by name; of a metric with several values, each as ``name/index``."""
+        """The values by name; of a metric with several values, each as ``name/index``.
+
+        Those of all ranks together, which all call it.
+        """
+        match_peers(self._known)
         found: dict[str, float] = {}
         for name, metric in self._by_name.items():
             value = metric.compute()
@@ -116,7 +148,7 @@ class MetricSet:
 
 def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
-    if isinstance(metric, Metric) or not (dist.is_available() and dist.is_initialized()):
+    if is_of_torchmetrics(metric) or not (dist.is_available() and dist.is_initialized()):
         return
     if dist.get_world_size() > 1:
         raise TypeError(

@@ -1,29 +1,37 @@
 """What one metric has counted, as tensors and plain values."""
 
 import copy
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from automicro.content import same_content
-from automicro.errors import CheckpointWarning
+from automicro.errors import CheckpointError, CheckpointWarning
+from automicro.trainer.metric_merging import merge_counts
 from automicro.warn import warn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _ARRAY = "numpy array"
 
 
-class _Bare(Metric):
-    """A metric that counts nothing: what it has, every metric of torchmetrics has."""
+def is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
+    """Tell whether a metric is one of torchmetrics, without importing it: it takes seconds.
 
-    def update(self) -> None: ...
+    Args:
+        metric: whatever was given for one.
+        class_name: ``"Metric"`` or ``"MetricCollection"``.
 
-    def compute(self) -> None: ...
+    >>> is_of_torchmetrics("accuracy")
+    False
+    """
+    # Whoever made such a metric has imported it.
+    kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
+    return kind is not None and isinstance(metric, kind)
 
 
 class MetricState:
@@ -50,15 +58,16 @@ class MetricState:
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
-        self._is_known = isinstance(metric, Metric)
+        self._is_known = is_of_torchmetrics(metric)
         self._saves_itself = not self._is_known and all(
             callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
         )
         # A module saves its tensors itself, and no other attribute; a collection has no counts.
-        is_module = isinstance(metric, nn.Module) and not isinstance(metric, MetricCollection)
+        is_collection = is_of_torchmetrics(metric, "MetricCollection")
+        is_module = isinstance(metric, nn.Module) and not is_collection
         self._has_attributes = is_module or not self._saves_itself
-        base: Any = _Bare() if self._is_known else nn.Module()
-        self._ignored = frozenset(vars(base)) if is_module else frozenset()
+        of_all = _of_every_metric() if self._is_known else vars(nn.Module())
+        self._ignored = frozenset(of_all) if is_module else frozenset()
         self._given = copy.deepcopy(self._data())
         self._has_warned = False
 
@@ -117,6 +126,20 @@ class MetricState:
         # torchmetrics counts updates itself, and a metric without any warns when it is computed.
         metric._update_count = state["updates"]
 
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """What a rank goes on with where another number of ranks saved; see `merge_counts`.
+
+        Args:
+            states: what `state_dict` gave on each of them.
+            rank: the one that goes on.
+
+        Raises:
+            CheckpointError: its counts cannot be put together.
+        """
+        if not (self._is_known or is_of_torchmetrics(self._metric, "MetricCollection")):
+            raise CheckpointError("is no torchmetrics.Metric, so nothing says how counts add up")
+        return merge_counts(self._metric, states, is_first=rank == 0)
+
     def _attributes(self) -> dict[str, Any]:
         if not self._has_attributes:
             return {}
@@ -149,6 +172,18 @@ class MetricState:
                 "state_dict and load_state_dict, with tensors and plain values",
                 CheckpointWarning,
             )
+
+
+def _of_every_metric() -> Mapping[str, Any]:
+    """The attributes of a metric that counts nothing: every metric of torchmetrics has them."""
+    from torchmetrics import Metric
+
+    class Bare(Metric):
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    return vars(Bare())
 
 
 def _is_data(value: Any) -> bool:

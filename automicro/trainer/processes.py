@@ -4,6 +4,8 @@ import atexit
 import functools
 import os
 import sys
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automicro.errors import PeerLostError
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
 
 _MEETING = timedelta(minutes=10)
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +123,8 @@ def own_device(device: torch.device | str, place: Place) -> torch.device | str:
 def meet(device: torch.device, place: Place) -> None:
     """Make the process group, unless there is one. It lives as long as the process.
 
-    It meets in a part of the store that is named after torchrun's restart count: what processes
-    of an earlier start left in the store would mislead those of this one.
+    It meets in a part of the store that is this start's alone: what processes of an earlier one
+    left in the store would mislead those of this one.
 
     Args:
         device: of this process: NCCL for CUDA, gloo for anything else.
@@ -128,6 +132,7 @@ def meet(device: torch.device, place: Place) -> None:
 
     Raises:
         ValueError: several processes, and nothing says where they meet.
+        PeerLostError: some of them did not come.
     """
     if dist.is_initialized():
         return
@@ -207,8 +212,53 @@ def said_by_first(value: int, device: torch.device) -> int:
 def _store(place: Place) -> Store:
     if place.world_size == 1:
         return HashStore()
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"automicro/start {restarts}", _tcp_store(place))
+    store = _tcp_store(place)
+    return PrefixStore(f"automicro/start {name_of_start(store, place)}", store)
+
+
+def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) -> str:
+    """A name that all processes of this start know, and none of an earlier one in the same store.
+
+    torchrun's restart count is none: it starts at 0 on a node that came in for a lost one. So
+    each process says hello with a word of its own, and rank 0 answers to that word.
+
+    Args:
+        store: of this start and of earlier ones.
+        place: of this process.
+        timeout: how long rank 0 waits for the others.
+
+    Raises:
+        PeerLostError: some did not come.
+
+    >>> len(name_of_start(HashStore(), Place()))
+    32
+    """
+    own = uuid.uuid4().hex
+    prefix = "automicro/meeting"
+    if not place.is_first:
+        store.set(f"{prefix}/hello/{place.rank}", own)
+        name: str = store.get(f"{prefix}/answer/{own}").decode()
+        store.set(f"{prefix}/{name}/{place.rank}", "here")
+        return name
+    answered: dict[int, bytes] = {}
+    absent = set(range(1, place.world_size))
+    end = time.monotonic() + timeout.total_seconds()
+    while absent:
+        if time.monotonic() > end:
+            ranks = ", ".join(map(str, sorted(absent)))
+            raise PeerLostError(
+                f"rank 0 of {place.world_size} waited {timeout} for ranks {ranks} to begin, in "
+                "vain; their logs have the cause: start all processes again"
+            )
+        for rank in sorted(absent):
+            hello = f"{prefix}/hello/{rank}"
+            # One of an earlier start may lie there until this start's rank says its own.
+            if store.check([hello]) and (word := store.get(hello)) != answered.get(rank):
+                store.set(f"{prefix}/answer/{word.decode()}", own)
+                answered[rank] = word
+        absent = {rank for rank in absent if not store.check([f"{prefix}/{own}/{rank}"])}
+        time.sleep(_POLL_SECONDS if absent else 0)
+    return own
 
 
 @functools.cache

@@ -1,9 +1,12 @@
 """Samplers that share the rows of a pass among ranks: each row exactly once, none made up."""
 
+import copy
 import itertools
+import random
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -23,18 +26,31 @@ def share_of(rows: int, place: int, places: int) -> slice:
     return slice(start, start + each + (place < more))
 
 
-class _SeededOrder:
-    """The order of a sampler in a pass: the same on all ranks, whatever each has drawn before.
+class _OneOrder(Sampler[Any]):
+    """An order that is the same on all ranks, whatever each has drawn before; each has a part.
 
     Args:
         sampler: draws indices, or lists of them.
+        rank: this one.
+        world_size: how many ranks there are.
         seed: of the order, the same on all ranks. A generator of the sampler's own counts instead,
             and stands at the same place on all ranks.
+
+    Attributes:
+        sampler: as given.
+        rank: as given.
+        world_size: as given.
+        seed: as given; another may be put in its place.
     """
 
-    def __init__(self, sampler: Indices, seed: int) -> None:
-        self.sampler = sampler
-        self._seed = seed
+    per_batch: int
+    """How many entries of the order make a batch of all ranks."""
+
+    def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
+        self.sampler = sampler  # where generators are looked for, and told the epoch
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -42,16 +58,19 @@ class _SeededOrder:
         self._epoch = epoch
 
     def order(self) -> list[Any]:
-        """All indices of the pass."""
+        """All entries of the pass."""
         here = rng_state()
+        seed = self.seed + self._epoch
         try:
-            torch.manual_seed(self._seed + self._epoch)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
             return list(self.sampler)
         finally:
             restore_rng_state(here)
 
 
-class SharedBatchSampler(Sampler[list[int]]):
+class SharedBatchSampler(_OneOrder):
     """Cuts the order of a sampler into whole batches, of which each rank takes its even part.
 
     A batch over all ranks holds the very rows that a single process with the same order and a
@@ -85,35 +104,28 @@ class SharedBatchSampler(Sampler[list[int]]):
         world_size: int,
         seed: int,
     ) -> None:
-        self.sampler = sampler  # where generators are looked for, and told the epoch
+        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self._rank = rank
-        self._world_size = world_size
-        self._order = _SeededOrder(sampler, seed)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch the next time."""
-        self._order.set_epoch(epoch)
+        self.per_batch = batch_size * world_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order.order()
-        whole = self.batch_size * self._world_size
-        for start in range(0, len(order), whole):
-            batch = order[start : start + whole]
-            if self.drop_last and len(batch) < whole:
+        order = self.order()
+        for start in range(0, len(order), self.per_batch):
+            batch = order[start : start + self.per_batch]
+            if self.drop_last and len(batch) < self.per_batch:
                 return
-            part = batch[share_of(len(batch), self._rank, self._world_size)]
+            part = batch[share_of(len(batch), self.rank, self.world_size)]
             if part:
                 yield part
 
     def __len__(self) -> int:
         rows: int = len(self.sampler)  # type: ignore[arg-type]
-        full, rest = divmod(rows, self.batch_size * self._world_size)
-        return full + bool(rest > self._rank and not self.drop_last)
+        full, rest = divmod(rows, self.per_batch)
+        return full + bool(rest > self.rank and not self.drop_last)
 
 
-class SharedSampler(Sampler[Any]):
+class SharedSampler(_OneOrder):
     """Gives each rank every so-manieth entry of a sampler: of a batch sampler, whole batches.
 
     Args:
@@ -128,18 +140,54 @@ class SharedSampler(Sampler[Any]):
     """
 
     def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
-        self.sampler = sampler
-        self._rank = rank
-        self._world_size = world_size
-        self._order = _SeededOrder(sampler, seed)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch the next time."""
-        self._order.set_epoch(epoch)
+        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
+        self.per_batch = world_size
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._order.order(), self._rank, None, self._world_size)
+        return itertools.islice(self.order(), self.rank, None, self.world_size)
 
     def __len__(self) -> int:
         entries: int = len(self.sampler)  # type: ignore[arg-type]
-        return len(range(self._rank, entries, self._world_size))
+        return len(range(self.rank, entries, self.world_size))
+
+
+Shared: TypeAlias = SharedBatchSampler | SharedSampler
+
+
+def shared_sampler(loader: object) -> Shared | None:
+    """What shares the rows of a loader among ranks; None where it is none of ours.
+
+    Args:
+        loader: anything that gives batches.
+
+    >>> shared_sampler([1, 2]) is None
+    True
+    """
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(loader, name, None)
+        if isinstance(sampler, Shared):
+            return sampler
+    return None
+
+
+def leaves_out(loader: object) -> bool:
+    """Whether this rank gets no batch of a loader, and the first one does.
+
+    Args:
+        loader: anything that gives batches.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> parts = [
+        ...     SharedBatchSampler([0], 4, drop_last=False, rank=rank, world_size=2, seed=0)
+        ...     for rank in range(2)
+        ... ]
+        >>> [leaves_out(DataLoader([5.0], batch_sampler=part)) for part in parts]
+        [False, True]
+    """
+    sampler = shared_sampler(loader)
+    if sampler is None or sampler.rank == 0:
+        return False
+    others = copy.copy(sampler)
+    others.rank = 0
+    return len(sampler) == 0 < len(others)

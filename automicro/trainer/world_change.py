@@ -1,8 +1,9 @@
 """A checkpoint of so many ranks, and a run of another number of them.
 
 What is equal on all ranks is taken over, and what is sharded is read as it is sharded here. What
-each rank had of its own is not: random numbers are derived anew, and the place in the data and
-what metrics have counted only where they know how to.
+each rank had of its own is not: random numbers are derived anew. At the end of an epoch the next
+pass over the data begins, and metrics count from zero. Within one, each of these parts is asked for
+a state in which every row of the epoch counts once.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,16 +19,20 @@ from automicro.errors import CheckpointError
 HOST_PART = "data"
 """The part whose tensors (random numbers) lie on the host; all others are the device's."""
 
+_COUNTED = (HOST_PART, "metrics")
+"""What goes on in the middle of an epoch. Metrics of evaluations have counted nothing there."""
+
 
 @runtime_checkable
 class Reshardable(Protocol):
     """A part, other on each rank, that can go on where there are more or fewer ranks."""
 
-    def reshard(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state for this rank, to be loaded by ``load_state_dict``.
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """The state for a rank within an epoch, to be loaded by ``load_state_dict``.
 
         Args:
             states: of all ranks that saved, in their order.
+            rank: the one that goes on.
 
         Raises:
             CheckpointError: there is none with which every row is trained on exactly once.
@@ -65,17 +70,24 @@ def refuse_within_epoch(
     unable = [
         name
         for name, part in parts.items()
-        # Between evaluations their metrics have counted nothing.
-        if name in (HOST_PART, "metrics") and name in saved["parts"] and saved["parts"][name]
+        if name in _COUNTED and name in saved["parts"] and saved["parts"][name]
         if not isinstance(part, Reshardable)
     ]
     if batches and unable:
-        raise CheckpointError(
-            f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an epoch, and "
-            f"this run has {_ranks(now)}, which share the rows in another way: {_and(unable)} "
-            "cannot go on there without training on rows twice or leaving some out. Go on with "
-            f"{_ranks(was)}, or from a checkpoint of the end of an epoch"
+        raise _refusal(
+            f"{_and(unable)} cannot go on there without training on rows twice or leaving some out",
+            batches,
+            was=was,
+            now=now,
         )
+
+
+def _refusal(reason: str, batches: int, *, was: int, now: int) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an epoch, and this "
+        f"run has {_ranks(now)}, which share the rows in another way: {reason}. Otherwise go on "
+        f"with {_ranks(was)}, or from a checkpoint of the end of an epoch"
+    )
 
 
 def adapt_to_world(
@@ -94,20 +106,27 @@ def adapt_to_world(
         opened: the checkpoint.
         rank: of this process.
         world_size: how many ranks there are.
+
+    Raises:
+        CheckpointError: it is from within an epoch, and a part cannot go on there.
     """
     saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=world_size)
-    concerned = [name for name in saved["parts"] if is_own(name)]
-    able = [name for name in concerned if isinstance(parts.get(name), Reshardable)]
-    others = (
-        [opened.load_own(each)["parts"] for each in range(1, opened.world_size)] if able else []
-    )
-    for name in concerned:
-        if name in able:
-            states = [saved["parts"][name], *(each[name] for each in others)]
-            saved["parts"][name] = parts[name].reshard(states)
+    own = {name: state for name, state in saved["parts"].items() if is_own(name)}
+    batches = saved["progress"]["epoch_batch"]
+    counted = [name for name in _COUNTED if own.get(name) and name in parts] if batches else []
+    others = range(1, opened.world_size) if counted else ()
+    own_of_others = [opened.load_own(each)["parts"] for each in others]
+    for name, state in own.items():
+        if name in counted:
+            try:
+                states = [state, *(each[name] for each in own_of_others)]
+                saved["parts"][name] = parts[name].reshard(states, rank=rank)
+            except CheckpointError as error:
+                was = opened.world_size
+                raise _refusal(str(error), batches, was=was, now=world_size) from error
         elif name == HOST_PART:
             # The next pass begins anew, in the order that the loader's generators give.
-            saved["parts"][name] = {**saved["parts"][name], "passes": [], "loader": None}
+            saved["parts"][name] = {**state, "passes": [], "loader": None}
         else:
             del saved["parts"][name]
 

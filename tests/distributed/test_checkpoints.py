@@ -209,6 +209,6 @@ def test_every_row_comes_once_where_the_data_know_how_to_go_on(
 class ReshardableFeed(Feed):
     """Of batches of the whole world, each of which every rank has taken its rows from."""
 
-    def reshard(self, states: Any) -> dict[str, Any]:
+    def reshard(self, states: Any, *, rank: int) -> dict[str, Any]:
         assert len({each["passes"][-1]["given"] for each in states}) == 1
         return dict(states[0])

@@ -23,6 +23,8 @@ ALLOCATIONS = list(allocations(2))
 
 # Left to the slow tests, because others are nearly the same.
 RARE = (
+    "after the last microbatch",
+    "before the first forward",
     "before the first microbatch",
     "end of the last backward",
     "first forward",

@@ -187,7 +187,7 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Path, rank:
     run.wait_for("epoch 1/500")
     run.signal_rank(rank, signal.SIGTERM)
     said = run.end()
-    assert len(re.findall(r"(?m)^SIGTERM: stopped after batch \d+, saved in", said)) == 1
+    assert len(re.findall(r"(?m)^automicro: SIGTERM: stopped after batch \d+, saved in", said)) == 1
     assert len(list(tmp_path.glob("runs/*/checkpoints/*-step-*"))) == 1
 
 

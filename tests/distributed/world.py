@@ -27,7 +27,11 @@ class World:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["tests.distributed.jobs", "tests.distributed.checkpoint_runs"]
+            [
+                "tests.distributed.jobs",
+                "tests.distributed.checkpoint_runs",
+                "tests.distributed.trainer_jobs",
+            ]
         )
         self.size = size
         self._folder = tempfile.TemporaryDirectory()

@@ -1,0 +1,100 @@
+"""The files and overrides of a command line: which is which, and whether the files are there."""
+
+import argparse
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from automicro.cli.key_names import KEYS
+from automicro.errors import ConfigError
+
+FORM = "CONFIG [CONFIG …] [key=value …]"
+"""How the files and overrides are shown, which argparse cannot tell apart."""
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the files and overrides to a command's arguments."""
+    parser.add_argument(
+        "inputs",
+        metavar="CONFIG",
+        nargs="*",
+        help="a YAML file; several are merged, later ones win; key=value replaces a key of them, "
+        "nested ones with dots, and the value is YAML",
+    )
+
+
+def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Tell paths of YAML files from ``key=value``.
+
+    What has ``=`` in it is a path only where a separator comes first, or where there is such a
+    file.
+
+    Args:
+        inputs: both, in any order.
+        command: for whom, for messages.
+
+    Raises:
+        ConfigError: there is no path among them.
+
+    >>> split_inputs(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train")
+    (('base.yaml', 'runs/lr=0.1/config.yaml'), ('seed=1',))
+    """
+    files = tuple(each for each in inputs if _is_path(each))
+    if not files:
+        raise ConfigError(
+            f"{command} needs a CONFIG: name a YAML file, as in automicro {command} job.yaml; "
+            f"automicro config --template prints one to start with"
+        )
+    return files, tuple(each for each in inputs if not _is_path(each))
+
+
+def look_for_files(inputs: Sequence[str], *, command: str) -> None:
+    """Refuse files that are not there, before importing what it takes to read them.
+
+    Args:
+        inputs: paths and ``key=value``.
+        command: for whom, for messages.
+
+    Raises:
+        ConfigError: there is none among them, or one that is not there.
+
+    >>> look_for_files(["configs/digits.yaml", "seed=1"], command="train")
+    """
+    for path in map(Path, split_inputs(inputs, command=command)[0]):
+        if not path.exists():
+            raise no_such_file(path)
+
+
+def no_such_file(path: Path) -> ConfigError:
+    """The error for a config that is not there, with what may have been meant.
+
+    >>> print(no_such_file(Path("configs/digit.yaml")))
+    there is no file 'configs/digit.yaml': did you mean 'configs/digits.yaml'?
+    """
+    return ConfigError(f"there is no file {str(path)!r}{_files_near(path)}")
+
+
+def _is_path(argument: str) -> bool:
+    before, equals, _ = argument.partition("=")
+    return not equals or os.sep in before or "/" in before or Path(argument).is_file()
+
+
+def _files_near(path: Path) -> str:
+    folders = {Path(), Path("configs"), path.parent}
+    found = {
+        str(each)
+        for folder in folders
+        for pattern in ("*.yaml", "*.yml")
+        for each in folder.glob(pattern)
+        if not each.name.startswith(".")
+    }
+    if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
+        return f": to set this key, say {path}=VALUE"
+    names = {Path(each).name: each for each in sorted(found)}
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)
+    if near:
+        return f": did you mean {' or '.join(repr(names[each]) for each in near)}?"
+    if not found:
+        return ": give the path of a YAML file; there is none here"
+    return f": give the path of a YAML file, such as {', '.join(sorted(found)[:3])}"

@@ -1,0 +1,108 @@
+"""What the command line imports: people who ask for help do not wait for torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automicro.cli.commands import COMMANDS
+from automicro.cli.commands.torture import CALLS, QUICK_PLANS
+from automicro.torture import CALLS as ALL_CALLS
+from automicro.torture.torture import QUICK_PLANS as PLANS
+
+HEAVY = ("torch", "torchmetrics", "numpy", "omegaconf", "yaml", "transformers", "matplotlib")
+LIGHT = (
+    "--help",
+    "--version",
+    *(f"{name} --help" for name in COMMANDS),
+    "",
+    "trian job.yaml",
+    "train job.yaml --learning-rate=1",
+    "train",
+    "train no-such-file.yaml seed=1",
+    "eval no-such-file.yaml",
+    "verify",
+    "config no-such-file.yaml",
+    "config --template",
+    "config job.yaml --template",
+    "torture",
+    "cache",
+    "cache --json",
+    "cache --clear",
+    "cache --older-than month",
+    "cache --folder no-such-folder",
+)
+# Each in one process, so what is imported is told of the first that does so.
+SAY_WHAT_IS_IMPORTED = """\
+import contextlib, io, json, sys
+heavy, commands = json.loads(sys.argv[1])
+from automicro.cli import main
+found = {}
+for command in commands:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        code = main(command.split())
+    found[command] = [code, [name for name in heavy if name in sys.modules]]
+    for name in found[command][1]:
+        del sys.modules[name]
+print(json.dumps(found))
+"""
+
+
+def imported_by(code: str, *arguments: str, folder: Path) -> str:
+    """What a fresh Python prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+    )
+    return done.stdout
+
+
+def test_help_mistakes_and_the_cache_import_nothing_heavy(tmp_path: Path, own_cache: Path) -> None:
+    asked = json.dumps([HEAVY, LIGHT])
+    found = json.loads(imported_by(SAY_WHAT_IS_IMPORTED, asked, folder=tmp_path))
+    assert {command: names for command, (_, names) in found.items() if names} == {}
+    ended = {command: code for command, (code, _) in found.items()}
+    assert ended["--help"] == ended["cache"] == ended["config --template"] == 0
+    assert ended["train"] == ended["trian job.yaml"] == ended["cache --older-than month"] == 2
+
+
+def test_errors_take_torch_only_for_the_one_that_is_an_error_of_torch(tmp_path: Path) -> None:
+    code = "import sys, automicro.errors as e; e.ConfigError; print('torch' in sys.modules)"
+    assert imported_by(code, folder=tmp_path) == "False\n"
+    code = """\
+import pickle, torch
+from automicro.errors import SampleTooLargeError
+import automicro, automicro.errors
+assert automicro.SampleTooLargeError is automicro.errors.SampleTooLargeError is SampleTooLargeError
+assert issubclass(SampleTooLargeError, (automicro.AutomicroError, torch.OutOfMemoryError))
+print(repr(pickle.loads(pickle.dumps(SampleTooLargeError("one row")))))
+"""
+    assert imported_by(code, folder=tmp_path) == "SampleTooLargeError('one row')\n"
+
+
+def test_a_trainer_takes_no_torchmetrics_where_nobody_gives_a_metric(tmp_path: Path) -> None:
+    code = """\
+import sys, torch
+from automicro import Trainer
+Trainer(torch.nn.Linear(1, 1), [], optimizer=torch.optim.SGD, loss_fn=torch.nn.MSELoss())
+print([name for name in ("torchmetrics", "transformers", "matplotlib") if name in sys.modules])
+"""
+    assert imported_by(code, folder=tmp_path) == "[]\n"
+
+
+def test_what_the_help_of_torture_says_is_so() -> None:
+    assert CALLS == ALL_CALLS
+    assert QUICK_PLANS == PLANS
+
+
+@pytest.mark.parametrize("name", ["SampleTooSmallError", "torch_"])
+def test_an_error_that_is_none_is_no_attribute(name: str) -> None:
+    import automicro.errors
+
+    with pytest.raises(AttributeError, match=f"'automicro.errors' has no attribute '{name}'"):
+        getattr(automicro.errors, name)
