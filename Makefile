@@ -41,8 +41,8 @@ bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.trainer_overhead
 	$(BIN)/python -m benchmarks.distributed_overhead
 
-job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and hold what they promise
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_config.py tests/test_cli.py tests/test_docs_lm.py
+job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and all else in tests/ that is slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_*.py
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
 	$(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'

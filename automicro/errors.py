@@ -96,7 +96,7 @@ class PeerLostError(RankError):
 
 
 class DesyncError(RankError):
-    """Ranks are at different points of the program, so their collectives would not match."""
+    """Ranks are at different points of the program, or were given different options."""
 
 
 class CheckpointError(AutomicroError, RuntimeError):

@@ -34,6 +34,7 @@ __all__ = [
     "Ranks",
     "Report",
     "Status",
+    "StrayedError",
     "rows_of_microbatches",
     "telling",
 ]
@@ -47,10 +48,16 @@ class Status(enum.IntEnum):
     """How an attempt went on a rank. The worst of all ranks counts for all."""
 
     OK = 0
-    TWO_ROWS = 1
+    STRAYED = 1
+    """The model ran other collectives than before: the same again, with a vote before each."""
+    TWO_ROWS = 2
     """BatchNorm refused a single row: the same size, cut so that no row is alone."""
-    OUT_OF_MEMORY = 2
-    FATAL = 3
+    OUT_OF_MEMORY = 3
+    FATAL = 4
+
+
+class StrayedError(Exception):
+    """A model is about to run other collectives than before. It reaches nobody outside a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

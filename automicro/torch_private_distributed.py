@@ -1,6 +1,7 @@
 """The private names of `torch.distributed` and of its wrappers: as `torch_private`, for them."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -17,18 +18,22 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "arrive",
     "buffer_comm_hook",
     "collectives_of",
     "comm_hooks",
     "default_store",
     "default_tcp_store",
     "drop_unsharded",
+    "expect_gradients",
     "has_many_groups",
     "keeping_versions",
     "local_used_map",
     "mesh_dims",
+    "missing_gradients",
     "num_data_parallel",
     "rebuild_buckets",
+    "reduced_parameters",
     "replicate_group",
     "reset_reducer",
     "reset_sharded",
@@ -92,6 +97,95 @@ def local_used_map(model: DistributedDataParallel) -> Tensor | None:
     if not model.find_unused_parameters:
         return None
     return model.reducer._get_local_used_map()
+
+
+def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """What the reducer reduces, by name, in its order.
+
+    Raises:
+        ValueError: some parameters were frozen or thawed since the model was wrapped.
+    """
+    every: dict[int, tuple[str, nn.Parameter]] = {}
+    for place, module in model.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if f"{place}.{name}" not in model.parameters_to_ignore:
+                every.setdefault(id(parameter), (f"{place}.{name}".lstrip("."), parameter))
+    trained = [(name, each) for name, each in every.values() if each.requires_grad]
+    data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    for candidates in (trained, list(every.values())):
+        if len(candidates) == int(data["num_parameter_tensors"]):
+            return dict(candidates)
+    if model.find_unused_parameters:
+        return dict(trained)
+    raise ValueError(
+        f"{len(trained)} parameters require a gradient, and {data['num_parameter_tensors']} did so "
+        "when DistributedDataParallel was put around the model, which still waits for theirs; "
+        "freeze or thaw parameters before the model is wrapped, or wrap it anew"
+    )
+
+
+_INDICES = re.compile(r"indices which did not receive grad for rank \d+: ([\d ,]*\d)")
+
+
+def missing_gradients(
+    model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """The parameters that the reducer still waits for, after a backward that it saw a part of.
+
+    Args:
+        model: the wrapper.
+        parameters: those that it reduces.
+
+    Raises:
+        RuntimeError: torch's own, where it does not say which they are.
+    """
+    try:
+        model.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        found = _INDICES.search(str(error))  # nothing else of torch tells which they are
+        if found is None:
+            raise
+        names = list(parameters)
+        return [names[int(index)] for index in found[1].replace(",", " ").split()]
+    return []
+
+
+def expect_gradients(model: DistributedDataParallel, root: Tensor) -> None:
+    """Let the reducer reduce in the next backward, which begins at a root."""
+    model.reducer.prepare_for_backward([root] if model.find_unused_parameters else [])
+
+
+def arrive(parameters: Sequence[Tensor]) -> Tensor:
+    """A zero whose backward comes to all parameters and brings none of them a gradient.
+
+    The hooks of a reducer are called, and ``.grad`` stays as it is. Where a parameter has hooks of
+    a user's, which take a tensor, it gets zeros.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> arrive([weight]).backward()
+    >>> weight.grad is None
+    True
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            return cast(Tensor, _Arrival.apply(*parameters))  # type: ignore[no-untyped-call]
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.hooked = [each if each._backward_hooks else None for each in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(None if each is None else torch.zeros_like(each) for each in ctx.hooked)
 
 
 # FSDP2

@@ -92,6 +92,7 @@ def test_a_path_may_hold_an_equals_sign(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["train", "lr=0.1/job.yaml", "max_duration=1ba", "progress=false"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "first"),
     {"config --keys": "What is made\n", "train job.yaml max_duration=500ep": "model:\n"}.items(),

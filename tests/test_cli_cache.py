@@ -338,6 +338,7 @@ def test_an_age_that_is_none_is_refused(text: str) -> None:
         parse_age(text)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(own_cache: Path) -> None:
     cache = SizeCache()
     for rows in range(64, 364):

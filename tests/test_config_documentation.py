@@ -34,6 +34,7 @@ def test_the_files_are_there() -> None:
     assert [name for name, _ in FILES] == FILE_NAMES
 
 
+@pytest.mark.slow
 def test_every_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(LINES) >= 15
     for line in LINES:

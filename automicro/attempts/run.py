@@ -186,9 +186,10 @@ def run_attempts(
             ranks=ranks,
             sharing=sharing,
         )
-        if done.verdict is Verdict.NEEDS_TWO_ROWS:
-            rule.min_rows = 2
-            attempts -= 1  # not a question of memory: the same size, cut differently
+        if done.verdict in (Verdict.NEEDS_TWO_ROWS, Verdict.STRAYED):
+            if done.verdict is Verdict.NEEDS_TWO_ROWS:
+                rule.min_rows = 2
+            attempts -= 1  # not a question of memory: the same size again
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()

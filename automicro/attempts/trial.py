@@ -14,7 +14,7 @@ from automicro.errors import RollbackError
 from automicro.memory import Measured, Meter, peak_bytes
 from automicro.observer import Narrator
 from automicro.oom import Failure, classify, first_line, release
-from automicro.ranks import OneRank, Ranks, Report, Status
+from automicro.ranks import OneRank, Ranks, Report, Status, StrayedError
 from automicro.transaction import Transaction
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ class Verdict(enum.Enum):
     DECLINED = "it went through, and nobody wants it"
     OUT_OF_MEMORY = "memory ran out"
     NEEDS_TWO_ROWS = "BatchNorm cannot train on the one row of a slice"
+    STRAYED = "the collectives of several ranks have to be watched"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,8 @@ def try_once(
         if status is Status.FATAL:
             _explain_lonely_row(failure, plan)
             raise failure
+        if status is Status.STRAYED:
+            return Tried(verdict=Verdict.STRAYED)
         if status is Status.TWO_ROWS:
             return Tried(verdict=Verdict.NEEDS_TWO_ROWS)
         if not ranks.is_alone:
@@ -151,6 +154,8 @@ def try_once(
 def _status(error: BaseException, plan: Plan, *, can_recut: bool) -> Status:
     if can_recut and _leaves_one_alone(plan) and needs_two_rows(error):
         return Status.TWO_ROWS
+    if isinstance(error, StrayedError):
+        return Status.STRAYED
     return Status.OUT_OF_MEMORY if classify(error) is Failure.RETRYABLE else Status.FATAL
 
 
@@ -160,7 +165,17 @@ def _leaves_one_alone(plan: Plan) -> bool:
 
 
 def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
-    if not (_leaves_one_alone(plan) and needs_two_rows(error)):
+    if not needs_two_rows(error):
+        return
+    if sum(map(sum, plan.cuts)) == 1:
+        rows = plan.num_global_rows
+        who = "the batch has" if rows == 1 else f"of {rows} rows of all ranks this one has"
+        error.add_note(
+            f"automicro: BatchNorm cannot train on one row, and {who} no more; use drop_last=True "
+            "in the data loader, which leaves such a last batch out, or another batch size"
+        )
+        return
+    if not _leaves_one_alone(plan):
         return
     error.add_note(
         f"automicro: BatchNorm cannot train on one row, and slices of at most "

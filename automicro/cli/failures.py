@@ -11,7 +11,7 @@ from automicro.cli.peers import has_peers
 from automicro.cli.places import IN_WORKER, is_bug_of_ours, is_refusal, librarys_place, users_place
 from automicro.cli.results import complain
 from automicro.cli.wording import as_yaml
-from automicro.errors import AutomicroError, ConfigError, RankError
+from automicro.errors import AutomicroError, ConfigError, DesyncError, RankError
 
 if TYPE_CHECKING:
     from automicro.trainer.processes import Place
@@ -99,11 +99,22 @@ def forget_stdout() -> None:
 
 def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> bool:
     """Say of one process among several what concerns it; whether that is all there is to say."""
-    from automicro.trainer.processes import leave, place_for_output
+    from automicro.trainer.processes import is_said_by_first, leave, place_for_output
 
     place = place_for_output()
     leave()
-    if debug or not (isinstance(error, RankError) or _is_told_by_first(error, place)):
+    if debug:
+        return False
+    if _is_most_likely_of_all(error):
+        is_said = is_said_by_first(text)
+        if place.is_first:
+            return False  # it tells all of it
+        if is_said:
+            return True
+        if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
+            complain(f"rank {place.rank} of {place.world_size}: {text}")
+            return True
+    elif not isinstance(error, RankError) and not _is_end(error, place):
         return False
     if " stopped after batch " in text and not place.is_first:
         return True  # in order, which the first one says
@@ -114,13 +125,16 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
     return True
 
 
-def _is_told_by_first(error: BaseException, place: "Place") -> bool:
-    """Whether all ranks most likely come to the same error, and the first one tells all of it."""
+def _is_most_likely_of_all(error: BaseException) -> bool:
+    """Whether all ranks most likely come to the same error."""
     from automicro.errors import SampleTooLargeError
 
-    return not place.is_first and isinstance(
-        error, ConfigError | SampleTooLargeError | KeyboardInterrupt | SystemExit
-    )
+    return isinstance(error, ConfigError | SampleTooLargeError | DesyncError)
+
+
+def _is_end(error: BaseException, place: "Place") -> bool:
+    """Whether the run was asked to end, which the first rank tells all of."""
+    return not place.is_first and isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 def _in_one_line(text: str) -> str:

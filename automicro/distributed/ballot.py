@@ -32,6 +32,7 @@ class Ballot(NamedTuple):
         min_rows: of a batch.
         num_rows: of all batches.
         size: the smallest proposed.
+        fewest_unused: the fewest parameters that no microbatch of a rank used.
         highs: of what the highest of all ranks counts.
         sums: of what is added up over ranks.
     """
@@ -48,6 +49,7 @@ class Ballot(NamedTuple):
     min_rows: float = math.inf
     num_rows: float = 0.0
     size: float = math.inf
+    fewest_unused: float = math.inf
     highs: tuple[float, ...] = _NO_HIGHS
     sums: tuple[float, ...] = _NO_SUMS
 
@@ -148,6 +150,7 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
         min_rows=min(one.min_rows, other.min_rows),
         num_rows=one.num_rows + other.num_rows,
         size=min(one.size, other.size),
+        fewest_unused=min(one.fewest_unused, other.fewest_unused),
         highs=tuple(map(max, one.highs, other.highs)),
         sums=tuple(a + b for a, b in zip(one.sums, other.sums, strict=True)),
     )

@@ -53,6 +53,7 @@ class CollectivesGuard:
     """
 
     has_strayed = False
+    unused: Sequence[bool] = ()
     communicates_in_forward = True
 
     def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
@@ -63,6 +64,9 @@ class CollectivesGuard:
                 "out, or use a fixed microbatch size that fits on every rank"
             )
         self._mode = _VotingMode(votes)
+
+    def stay_guarded(self) -> None:
+        """It never replays."""
 
     def settle(self) -> None:
         """There is no wrapper."""
@@ -78,7 +82,7 @@ class CollectivesGuard:
         with self._mode:
             yield
 
-    def commit(self, *, any_strayed: bool) -> None:
+    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         """Nothing is learned."""
 
     def play_rest(self) -> None:

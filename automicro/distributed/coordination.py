@@ -11,7 +11,7 @@ from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
 from automicro.errors import PeerFailedError, PeerLostError, PeerStoppedError, RankError
 from automicro.oom import Failure, classify
-from automicro.ranks import Agreement, Proposal, Report, Status
+from automicro.ranks import Agreement, Proposal, Report, Status, StrayedError
 from automicro.torch_private import without_modes
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ class CoordinatedRanks:
         votes: among all ranks.
         guards: of the wrappers that the model is made of.
         copies: how many ranks have the same rows, as tensor parallel ones do.
+        name: tells it from others with the same votes.
 
     Example:
         >>> from automicro.distributed import SimulatedWorld
@@ -38,13 +39,15 @@ class CoordinatedRanks:
         [2, 2]
     """
 
-    def __init__(self, votes: Votes, guards: Sequence[Guard] = (), *, copies: int = 1) -> None:
+    def __init__(
+        self, votes: Votes, guards: Sequence[Guard] = (), *, copies: int = 1, name: str = ""
+    ) -> None:
         self._votes = votes
         self._guards = guards
         self.rank = votes.rank
         self.world_size = votes.world_size
         self.copies = copies
-        self._is_over = False
+        self._name = name
 
     @property
     def is_alone(self) -> bool:
@@ -64,6 +67,7 @@ class CoordinatedRanks:
         return self._votes.count
 
     def agree(self, proposal: Proposal) -> Agreement:
+        self._begin_anew()
         try:
             for guard in self._guards:
                 guard.prepare()
@@ -71,7 +75,7 @@ class CoordinatedRanks:
             self.fail(error)
             raise
         with self._between_steps():
-            return self._votes.agree(proposal)
+            return self._votes.agree(proposal, asker=self._name)
 
     def settle(self) -> None:
         for guard in self._guards:
@@ -84,6 +88,7 @@ class CoordinatedRanks:
         except BaseException as error:
             self.fail(error)
             raise
+        self._votes.is_in_attempt = True
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         if len(self._guards) == 1:
@@ -99,23 +104,29 @@ class CoordinatedRanks:
 
     def vote(self, report: Report = Report()) -> Report:  # noqa: B008 (it is frozen)
         strayed = any(guard.has_strayed for guard in self._guards)
-        any_strayed, together = self._votes.commit(report, flag=strayed)
+        self._votes.is_in_attempt = False
+        own = [each for guard in self._guards for each in guard.unused]
+        any_strayed, together, unused = self._votes.commit(report, flag=strayed, unused=own)
         for guard in self._guards:
-            guard.commit(any_strayed=any_strayed)
+            count = len(guard.unused)
+            guard.commit(any_strayed=any_strayed, unused=unused[:count])
+            unused = unused[count:]
         return together
 
     def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
+        self._votes.is_in_attempt = False
         if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
             return Status.FATAL  # there is nobody left to vote with
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
             self._play_rest()
-        together = self._votes.report(status, highs)
+        has_strayed = isinstance(failure, StrayedError)
+        together = self._votes.report(status, highs, strayed=has_strayed)
         trouble = self._recover()
         self._votes.clear()
         if together is Status.FATAL:
             is_culprit = is_first_to_know and status is Status.FATAL
-            self._raise_reasons(failure if is_culprit else None)
+            self._raise_reasons(failure if is_culprit else None, rolls_back=True)
         elif trouble is not None:
             self.fail(trouble)
             raise trouble
@@ -126,6 +137,9 @@ class CoordinatedRanks:
     def _recover(self) -> Exception | None:
         try:
             for guard in self._guards:
+                if self._votes.any_strayed:
+                    # Such a model's collectives depend on its input: they cannot be foretold.
+                    guard.stay_guarded()
                 guard.recover()
         except Exception as error:
             return error
@@ -147,7 +161,7 @@ class CoordinatedRanks:
     def fail(self, failure: BaseException) -> None:
         if isinstance(failure, PeerLostError):
             self._votes.require_hosts(failure)
-        if self._is_over or isinstance(failure, RankError):
+        if self._votes.is_over or isinstance(failure, RankError):
             return  # all ranks know
         self._votes.report(Status.FATAL)
         self._raise_reasons(failure)
@@ -182,21 +196,28 @@ class CoordinatedRanks:
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Where a peer stops outside an attempt, it has failed for good."""
+        self._begin_anew()
         try:
             yield
         except PeerStoppedError:
             self._raise_reasons(None)
             raise
 
-    def _raise_reasons(self, own: BaseException | None) -> None:
+    def _begin_anew(self) -> None:
+        """After an error that all were told of, they may go on together."""
+        if self._votes.is_over:
+            self._votes.is_over = False
+            self._votes.clear()
+
+    def _raise_reasons(self, own: BaseException | None, *, rolls_back: bool = False) -> None:
         """Let all ranks know who failed, and why; raise where it was not this one."""
-        self._is_over = True
+        self._votes.is_over = True
         reasons = self._votes.explain(None if own is None else _describe(own))
         if own is None:
             raise PeerFailedError(
                 f"rank {self.rank} stops because another rank failed:\n{reasons}\n"
-                "The state here is as before the step. Mend the cause on that rank (its log has "
-                "the traceback), and start again from the last checkpoint."
+                f"{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
+                "log has the traceback), and start again from the last checkpoint."
             )
         own.add_note(
             f"automicro: this happened on rank {self.rank} of {self.world_size}; the others were "

@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: gradients are reduced in the last microbatch, bucket by bucket."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,16 +9,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
+from automicro.ranks import StrayedError
 from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import (
     GradBucket,
+    arrive,
     buffer_comm_hook,
     comm_hooks,
+    expect_gradients,
     keeping_versions,
     local_used_map,
+    missing_gradients,
     rebuild_buckets,
+    reduced_parameters,
     reset_reducer,
+)
+
+_NOT_CALLED: Any = None
+_CALL_ALIKE = (
+    "Give every rank the same model, and let every rank call it, inside DistributedDataParallel, "
+    "for every batch that another one calls it for."
 )
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -36,15 +48,21 @@ class VotingHook:
         self.hook = hook
         # DDP asks for these, and forbids bf16 where they say so and the network cannot.
         self.__name__ = self.__qualname__ = getattr(hook, "__name__", "voting_hook")
-        self.before: Callable[[GradBucket], None] = lambda bucket: None
+        self.before: Callable[[GradBucket], None] | None = None
         self.pending: list[torch.futures.Future[Tensor]] = []
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self.before(bucket)
+        if self.before is not None:
+            self.before(bucket)
         with without_modes():
             future = (self.hook or _average)(state, bucket)
         self.pending.append(future)
         return future
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether a guard has its say."""
+        return self.before is not None
 
     def drain(self) -> None:
         """Wait for reductions that are under way: they write into buckets that are used again."""
@@ -73,25 +91,32 @@ class DdpGuard:
     vote comes before each; once they are known, a rank that failed reduces zeros in their place,
     and an attempt has no vote but the one at its end.
 
+    A parameter may be used in some microbatches and not in the last, where DDP would wait for its
+    gradient for ever. So what is not reduced after the last backward is reduced then.
+
     Args:
         model: the wrapped model.
         votes: among all ranks of the model.
-        always_guarded: never replay, because other collectives run in between.
 
     Raises:
-        ValueError: the wrapper has options under which an attempt cannot be undone.
+        ValueError: the wrapper has options under which an attempt cannot be undone, or parameters
+            were frozen since.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, votes: Votes, *, always_guarded: bool = False
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, votes: Votes) -> None:
         _refuse(model, votes)
         self._model = model
         self._votes = votes
         self._hook = _voting_hook_of(model)
         self._hook.before = self._before
         # The zeros that a failed rank reduces would go through a user's hook as well.
-        self._can_replay = not always_guarded and self._hook.hook is None
+        self._can_replay = self._hook.hook is None
+        self._parameters = reduced_parameters(model)
+        self._nothing_unused = [False] * len(self._parameters)
+        self._unused = self._nothing_unused
+        self._had_gradient: list[bool] = []
+        self._was_called = False
+        self._is_reduced = False
         self._buckets: list[Tensor] = []
         self._known = False
         self._launched = 0
@@ -99,11 +124,15 @@ class DdpGuard:
         self._flat: list[tuple[Tensor, list[Tensor]]] = []
         self._last = 0
         self._is_open = False
+        self._has_looked = False
         self._training = False
         self._has_strayed = False
         self._votes_here = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
+
+    def stay_guarded(self) -> None:
+        self._can_replay = False
 
     def settle(self) -> None:
         """A forward outside of a step leaves nothing."""
@@ -111,6 +140,10 @@ class DdpGuard:
     @property
     def has_strayed(self) -> bool:
         return self._has_strayed
+
+    @property
+    def unused(self) -> Sequence[bool]:
+        return self._unused
 
     def prepare(self) -> None:
         self._flat = []
@@ -121,6 +154,9 @@ class DdpGuard:
             ]
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
+        if not self._has_looked:
+            watch_for_strangers(self._votes)
+            self._has_looked = True
         # What DDP would do in the next forward, where a rank may be missing.
         self._send_buffers()
         self._model.require_forward_param_sync = False
@@ -129,26 +165,37 @@ class DdpGuard:
             self._buckets = []
         self._last = num_microbatches - 1
         self._training = training
+        if training:
+            self._had_gradient = [each.grad is not None for each in self._parameters.values()]
         self._launched = 0
+        self._unused = self._nothing_unused
+        self._was_called = self._is_reduced = False
         self._has_strayed = False
         self._votes_here = not (self._known and self._can_replay)
         self._is_open = True
 
     @contextlib.contextmanager
     def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
+        # The wrapper's forward sets it: to whether it expects a backward with reductions.
+        self._model.require_forward_param_sync = _NOT_CALLED
         if self._training and index < self._last:
             with self._model.no_sync():
                 yield
         else:
             yield
+        expects_gradients = self._model.require_forward_param_sync
         self._model.require_forward_param_sync = False
+        self._was_called |= expects_gradients is not _NOT_CALLED
+        if self._training and index == self._last and not self._is_reduced:
+            self._reduce_rest(is_expected=bool(expects_gradients))
 
-    def commit(self, *, any_strayed: bool) -> None:
+    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         self._is_open = False
         self._hook.pending.clear()
-        self._known = (self._training and not any_strayed) or (self._known and not any_strayed)
+        self._known = (self._is_reduced or self._known) and not any_strayed
         if self._training:
             self._stale_buffers = self._model.broadcast_buffers
+            self._leave_out(unused)
 
     def play_rest(self) -> None:
         if not self._training or self._votes_here:
@@ -170,10 +217,13 @@ class DdpGuard:
 
     def _before(self, bucket: GradBucket) -> None:
         if not self._is_open:
+            if self._votes.is_in_attempt:
+                refuse_stranger(self._model)
             return
         index, buffer = bucket.index(), bucket.buffer()
         if self._votes_here:
-            self._votes.cast(f"bucket {index} of {buffer.numel()} numbers")
+            point = f"reducing bucket {index} of gradients, {buffer.numel()} numbers"
+            self._votes.cast(point, remedy=_CALL_ALIKE)
             del self._buckets[index:]
             self._buckets.append(buffer)
         elif not (
@@ -182,6 +232,51 @@ class DdpGuard:
         ):
             self._has_strayed = True
         self._launched = index + 1
+        self._is_reduced = bucket.is_last()
+
+    def _reduce_rest(self, *, is_expected: bool) -> None:
+        """Reduce what the last microbatch did not use, or all where it did without the wrapper.
+
+        Args:
+            is_expected: whether the wrapper's last forward has prepared the reducer.
+
+        Raises:
+            StrayedError: this rank has nothing to reduce, and its peers may have.
+            ValueError: gradients were computed that DDP does not know of.
+        """
+        received = [name for name, each in self._parameters.items() if each.grad is not None]
+        if not is_expected and not received:
+            if not self._votes_here:
+                raise StrayedError("this time no gradient is to be reduced")
+            return
+        if not self._was_called:
+            raise ValueError(_went_past(received))
+        missing = missing_gradients(self._model, self._parameters) if is_expected else []
+        names = missing or list(self._parameters)
+        root = arrive([self._parameters[name] for name in names])
+        if not missing:
+            expect_gradients(self._model, root)
+        if not self._model.find_unused_parameters:  # there it is torch that finds out
+            self._unused = [
+                name in names and each.grad is None for name, each in self._parameters.items()
+            ]
+        root.backward()  # type: ignore[no-untyped-call]
+        if not self._is_reduced:
+            raise RuntimeError(
+                "DistributedDataParallel did not reduce the gradients of "
+                f"{', '.join(map(repr, names[:3]))}, which no backward of the last microbatch "
+                "reached; wrap the model with find_unused_parameters=True"
+            )
+
+    def _leave_out(self, unused: Sequence[bool]) -> None:
+        """Let those that no rank used have no gradient, as without DDP, and not a zero."""
+        if not any(unused):
+            return
+        for parameter, is_unused, had in zip(
+            self._parameters.values(), unused, self._had_gradient, strict=True
+        ):
+            if is_unused and not had:
+                parameter.grad = None
 
     def _send_buffers(self) -> None:
         for flat, buffers in self._flat:
@@ -192,6 +287,15 @@ class DdpGuard:
                     buffer.copy_(value.view(buffer.shape))
         self._flat = []
         self._stale_buffers = False
+
+
+def _went_past(received: Sequence[str]) -> str:
+    named = ", ".join(map(repr, received[:3])) + ", …" * (len(received) > 3)
+    return (
+        f"{len(received)} parameters ({named}) received gradients in a forward that went past "
+        "DistributedDataParallel, so nobody averages them over ranks; call the wrapper itself, "
+        "model(…), and not model.module(…), or give another method's work to a forward of its own"
+    )
 
 
 def _buffers_by_type(model: DistributedDataParallel) -> list[list[Tensor]]:

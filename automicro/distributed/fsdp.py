@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): parameters are gathered and gradients scattered in every microbatch."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
+from automicro.ranks import StrayedError
 from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import (
     collectives_of,
@@ -17,6 +19,13 @@ from automicro.torch_private_distributed import (
     has_many_groups,
     replicate_group,
     reset_sharded,
+)
+
+_SHARD_WHAT_IS_USED = (
+    "Every microbatch of every rank has to use the same sharded modules. Let a layer that is used "
+    "only now and then be sharded together with what is around it: apply fully_shard to a module "
+    "that is always used and not to that layer, and call "
+    "model.set_reduce_scatter_unused_params(True)."
 )
 
 
@@ -119,18 +128,15 @@ class FsdpGuard:
     Args:
         modules: the model, and others that take part.
         votes: among all ranks.
-        always_guarded: never replay, because other collectives run in between.
 
     Raises:
         ValueError: the model is sharded in a way that an attempt cannot be undone.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], votes: Votes, *, always_guarded: bool = False
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
         modules = list(modules)
         self._votes = votes
-        self._can_replay = not always_guarded
+        self._can_replay = True
         found = {
             id(module): (name, module)
             for root in modules
@@ -152,28 +158,31 @@ class FsdpGuard:
         self._index = 0
         self._votes_here = True
         self._is_open = False
-        self._has_strayed = False
+        self._has_looked = False
         self.is_weightless = False
 
     communicates_in_forward = True
+    has_strayed = False  # it ends an attempt
+    unused: Sequence[bool] = ()
+
+    def stay_guarded(self) -> None:
+        self._can_replay = False
 
     def settle(self) -> None:
         # After a forward without gradients the outermost modules stay whole.
         for module in self._modules:
             module.reshard()
 
-    @property
-    def has_strayed(self) -> bool:
-        return self._has_strayed
-
     def prepare(self) -> None:
         """Nothing is needed."""
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
+        if not self._has_looked:
+            watch_for_strangers(self._votes)
+            self._has_looked = True
         self._num_microbatches = num_microbatches
         self._training = training
         self._fresh = {}
-        self._has_strayed = False
         self._is_open = True
         self._begin(0)
 
@@ -187,8 +196,8 @@ class FsdpGuard:
             self.is_weightless = False
         if self._votes_here:
             self._fresh[self._key] = self._trace
-        elif self._trace != self._schedules[self._key]:
-            self._has_strayed = True
+        elif rest := self._rest():
+            raise StrayedError(f"microbatch {index} ended before {self._describe(rest[0])}")
         if index + 1 < self._num_microbatches:
             self._votes.cast(f"end of microbatch {index}")
             self._begin(index + 1)
@@ -196,21 +205,17 @@ class FsdpGuard:
             # What comes before the vote of the attempt has no collectives to play.
             self._votes_here = True
 
-    def commit(self, *, any_strayed: bool) -> None:
+    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         self._is_open = False
         if not self._training:
             self.settle()
-        if any_strayed:
-            # Such a model's collectives depend on its input: they cannot be foretold.
-            self._can_replay = False
-            self._schedules.clear()
-        elif self._can_replay:
+        if self._can_replay:
             self._schedules |= self._fresh
 
     def play_rest(self) -> None:
         if self._votes_here or not self._is_open:
             return
-        rest = self._schedules[self._key][len(self._trace) :]
+        rest = self._rest()
         self._is_open = False
         self._reset()
         with without_modes(), torch.no_grad():
@@ -237,22 +242,40 @@ class FsdpGuard:
 
         Raises:
             PeerStoppedError: a peer will not come to it.
+            StrayedError: it is another than was known.
         """
         if not self._is_open:
+            if self._votes.is_in_attempt:
+                refuse_stranger(self._roots[0])  # type: ignore[arg-type]
             return
         if self._votes_here:
-            self._votes.cast(f"{step.kind} of {self._names[step.where]!r}, {step.numel} numbers")
+            self._votes.cast(self._describe(step), remedy=_SHARD_WHAT_IS_USED)
             if device is None:
                 # Played, a module gathers over its own group, not over that after forward.
                 self._can_replay &= self._gather_groups.setdefault(step.where, group) is group
             else:
                 replicas = replicate_group(self._modules[step.where])
                 self._reductions[step.where] = _Reduction(group, op, device, replicas)
+        elif not self._is_next(step):
+            # Peers may wait in the one that was known, and for ever.
+            raise StrayedError(f"{self._describe(step)} was not known")
 
     def after(self, step: Collective) -> None:
         """A collective was enqueued."""
         if self._is_open:
             self._trace.append(step)
+
+    def _rest(self) -> list[Collective]:
+        """What is to come of the microbatch, as far as it is known."""
+        return self._schedules[self._key][len(self._trace) :]
+
+    def _is_next(self, step: Collective) -> bool:
+        known, place = self._schedules[self._key], len(self._trace)
+        return place < len(known) and known[place] == step
+
+    def _describe(self, step: Collective) -> str:
+        name = self._names[step.where] or "the whole model"
+        return f"{step.kind} of {name!r}, {step.numel} numbers"
 
     def _begin(self, index: int) -> None:
         self._index = index
@@ -291,7 +314,7 @@ class FsdpGuard:
         inner = collectives_of(module)
         if inner is None:
             return
-        # Two Microbatchers may guard a model one after the other: the later one takes over.
+        # There may be the guard of a process group that has ended.
         gather, scatter = (each.inner if isinstance(each, _Guarded) else each for each in inner)
         module.set_custom_all_gather(GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(

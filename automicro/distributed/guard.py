@@ -1,5 +1,6 @@
 """What keeps the collectives of a model's wrapper matched when a rank runs out of memory."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -14,6 +15,9 @@ class Guard(Protocol):
 
     communicates_in_forward: bool
     """Whether a forward outside of a step needs all ranks."""
+
+    def stay_guarded(self) -> None:
+        """Never replay, because other collectives run in between."""
 
     def settle(self) -> None:
         """Between steps: undo what a forward outside of one has left."""
@@ -30,14 +34,27 @@ class Guard(Protocol):
         Args:
             index: of the microbatch.
             weightless: whether its gradient counts as zero.
+
+        Raises:
+            StrayedError: collectives are others than were known, and it did not run them.
+            ValueError: gradients were computed that nothing reduces.
         """
 
     @property
     def has_strayed(self) -> bool:
         """Whether the attempt's collectives were others than were known."""
 
-    def commit(self, *, any_strayed: bool) -> None:
-        """All ranks ended the attempt well: learn from it."""
+    @property
+    def unused(self) -> Sequence[bool]:
+        """Of each parameter that it reduces, whether no microbatch of this rank used it."""
+
+    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
+        """All ranks ended the attempt well: learn from it.
+
+        Args:
+            any_strayed: whether a rank's collectives were others than were known.
+            unused: of each parameter, whether no microbatch of any rank used it.
+        """
 
     def play_rest(self) -> None:
         """After a failure here: run the collectives up to the peers' next vote."""

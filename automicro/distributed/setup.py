@@ -1,5 +1,6 @@
 """Finding out what a model is wrapped in, and guarding it."""
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.distributed.collectives import CollectivesGuard, runs_collectives
+from automicro.distributed.commons import Commons, commons_of_group
 from automicro.distributed.coordination import CoordinatedRanks
 from automicro.distributed.ddp import DdpGuard
 from automicro.distributed.exchange import AloneExchange, Exchange, TreeExchange
@@ -24,15 +26,14 @@ from automicro.ranks import OneRank, Ranks
 from automicro.torch_private_distributed import default_store, num_data_parallel
 
 TIMEOUT_SECONDS = 600.0
+"""How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
-def coordinate(modules: Sequence[nn.Module], *, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
+def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     """What a step of these modules needs of the other ranks. All ranks call it.
 
     Args:
         modules: the model, then further modules that take part, wrapped already.
-        timeout_seconds: how long a vote waits for the slowest rank, which may compile, read data
-            or write a checkpoint meanwhile.
 
     Raises:
         ValueError: a wrapper, or an option of one, under which no attempt can be undone, or an
@@ -45,14 +46,19 @@ def coordinate(modules: Sequence[nn.Module], *, timeout_seconds: float = TIMEOUT
         return OneRank()
     if not is_parallel(modules):
         return OneRank()  # every rank trains a model of its own
-    exchange = open_exchange(timeout_seconds=timeout_seconds)
-    votes = Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
-    guards = find_guards(modules, votes)
+    commons = commons_of_group(_open_votes)
+    guards = find_guards(modules, commons)
     size = _data_parallel_size(modules)
     if size is not None:
         _refuse_uncovered(modules)
-    copies = votes.world_size // (size or 1)
-    return CoordinatedRanks(votes, guards, copies=copies)
+    copies = commons.votes.world_size // (size or 1)
+    name = f"Microbatcher {commons.count()} ({type(modules[0]).__name__})"
+    return CoordinatedRanks(commons.votes, guards, copies=copies, name=name)
+
+
+def _open_votes() -> Votes:
+    exchange = open_exchange()
+    return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
 
 
 def is_parallel(modules: Sequence[nn.Module]) -> bool:
@@ -67,8 +73,8 @@ def is_parallel(modules: Sequence[nn.Module]) -> bool:
     )
 
 
-def find_guards(modules: Sequence[nn.Module], votes: Votes) -> list[Guard]:
-    """A guard for each wrapper among modules.
+def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:
+    """A guard for each wrapper among modules, the one that it has or a new one.
 
     Raises:
         ValueError: a wrapper that cannot be guarded.
@@ -79,19 +85,32 @@ def find_guards(modules: Sequence[nn.Module], votes: Votes) -> list[Guard]:
             "the model is wrapped by FullyShardedDataParallel, which cannot go on after running "
             "out of memory; use fully_shard (FSDP2)"
         )
-    replicated = [each for each in everything if isinstance(each, DistributedDataParallel)]
-    is_sharded = any(isinstance(each, FSDPModule) for each in everything)
-    communicates = runs_collectives(modules)
-    # Collectives that are played must be all that peers wait for.
-    always_guarded = communicates or len(replicated) + is_sharded > 1
-    guards: list[Guard] = [
-        DdpGuard(each, votes, always_guarded=always_guarded) for each in replicated
-    ]
-    if is_sharded:
-        guards.append(FsdpGuard(modules, votes, always_guarded=always_guarded))
-    if communicates:
+    votes = commons.votes
+    guards: list[Guard] = []
+    for each in everything:
+        if isinstance(each, DistributedDataParallel):
+            guards.append(commons.guard_of([each], functools.partial(DdpGuard, each, votes)))
+    for root, sharded in _sharded_parts(modules):
+        guards.append(commons.guard_of(sharded, functools.partial(FsdpGuard, [root], votes)))
+    if runs_collectives(modules):
         guards.append(CollectivesGuard(modules, votes))
+    if len(guards) > 1:
+        # Collectives that are played must be all that peers wait for.
+        for guard in guards:
+            guard.stay_guarded()
     return guards
+
+
+def _sharded_parts(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Each module that has parts of its own that `fully_shard` was applied to, and these."""
+    seen: set[int] = set()
+    found = []
+    for root in modules:
+        sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        if any(id(part) not in seen for part in sharded):
+            found.append((root, list[nn.Module](sharded)))
+        seen.update(map(id, sharded))
+    return found
 
 
 def _refuse_uncovered(modules: Sequence[nn.Module]) -> None:

@@ -16,6 +16,12 @@ from automicro.distributed.roll_call import NoRollCall
 from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
 from automicro.ranks import Agreement, Proposal, Report, Status
 
+_SAME_CALLS = (
+    "Let every rank train, evaluate and save at the same places, with the same model and the same "
+    "options: no rank leaves one of these out. One whose data have run out takes part with None in "
+    "the place of a batch."
+)
+
 
 class _RollCall(Protocol):
     def missing(self) -> list[int] | None: ...
@@ -32,6 +38,9 @@ class Votes:
     Attributes:
         count: how many exchanges there were.
         told: the highs of the exchange that ended the last attempt.
+        is_in_attempt: whether an attempt has begun and was not voted on; set by who begins it.
+        any_strayed: whether a rank said there that its collectives were others than before.
+        is_over: whether all ranks know of an error since the last call that they made together.
     """
 
     def __init__(
@@ -44,11 +53,16 @@ class Votes:
         self.rank = exchange.rank
         self.world_size = exchange.world_size
         self.count = 0
+        self.is_over = False
         self._exchange = exchange
         self._roll_call = roll_call or NoRollCall()
         self._watch = watch or NoWatch()
         self._agreements = 0
+        self._trained = 0  # of these
+        self._point = "at the beginning"
         self._stopped: Status | None = None
+        self.any_strayed = False
+        self.is_in_attempt = False
         self.told: tuple[float, ...] = ()
         self._broken: RankError | None = None
 
@@ -57,8 +71,13 @@ class Votes:
         """What a vote told since the last agreement, if not all were well."""
         return self._stopped
 
-    def cast(self, point: str, *, flag: bool = False) -> Ballot:
+    def cast(self, point: str, *, flag: bool = False, remedy: str = "") -> Ballot:
         """Say at a point of the program that this rank is well.
+
+        Args:
+            point: where this rank is.
+            flag: raised where any rank raises its own.
+            remedy: where a peer is at another point, if it is not the usual one.
 
         Raises:
             PeerStoppedError: a peer is not. Raised again at every further vote of the attempt.
@@ -66,17 +85,25 @@ class Votes:
             DesyncError: a peer is at another point.
         """
         self._raise_stopped()
-        return self._require_well(self._send(healthy(point, self._agreements, flag=flag), point))
+        own = healthy(point, self._agreements, flag=flag)
+        return self._require_well(self._send(own, point, remedy))
 
-    def agree(self, proposal: Proposal) -> Agreement:
+    def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
         """Put together what all ranks bring to an attempt.
+
+        Args:
+            proposal: of this rank.
+            asker: which of the Microbatchers of this process it is.
 
         Raises:
             RankError: as `cast`.
         """
         self.clear()
         names = list(proposal.denominators)
-        point = f"agree on {names} for {'training' if proposal.training else 'evaluation'}"
+        point = f"beginning to {'train on' if proposal.training else 'evaluate'} a batch"
+        if names != [""]:
+            point += f" with the losses {', '.join(names) or '(none)'}"
+        point = f"{asker}: {point}" if asker else point
         values = [float(proposal.denominators[name]) for name in names]
         own = healthy(point, self._agreements, flag=proposal.wants_to_stop)._replace(
             max_rows=float(proposal.largest),
@@ -87,6 +114,7 @@ class Votes:
         )
         together, sums = self._add_up(own, values, point)
         self._agreements += 1
+        self._trained += proposal.training
         max_rows = int(together.max_rows)
         return Agreement(
             microbatch_size=max(1, int(min(together.size, max_rows))),
@@ -100,18 +128,43 @@ class Votes:
             lender=_lender(together.highs),
         )
 
-    def commit(self, report: Report, *, flag: bool) -> tuple[bool, Report]:
+    def commit(
+        self, report: Report, *, flag: bool, unused: Sequence[bool] = ()
+    ) -> tuple[bool, Report, Sequence[bool]]:
         """Say that this rank is ready to commit; whether any flag was raised, what all told.
+
+        Args:
+            report: of this rank.
+            flag: whether its collectives were others than were known.
+            unused: of each parameter, whether this rank did not use it. Returned is whether none
+                did, which takes a further vote only where every rank left some out.
 
         Raises:
             RankError: as `cast`.
         """
         self._raise_stopped()
-        own = healthy("commit", self._agreements, flag=flag)._replace(
-            highs=padded_highs(report.highs)
+        point = "being done with a batch"
+        own = healthy(point, self._agreements, flag=flag)._replace(
+            fewest_unused=float(sum(unused)), highs=padded_highs(report.highs)
         )
-        together, sums = self._add_up(own, list(report.sums), "commit")
-        return together.flag > 0, Report(sums=sums, highs=together.highs)
+        together, sums = self._add_up(own, list(report.sums), point)
+        everywhere = [False] * len(unused)
+        if together.fewest_unused > 0:
+            everywhere = self._all_say(unused)
+        return together.flag > 0, Report(sums=sums, highs=together.highs), everywhere
+
+    def _all_say(self, answers: Sequence[bool]) -> list[bool]:
+        base = self.world_size + 1  # the digits of a number that fp64 holds: one count each
+        width = max(1, int(53 / math.log2(base)))
+        packed = [
+            float(
+                sum(base**place for place, yes in enumerate(answers[start : start + width]) if yes)
+            )
+            for start in range(0, len(answers), width)
+        ]
+        counts = map(int, self.add_up(packed))
+        digits = [count // base**place % base for count in counts for place in range(width)]
+        return [digit == self.world_size for digit in digits[: len(answers)]]
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """As many values of every rank, added up over ranks.
@@ -119,7 +172,7 @@ class Votes:
         Raises:
             RankError: as `cast`.
         """
-        point = f"{len(values)} values to add up"
+        point = f"adding up numbers of all ranks ({len(values)}) between batches"
         return self._add_up(healthy(point, self._agreements), list(values), point)[1]
 
     def most(self, value: float) -> float:
@@ -128,7 +181,7 @@ class Votes:
         Raises:
             RankError: as `cast`.
         """
-        point = "the highest of a value"
+        point = "looking for the highest number of all ranks between batches"
         own = healthy(point, self._agreements)._replace(highs=padded_highs([value]))
         return self._require_well(self._send(own, point)).highs[0]
 
@@ -149,7 +202,7 @@ class Votes:
         own = [float(value) for value in values]
         if len(own) > SLOTS:
             raise ValueError(f"from_first takes at most {SLOTS} values, got {len(own)}; send fewer")
-        point = f"{len(own)} values of rank 0"
+        point = f"taking over numbers of rank 0 ({len(own)}) between batches"
         ballot = healthy(point, self._agreements)
         if self.rank == 0:
             ballot = ballot._replace(sums=_slots(own))
@@ -159,16 +212,32 @@ class Votes:
         """Forget what a vote told: the attempt that it ended is dealt with."""
         self._stopped = None
 
-    def report(self, status: Status, highs: Sequence[float] = ()) -> Status:
+    def report(
+        self, status: Status, highs: Sequence[float] = (), *, strayed: bool = False
+    ) -> Status:
         """Tell, once per failure, that this rank is not well; what all found together.
 
         Raises:
             PeerLostError: a peer is gone.
         """
         if self._stopped is None:
-            together = self._send(failed(status, self.rank, highs=highs), "a failure")
-            self._stopped, self.told = together.means, together.highs
+            ballot = failed(status, self.rank, highs=highs)._replace(flag=float(strayed))
+            self._hear(self._send(ballot, "telling of a failure"))
+        assert self._stopped is not None
         return self._stopped
+
+    def state_here(self, *, rolls_back: bool) -> str:
+        """What became of the state of this rank when another one failed.
+
+        Args:
+            rolls_back: whether this rank was in an attempt, which leaves no trace.
+        """
+        if rolls_back:
+            return "The batch at hand was rolled back here: the state is as before it."
+        return (
+            f"This rank was between attempts ({self._point}), and nothing was rolled back: ranks "
+            "may be one step apart."
+        )
 
     def explain(self, reason: str | None) -> str:
         """The reasons of all ranks that failed, after a vote told that some did. All call it.
@@ -180,27 +249,32 @@ class Votes:
         try:
             return self._exchange.texts(text)
         except RuntimeError as error:
-            self.give_up(error, "the reasons of a failure")
+            self.give_up(error, "telling why")
 
-    def _send(self, ballot: Ballot, point: str) -> Ballot:
+    def _send(self, ballot: Ballot, point: str, remedy: str = "") -> Ballot:
         if self._broken is not None:
             raise self._broken
         if (loss := self._watch.loss()) is not None:
             self._lose(loss)
+        self._point = point
         try:
             together = self._exchange.ballots(ballot)
         except RuntimeError as error:
             self.give_up(error, point)
         self.count += 1
         if not together.is_in_step:
-            self._report_desync(point)
+            self._report_desync(point, remedy or _SAME_CALLS)
         return together
 
     def _require_well(self, together: Ballot) -> Ballot:
         if together.means is not Status.OK:
-            self._stopped, self.told = together.means, together.highs
+            self._hear(together)
             self._raise_stopped()
         return together
+
+    def _hear(self, together: Ballot) -> None:
+        self._stopped, self.told = together.means, together.highs
+        self.any_strayed = together.flag > 0
 
     def _raise_stopped(self) -> None:
         if self._stopped is not None:
@@ -209,14 +283,18 @@ class Votes:
                 f"{self._stopped.name}; all ranks roll back together"
             )
 
-    def _report_desync(self, point: str) -> None:
-        where = self.explain(f"{point}, after {self._agreements} agreements")
+    def _report_desync(self, point: str, remedy: str) -> None:
+        where = self.explain(f"{point}, after {self._attempts_so_far()}")
         self._broken = DesyncError(
-            "ranks are at different points of the program, so their collectives do not match:\n"
-            f"{where}\nGive every rank the same model, the same options and the same number of "
-            "batches, and let no rank leave a step out."
+            "ranks are at different points of the program, so they would wait for each other:\n"
+            f"{where}\n{remedy}"
         )
         raise self._broken
+
+    def _attempts_so_far(self) -> str:
+        trained, evaluated = self._trained, self._agreements - self._trained
+        tries = "1 attempt" if trained == 1 else f"{trained} attempts"
+        return f"{tries} to train on a batch and {evaluated} to evaluate one"
 
     def require_hosts(self, error: Exception) -> None:
         """After an error that several ranks have: raise one that names who is lost, if any is.

@@ -1,6 +1,7 @@
 """A model on its device, and shared with other ranks where there are any."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from torch import nn
 
 from automicro.checks import resolve_device
 from automicro.distributed import is_parallel
+from automicro.trainer.alike import require_alike
 from automicro.trainer.building import gather_modules, place_modules
 from automicro.trainer.device import choose_device, seed_everything
+from automicro.trainer.outline import outline_options
 from automicro.trainer.parallel import (
     check_parallel,
     read_parallel,
@@ -97,16 +100,23 @@ class Arrangement:
         ranks = "1 rank, start more with torchrun" if size == 1 else f"{size} ranks"
         return f"{self._parallel or 'wrapped by the caller'}, {ranks}"
 
-    def put_in_place(self) -> None:
+    def put_in_place(self, given: Mapping[str, Any]) -> None:
         """Move the model, let the processes meet, and wrap it. All ranks call it.
+
+        Args:
+            given: the trainer's arguments by name, which are to be alike on all ranks.
 
         Raises:
             ValueError: nothing in the model has channels, or the processes cannot meet.
+            DesyncError: ranks were given different things.
         """
         resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
         place_modules(self.modules, self.device, channels_last=self._channels_last)
         if self._parallel is not None:
             meet(self.device, self.place)
+        # Before anything else that ranks do together, and where those would wait that differ.
+        require_alike(self.device, partial(outline_options, given))
+        if self._parallel is not None:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
     def sharing(self, seed: int | None) -> LoaderSharing | SharedAlready:

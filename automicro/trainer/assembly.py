@@ -10,6 +10,7 @@ from automicro.checks import check_choice
 from automicro.duration import Duration
 from automicro.events import Callbacks, LoopState, Run
 from automicro.microbatcher import Microbatcher
+from automicro.trainer.alike import require_alike
 from automicro.trainer.arguments import in_tokens, read_count, read_norm, read_time
 from automicro.trainer.building import SchedulerOrFactory, build_scheduler
 from automicro.trainer.checkpointing import Checkpointer, read_checkpoint
@@ -22,6 +23,7 @@ from automicro.trainer.lines import RunSettings
 from automicro.trainer.loading import num_batches
 from automicro.trainer.loop import FitLoop
 from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.outline import outline_given
 from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.snapshot import HOST_PART, Snapshot
@@ -78,6 +80,7 @@ def assemble_fit(
     """
     optimizer, ranks = run.optimizer, ranks_of(microbatcher)
     schedule = build_scheduler(scheduler, optimizer)
+    require_alike(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", non_finite, NON_FINITE_MODES))
     accumulate_batches = read_count("accumulate_batches", accumulate_batches)
@@ -104,7 +107,7 @@ def assemble_fit(
         device=run.device,
         ranks=ranks,
     )
-    feed = Feed(loader, "train_dataloader")
+    feed = Feed(loader, "train_dataloader", has_peers=ranks.world_size > 1)
     plan = EvaluationPlan(evaluations, state=state, callbacks=callbacks, recorder=recorder, run=run)
     config = read_checkpoint(checkpoint)
     checkpointer = None

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from automicro.events import Callbacks, PhaseState, Run
 from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.results import EvalResult
-from automicro.trainer.evaluators import INHERITED, Evaluator
+from automicro.trainer.alike import compare_orders, require_alike
+from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.interval import Interval
 from automicro.trainer.lines import (
     count_of,
@@ -21,11 +23,12 @@ from automicro.trainer.lines import (
     recovery_line,
     remembered_line,
 )
-from automicro.trainer.loading import fetch
+from automicro.trainer.loading import empty, fetch
 from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.outline import outline_evaluations
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
-from automicro.trainer.samplers import leaves_out
+from automicro.trainer.samplers import shared_sampler
 from automicro.trainer.session import noting
 from automicro.trainer.together import of_all_ranks, ranks_of, telling_once
 from automicro.weighting import LossMean
@@ -196,16 +199,24 @@ class Evaluation:
                     callbacks.fire("eval_batch_end", run, result)
                 done = f"evaluating{of.removeprefix(' of')}: {count_of(batches, 'batch')} done"
                 progress.status(lambda done=done: done)  # type: ignore[misc]
-            total = LossMean()
-            for each in of_all_ranks(ranks, losses, "the losses of an evaluation"):
-                total.merge(each)
-            values = total.compute() | self._metrics.compute()
-        assert result is not None
+            if result is None:  # on any rank
+                raise empty(self._evaluator.dataloader, self._loader_name)
+            values = self._losses_of_all(ranks, losses) | self._metrics.compute()
         return values, samples, result
+
+    def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
+        sampler = shared_sampler(self._evaluator.dataloader)
+        own = losses, None if sampler is None else sampler.checksum
+        told = of_all_ranks(ranks, own, f"adding up the losses of {self._loader_name}")
+        compare_orders([checksum for _, checksum in told], self._loader_name)
+        total = LossMean()
+        for each, _ in told:
+            total.merge(each)
+        return total.compute()
 
     def _batches(self, *, has_peers: bool) -> Iterator[Any]:
         loader = self._evaluator.dataloader
-        batches = iter(()) if leaves_out(loader) else fetch(loader, self._loader_name)
+        batches = fetch(loader, self._loader_name, may_be_empty=has_peers)
         own = itertools.islice(batches, self._evaluator.max_batches)
         # Who has no rows left takes part until nobody has.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
@@ -242,6 +253,20 @@ class EvaluationFactory:
         self._interval = interval
         self._device = device
         self._share = share
+
+    def make_given(self, dataloader: Any) -> list[Evaluation]:
+        """The evaluations that `Trainer.eval` was asked for. All ranks call it.
+
+        Args:
+            dataloader: as the trainer takes it.
+
+        Raises:
+            DesyncError: ranks were given different things, or some do not evaluate now.
+        """
+        given = read_evaluators("dataloader", dataloader)
+        ranks_of(self._microbatcher).ready("evaluating on a loader of its own")
+        require_alike(self._device, partial(outline_evaluations, "dataloader", dataloader))
+        return self.make_all(given, loader_name="dataloader")
 
     def make_all(
         self, evaluators: Mapping[str, Evaluator], *, loader_name: str = "eval_dataloader"

@@ -7,7 +7,9 @@ from typing import Any
 
 from automicro.checkpoints import derived_rng_state, restore_rng_state, rng_state
 from automicro.errors import CheckpointWarning, DataLoaderError
+from automicro.ranks import Ranks
 from automicro.torch_private import forget_workers
+from automicro.trainer.alike import require_same_order
 from automicro.trainer.generators import generator_states, restore_generators
 from automicro.trainer.loading import (
     announce_epoch,
@@ -18,7 +20,7 @@ from automicro.trainer.loading import (
     rest,
 )
 from automicro.trainer.position import describe_order, position_of, restore_order
-from automicro.trainer.samplers import leaves_out
+from automicro.trainer.samplers import shared_sampler
 from automicro.warn import warn
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Feed:
     Args:
         loader: gives batches.
         name: of its argument, for errors.
+        has_peers: whether other ranks may have batches in a pass where this one has none.
 
     Example:
         >>> feed = Feed([1, 2, 3], "train_dataloader")
@@ -71,9 +74,10 @@ class Feed:
         [2, 3]
     """
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(self, loader: Any, name: str, *, has_peers: bool = False) -> None:
         self._loader = loader
         self._name = name
+        self._has_peers = has_peers
         # Persistent workers go on with their random numbers, so all passes since they started
         # count; otherwise only the last one does.
         self._passes: list[_Pass] = []
@@ -106,8 +110,21 @@ class Feed:
             yield batch
             del batch
         current.is_complete = True
-        if current.given == 0 and not leaves_out(self._loader):
-            raise empty(self._loader, iterator, self._name)
+        if current.given == 0 and not self._has_peers:
+            raise self.emptiness()
+
+    def emptiness(self) -> DataLoaderError:
+        """The error that a pass gave no batch, on any rank."""
+        return empty(self._loader, self._name)
+
+    def require_same_order(self, ranks: Ranks) -> None:
+        """Compare the order of the pass with that of other ranks. All call it, once it has begun.
+
+        Raises:
+            DesyncError: it is another one.
+        """
+        sampler = shared_sampler(self._loader)
+        require_same_order(ranks, None if sampler is None else sampler.checksum, self._name)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands, as tensors and plain values."""

@@ -42,13 +42,18 @@ def check_passes(loader: object, duration: Duration) -> None:
         )
 
 
-def fetch(loader: Any, name: str) -> Iterator[Any]:
+def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any]:
     """Yield the batches of one pass.
 
     What a loader allocates lies on the host: under a simulated memory limit it is not counted.
 
     Persistent workers draw a seed when they start and not with every pass, so that a run that is
     taken up would draw one more than the undisturbed one: random numbers are put back after it.
+
+    Args:
+        loader: gives batches.
+        name: of its argument, for errors.
+        may_be_empty: whether other ranks may have batches where this one has none.
 
     Raises:
         DataLoaderError: there is not one batch.
@@ -66,8 +71,8 @@ def fetch(loader: Any, name: str) -> Iterator[Any]:
         yield batch
         # Held by nobody while the next one is made: two batches at a time would lie on the host.
         del batch
-    if is_empty:
-        raise empty(loader, iterator, name)
+    if is_empty and not may_be_empty:
+        raise empty(loader, name)
 
 
 def begin(loader: Any) -> Iterator[Any]:
@@ -96,15 +101,14 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
         del batch
 
 
-def empty(loader: object, iterator: object, name: str) -> DataLoaderError:
+def empty(loader: object, name: str) -> DataLoaderError:
     """The error that a pass gave no batch, with what may be the reason.
 
     Args:
         loader: that gave none.
-        iterator: of the pass.
         name: of the loader's argument.
     """
-    return DataLoaderError(_why_empty(loader, iterator, name))
+    return DataLoaderError(_why_empty(loader, name))
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -173,8 +177,8 @@ def _on_host() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if budget is None else budget.host()
 
 
-def _why_empty(loader: object, iterator: object, name: str) -> str:
-    if iterator is loader:
+def _why_empty(loader: object, name: str) -> str:
+    if isinstance(loader, Iterator):
         return (
             f"{name} gave no batch: it is an iterator ({type(loader).__name__}) and used up, "
             "because an iterator can be passed over only once; pass something that starts again "
@@ -183,10 +187,14 @@ def _why_empty(loader: object, iterator: object, name: str) -> str:
     dataset = getattr(loader, "dataset", None)
     rows = num_batches(dataset) if dataset is not None else None
     batch_size = getattr(loader, "batch_size", None)
-    if rows and batch_size and rows < batch_size and getattr(loader, "drop_last", False):
+    world_size: int = getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
+    most = batch_size * world_size if batch_size else 0
+    if rows and rows < most and getattr(loader, "drop_last", False):
+        of_all = f" on {world_size} ranks" if world_size > 1 else ""
         return (
             f"{name} gave no batch: its dataset has {rows} rows, fewer than batch_size="
-            f"{batch_size}, and drop_last=True drops them; use drop_last=False or a smaller batch"
+            f"{batch_size}{of_all}, and drop_last=True drops them; use drop_last=False or a "
+            "smaller batch"
         )
     if rows == 0:
         return f"{name} gave no batch: its dataset is empty; check the path and the filters"

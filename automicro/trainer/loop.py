@@ -104,8 +104,12 @@ class FitLoop:
     def _train_epoch(self, progress: Progress, stop: Stop) -> None:
         """Train on a pass, or on what is left of it, until its end or that of training."""
         groups = self._begin_epoch()
-        for group in groups:
+        for number, group in enumerate(groups):
+            if number == 0:
+                self._feed.require_same_order(self._ranks)
             if not self._train(group, progress):
+                if self._state.epoch_batch == 0:
+                    raise self._feed.emptiness()
                 break  # no rank has rows left
             # What is logged at a step comes before its checkpoint, or a resume would log it
             # twice. So the last batch is evaluated and saved at the end of the epoch.
@@ -223,7 +227,7 @@ class FitLoop:
     def _end_epoch(self) -> None:
         """Sum a complete pass up."""
         state = self._state
-        self._ranks.ready("the metrics of an epoch")
+        self._ranks.ready("computing the metrics of an epoch")
         state.train.metrics = self._metrics.compute()
         state.epoch += 1
         state.epoch_batch = 0
@@ -234,7 +238,7 @@ class FitLoop:
     def _sum_up_first_epoch(self) -> None:
         """Give metrics of a part of it, where training stops in its middle."""
         if self._state.epoch == 0:
-            self._ranks.ready("the metrics of a part of an epoch")
+            self._ranks.ready("computing the metrics of a part of an epoch")
             self._state.train.metrics = self._metrics.compute()
 
     def _save_if_due(self, progress: Progress, *, is_due: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Models over several devices: put into DDP or FSDP2 here, or wrapped by the user already."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,7 +154,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Those are the members of a ``ModuleList`` or ``Sequential`` that are made of further modules,
     hold parameters, and have a class that comes there more than once. A block is gathered and
-    freed as a whole, so blocks inside of blocks are not looked for.
+    freed as a whole, so blocks inside of blocks are not looked for, and one that shares parameters
+    with another (tied weights) is left to the whole model, which alone can hold both.
 
     >>> layers = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(3)]
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList(layers))
@@ -163,7 +164,22 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """
     found: dict[int, nn.Module] = {}
     _look_for_blocks(model, found)
-    return list(found.values())
+    owners = _owners(model)
+    return [block for block in found.values() if not _shares_parameters(block, owners)]
+
+
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    """The modules, by identity, that have each parameter as their own."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _shares_parameters(block: nn.Module, owners: Mapping[int, set[int]]) -> bool:
+    inside = set(map(id, block.modules()))
+    return any(owners[id(parameter)] - inside for parameter in block.parameters())
 
 
 def _look_for_blocks(module: nn.Module, found: dict[int, nn.Module]) -> None:

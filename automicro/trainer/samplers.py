@@ -1,8 +1,10 @@
 """Samplers that share the rows of a pass among ranks: each row exactly once, none made up."""
 
-import copy
+import contextlib
 import itertools
 import random
+import zlib
+from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -11,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from automicro.checkpoints import restore_rng_state, rng_state
+from automicro.trainer.plain_text import as_text
 
 Indices = Iterable[Any]
 
@@ -24,6 +27,25 @@ def share_of(rows: int, place: int, places: int) -> slice:
     each, more = divmod(rows, places)
     start = place * each + min(place, more)
     return slice(start, start + each + (place < more))
+
+
+def num_sharing(rows: int, places: int, batch_size: int) -> int:
+    """How many of several ranks take a part of so many rows.
+
+    All, unless one of them would get a single row where another has more: BatchNorm cannot train on
+    that, and the whole batch would fail. The ranks without rows run fillers.
+
+    Args:
+        rows: of all ranks.
+        places: how many ranks there are.
+        batch_size: rows of each in a full batch; of one, no rank has more.
+
+    >>> [num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
+    [1, 1, 1, 2, 4, 4]
+    """
+    if batch_size == 1 or rows >= 2 * places:
+        return places
+    return max(1, rows // 2)
 
 
 class _OneOrder(Sampler[Any]):
@@ -41,6 +63,7 @@ class _OneOrder(Sampler[Any]):
         rank: as given.
         world_size: as given.
         seed: as given; another may be put in its place.
+        checksum: of the order that was drawn last; None before the first.
     """
 
     per_batch: int
@@ -51,6 +74,7 @@ class _OneOrder(Sampler[Any]):
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.checksum: int | None = None
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -65,9 +89,11 @@ class _OneOrder(Sampler[Any]):
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
-            return list(self.sampler)
+            order = list(self.sampler)
         finally:
             restore_rng_state(here)
+        self.checksum = _checksum(order)
+        return order
 
 
 class SharedBatchSampler(_OneOrder):
@@ -75,7 +101,7 @@ class SharedBatchSampler(_OneOrder):
 
     A batch over all ranks holds the very rows that a single process with the same order and a
     batch size times the world size would train on, at any number of ranks. Only the last batch of
-    a pass has fewer; where it has fewer than there are ranks, some have one batch less.
+    a pass has fewer; where it has fewer than two for each rank, some have one batch less.
 
     Args:
         sampler: gives the order of all rows.
@@ -115,14 +141,19 @@ class SharedBatchSampler(_OneOrder):
             batch = order[start : start + self.per_batch]
             if self.drop_last and len(batch) < self.per_batch:
                 return
-            part = batch[share_of(len(batch), self.rank, self.world_size)]
+            part = batch[self._share(len(batch))]
             if part:
                 yield part
 
     def __len__(self) -> int:
         rows: int = len(self.sampler)  # type: ignore[arg-type]
         full, rest = divmod(rows, self.per_batch)
-        return full + bool(rest > self.rank and not self.drop_last)
+        last = self._share(rest)
+        return full + (last.stop > last.start and not self.drop_last)
+
+    def _share(self, rows: int) -> slice:
+        places = num_sharing(rows, self.world_size, self.batch_size)
+        return share_of(rows, self.rank, places) if self.rank < places else slice(0, 0)
 
 
 class SharedSampler(_OneOrder):
@@ -170,24 +201,10 @@ def shared_sampler(loader: object) -> Shared | None:
     return None
 
 
-def leaves_out(loader: object) -> bool:
-    """Whether this rank gets no batch of a loader, and the first one does.
-
-    Args:
-        loader: anything that gives batches.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> parts = [
-        ...     SharedBatchSampler([0], 4, drop_last=False, rank=rank, world_size=2, seed=0)
-        ...     for rank in range(2)
-        ... ]
-        >>> [leaves_out(DataLoader([5.0], batch_sampler=part)) for part in parts]
-        [False, True]
-    """
-    sampler = shared_sampler(loader)
-    if sampler is None or sampler.rank == 0:
-        return False
-    others = copy.copy(sampler)
-    others.rank = 0
-    return len(sampler) == 0 < len(others)
+def _checksum(order: list[Any]) -> int:
+    with contextlib.suppress(TypeError, OverflowError):
+        return zlib.crc32(array("q", order))
+    with contextlib.suppress(TypeError, OverflowError):  # lists of indices
+        lengths = zlib.crc32(array("q", map(len, order)))
+        return zlib.crc32(array("q", itertools.chain.from_iterable(order)), lengths)
+    return zlib.crc32(as_text(order).encode())  # names of rows, say

@@ -142,6 +142,7 @@ class Trainer:
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
+        DesyncError: ranks were given different arguments.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Trainer:
         checkpoint: CheckpointConfig | None = None,
         max_time: str | timedelta | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
         if seed is not None:
             seed_everything(seed)
         check_model(model)
@@ -216,7 +218,7 @@ class Trainer:
         )
         if deterministic:
             prepare_cublas(device)
-        arranged.put_in_place()
+        arranged.put_in_place(given)
         optimizer = build_optimizer(optimizer, arranged.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
         primitives = Primitives(
@@ -274,8 +276,7 @@ class Trainer:
             share=sharing.share,
         )
         self._evaluations = self._evaluating.make_all(evaluators)
-        if metrics is None:
-            metrics = model_metrics(model, is_train=True)
+        metrics = model_metrics(model, is_train=True) if metrics is None else metrics
         if train_dataloader is not None:
             train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
@@ -360,8 +361,7 @@ class Trainer:
         """
         evaluations = self._evaluations
         if dataloader is not None:
-            given = read_evaluators("dataloader", dataloader)
-            evaluations = self._evaluating.make_all(given, loader_name="dataloader")
+            evaluations = self._evaluating.make_given(dataloader)
         if not evaluations:
             raise ValueError(
                 "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer, or a "

@@ -24,6 +24,7 @@ from automicro.distributed import VotingHook
 from automicro.torch_private_distributed import collectives_of
 
 WIDTH = 8
+RARE = 1.0  # rows that begin with more than this: one of six
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +86,38 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, faults: list[Faults], *, norm: bool = True, recompute: bool = False) -> None:
+    """A model of blocks.
+
+    Args:
+        faults: where it runs out of memory.
+        norm: whether it has BatchNorm.
+        recompute: whether blocks keep no activations.
+        rare: whether it has a layer for a few rows, which many microbatches do not use, and one
+            that nothing uses.
+    """
+
+    def __init__(
+        self,
+        faults: list[Faults],
+        *,
+        norm: bool = True,
+        recompute: bool = False,
+        rare: bool = False,
+    ) -> None:
         super().__init__()
         self.faults = faults
         self.first = nn.Linear(4, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.blocks = nn.ModuleList([Block(index, faults, recompute) for index in range(3)])
         self.last = nn.Linear(WIDTH, 2)
+        self.rare = nn.Linear(WIDTH, WIDTH) if rare else None
+        self.never = nn.Linear(WIDTH, WIDTH) if rare else None
 
     def forward(self, x: Tensor) -> Tensor:
+        is_rare = x[:, :1] > RARE
         x = self.norm(self.first(x))
+        if self.rare is not None and is_rare.any():
+            x = x + is_rare * self.rare(x)
         for block in self.blocks[: self.faults[0].depth]:
             x = block(x)
         output: Tensor = self.last(x)
@@ -118,7 +141,8 @@ class FaultyCollective:
 
 def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    net = Net(faults, norm=options.get("norm", True), recompute=options.get("recompute", False))
+    switches = {name: options[name] for name in ("norm", "recompute", "rare") if name in options}
+    net = Net(faults, **switches)
     net = net.to(options.get("dtype", torch.float32))
     if kind == "ddp":
         keywords = {"bucket_cap_mb": 0.001, **options.get("ddp", {})}
@@ -148,7 +172,9 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
         assert inner is not None
         sharded.set_custom_all_gather(FaultyCollective("gather", layer, faults, inner[0]))
         sharded.set_custom_reduce_scatter(FaultyCollective("scatter", layer, faults, inner[1]))
-    fully_shard(net, **keywords)
+    root: Any = fully_shard(net, **keywords)
+    if options.get("rare"):
+        root.set_reduce_scatter_unused_params(True)
     if options.get("prefetch"):
         blocks: list[Any] = list(net.blocks)
         blocks[0].set_modules_to_forward_prefetch(blocks[1:])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import automicro.distributed.ddp
 import automicro.distributed.fsdp
-from automicro.distributed import coordinate
+from automicro.distributed import commons, coordinate
 from tests.distributed.faulty_models import Fault, Faults, Net, build
 from tests.distributed.steps import ROWS, Stepper, local
 
@@ -97,10 +97,12 @@ def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, An
 def compare_on_nodes(local_world_size: int, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
     """As `compare`, as torchrun would start it on several nodes."""
     os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
+    commons._opened = None  # for they have met already, on one node
     try:
         return compare(kind, plan, {})
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
+        commons._opened = None
 
 
 def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:

@@ -20,12 +20,14 @@ def options_of(seed: int, kind: str) -> dict[str, Any]:
     if kind == "ddp":
         names = ["gradient_as_bucket_view", "find_unused_parameters"]
         switches = {name: draw.random() < 0.5 for name in names}
-        return {"ddp": switches, "sends_buffers": draw.random() < 0.7}
+        sends_buffers = draw.random() < 0.7
+        return {"ddp": switches, "sends_buffers": sends_buffers, "rare": draw.random() < 0.5}
     return {
         "bf16": (bf16 := draw.random() < 0.3),
         "norm": not bf16,
         "recompute": draw.random() < 0.3,
         "fsdp": {"reshard_after_forward": draw.random() < 0.6},
+        "rare": draw.random() < 0.5,
     }
 
 

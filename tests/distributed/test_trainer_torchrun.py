@@ -179,6 +179,14 @@ def test_an_error_names_its_rank_and_the_others_end_in_a_line(tmp_path: Path) ->
     assert "Traceback" not in ours
 
 
+def test_a_mistake_that_all_ranks_find_is_told_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, "parallel=ddp", "max_duratoin=3ep", processes=2)
+    said = run.end()
+    assert run.process.returncode == 1  # torchrun's own
+    assert said.count("did you mean 'max_duration'?") == 1
+    assert said.count("exitcode  : 2") >= 1
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Path, rank: int) -> None:
     run = Run(

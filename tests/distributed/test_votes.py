@@ -200,8 +200,8 @@ def test_ranks_at_different_points_are_told_where_they_are(world_size: int, loca
 
     for error in run(world_size, work, local):
         assert isinstance(error, DesyncError)
-        assert "rank 1: commit, after 0 agreements" in str(error)
-        assert "rank 0: agree on [''] for training" in str(error)
+        assert "rank 0: beginning to train on a batch" in str(error)
+        assert "rank 1: being done with a batch, after 0 attempts to train on a batch" in str(error)
 
 
 def test_a_rank_that_left_a_step_out_is_found() -> None:

@@ -61,8 +61,8 @@ def group_of_one() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def votes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(*, timeout_seconds: float) -> TreeExchange:
-        group = GlooGroup([0], timeout_seconds=timeout_seconds)
+    def exchange() -> TreeExchange:
+        group = GlooGroup([0], timeout_seconds=60)
         return TreeExchange([group], height=1, rank=0, world_size=1)
 
     monkeypatch.setattr(setup, "open_exchange", exchange)

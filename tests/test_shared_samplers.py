@@ -1,0 +1,101 @@
+"""How ranks share the rows of a batch: all of them, each once, and none alone."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import Sampler
+
+from automicro import Microbatcher
+from automicro.trainer.samplers import SharedBatchSampler, SharedSampler
+
+
+def parts_of(
+    rows: int, batch_size: int, world_size: int, *, drop_last: bool
+) -> list[list[list[int]]]:
+    """The batches of each rank."""
+    samplers = [
+        SharedBatchSampler(
+            range(rows), batch_size, drop_last=drop_last, rank=rank, world_size=world_size, seed=0
+        )
+        for rank in range(world_size)
+    ]
+    parts = [list(each) for each in samplers]
+    assert [len(each) for each in samplers] == [len(each) for each in parts]
+    return parts
+
+
+@given(
+    rows=st.integers(0, 60),
+    batch_size=st.integers(1, 6),
+    world_size=st.integers(1, 7),
+    drop_last=st.booleans(),
+)
+def test_every_row_comes_once_in_its_batch_and_none_is_alone_beside_more(
+    rows: int, batch_size: int, world_size: int, drop_last: bool
+) -> None:
+    parts = parts_of(rows, batch_size, world_size, drop_last=drop_last)
+    per_batch = batch_size * world_size
+    kept = rows - rows % per_batch if drop_last else rows
+    batches = [
+        list(range(start, min(start + per_batch, kept))) for start in range(0, kept, per_batch)
+    ]
+    assert len(parts[0]) == len(batches), "the first rank always takes part"
+    for number, batch in enumerate(batches):
+        shares = [part[number] for part in parts if len(part) > number]
+        assert [row for share in shares for row in share] == batch
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        # Three rows for two ranks go to one of them, which is one more than its full batch of two.
+        assert max(sizes) <= max(batch_size, 3)
+        if batch_size > 1 and len(batch) > 1:
+            assert min(sizes) > 1
+
+
+def test_ranks_with_one_row_in_a_batch_have_one_in_the_last() -> None:
+    assert [part[-1] for part in parts_of(8, 1, 3, drop_last=False)] == [[6], [7], [5]]
+
+
+class Unseeded(Sampler[Any]):
+    """Draws from what nobody seeds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([os.urandom(8) for _ in range(4)])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("order", [range(9), [[3, 1], [2]], ["a", "b"], [torch.tensor(3)]])
+def test_orders_that_are_alike_have_one_checksum(order: Any) -> None:
+    samplers = [SharedSampler(order, rank=rank, world_size=2, seed=0) for rank in range(2)]
+    assert samplers[0].checksum is None
+    for sampler in samplers:
+        list(sampler)
+    assert samplers[0].checksum == samplers[1].checksum is not None
+
+
+def test_other_orders_have_another_checksum() -> None:
+    for order, other in (([1, 2], [2, 1]), ([[1], [2]], [[2], [1]])):
+        samplers = [SharedSampler(each, rank=0, world_size=2, seed=0) for each in (order, other)]
+        for sampler in samplers:
+            list(sampler)
+        assert samplers[0].checksum != samplers[1].checksum
+    own = SharedSampler(Unseeded(), rank=0, world_size=2, seed=0)
+    list(own)
+    before = own.checksum
+    list(own)
+    assert own.checksum != before
+
+
+def test_batchnorm_on_a_batch_of_one_row_is_explained_with_its_remedy() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
+    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        microbatcher.backward((torch.randn(1, 4), torch.randn(1, 4)))
+    assert "the batch has no more; use drop_last=True" in caught.value.__notes__[0]
