@@ -50,6 +50,7 @@ def accumulate_gradients(
     if fillers is not None:
         microbatches += fillers.microbatches()
     losses = []
+    is_alone = ranks.is_alone  # one process pays for nothing that several need
     for index, microbatch in enumerate(on_device(microbatches, device, isolate=watch.isolate)):
         if index >= num_real:
             assert fillers is not None
@@ -59,8 +60,11 @@ def accumulate_gradients(
         tell = None if narrator is None else narrator.microbatch(index, microbatch)
         if tell is not None:
             tell("microbatch_start")
-        with ranks.microbatch(index, weightless=weights.is_nothing(index)):
+        if is_alone:
             losses.append(passes.train(microbatch, weights, index, metrics, tell))
+        else:
+            with ranks.microbatch(index, weightless=weights.is_nothing(index)):
+                losses.append(passes.train(microbatch, weights, index, metrics, tell))
         if watch.compares:
             watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
         if tell is not None:

@@ -182,7 +182,8 @@ class Passes:
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
         """
-        if weights.is_nothing(index):
+        is_nothing = weights.is_nothing(index)
+        if is_nothing:
             microbatch = map_tensors(microbatch, _cut_off)
         output = self._forward(self._convention.train, microbatch, tell)
         loss, parts = weights.apply(
@@ -193,9 +194,9 @@ class Passes:
             tell("backward_start", loss.detach())
         if not self._is_alone:
             # Undone where wrappers average gradients over ranks.
-            with self.zeroing_gradients() if weights.is_nothing(index) else _NOTHING:
+            with self.zeroing_gradients() if is_nothing else _NOTHING:
                 self._run_backward(loss * self._ranks.world_size)
-        elif weights.is_nothing(index):
+        elif is_nothing:
             self._backward_for_nothing(loss)
         else:
             self._run_backward(loss)
@@ -203,7 +204,7 @@ class Passes:
             tell("backward_end", loss.detach())
         if metrics is not None:
             self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
-        return loss.detach(), {name: part.detach() for name, part in parts.items()}
+        return loss.detach(), {name: part.detach() for name, part in parts.items()} if parts else {}
 
     def fill(self, microbatch: Any) -> Losses:
         """Forward and backward that count for nothing, for the sake of other ranks' collectives."""

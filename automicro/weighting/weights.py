@@ -144,6 +144,8 @@ class BatchWeights:
         """
         if self._only is not None:
             weight = self._only[index]
+            if not losses:
+                return _weigh(loss, weight), {}
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
         if has_total or losses.keys() != self._weights.keys():
             given = sorted([*losses, "loss"] if has_total else losses)
@@ -193,10 +195,10 @@ def _is_zero(weight: Weight | None) -> bool:
 
 
 def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:
+    if type(weight) is float and weight != 0:  # the usual case
+        return loss * weight
     if weight is None:
         return loss
-    if type(weight) is float and weight != 0:
-        return loss * weight
     if isinstance(weight, Tensor):
         # A mean over no target is NaN; selecting first keeps it out of the sum.
         weight = weight.to(loss.device)
