@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from automicro.byte_sizes import format_bytes
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
 from automicro.memory.device import limit_bytes
+from automicro.shards import local
 from automicro.torch_private import is_uninitialized
 
 _GRANULE = 512  # bytes; what CUDA's allocator and a budget round each tensor up to
@@ -129,7 +130,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _count(tensors: Iterable[Tensor]) -> int:
     # Not nbytes, which sparse tensors do not have.
-    known = (each for each in tensors if not is_uninitialized(each))
+    known = (local(each) for each in tensors if not is_uninitialized(each))
     return sum(_rounded(each.numel() * each.itemsize) for each in known)
 
 

@@ -12,11 +12,11 @@ from automicro.oom import Failure, classify, release
 from automicro.optimization.once import run_once
 from automicro.optimization.sharded import (
     has_shards,
-    local,
     norm_of_all,
     squares_by_layout,
 )
 from automicro.ranks import OneRank, Ranks
+from automicro.shards import local
 
 _REFUSED = (
     "clipping the gradient ran out of memory twice; nothing was scaled and the optimizer did not "

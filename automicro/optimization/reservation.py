@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from automicro.memory import active_budget
 from automicro.memory.counting import CountingMode
-from automicro.optimization.sharded import local
+from automicro.shards import local
 from automicro.torch_private import FakeTensorMode, forget_step_hooks
 
 logger = logging.getLogger(__name__)

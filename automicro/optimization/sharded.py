@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automicro.shards import is_sharded, local
+
 
 def has_shards(tensors: Iterable[Tensor]) -> bool:
     """Whether any of them is sharded, or laid out over ranks in another way.
@@ -14,19 +16,7 @@ def has_shards(tensors: Iterable[Tensor]) -> bool:
     >>> has_shards([torch.ones(2)])
     False
     """
-    return any(_is_distributed(tensor) for tensor in tensors)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What lies on this rank.
-
-    >>> local(torch.ones(2)).shape
-    torch.Size([2])
-    """
-    if not _is_distributed(tensor):
-        return tensor
-    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+    return any(is_sharded(tensor) for tensor in tensors)
 
 
 def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]]]:
@@ -38,7 +28,7 @@ def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]
     found: dict[Any, tuple[list[Tensor], list[Any]]] = {}
     for tensor in tensors:
         key, groups = None, []
-        if _is_distributed(tensor):
+        if is_sharded(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
             key = (mesh, placements)
             dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
@@ -58,8 +48,3 @@ def norm_of_all(squares: Sequence[tuple[Tensor, list[Any]]]) -> Tensor:
         for group in groups:
             dist.all_reduce(square, group=group)
     return torch.stack([square for square, _ in squares]).sum().sqrt()
-
-
-def _is_distributed(tensor: Tensor) -> bool:
-    # By its method: to import DTensor is slow, and one process has none.
-    return hasattr(tensor, "full_tensor")

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
+from automicro.memory.residents import measure_residents
 from automicro.optimization import GradientScaler, clip_gradients, clipping, step_optimizer
 from tests.distributed.uneven import Sum
 
@@ -202,3 +203,11 @@ def fail_to_clip() -> str:
 
 def _no_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def count_residents() -> tuple[int, int]:
+    """What is said to lie on the device of a sharded model, and what does."""
+    model = wide("fsdp", torch.float64)
+    residents = measure_residents([model], None, CPU, training=True)
+    parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return residents.parameters, sum(part.numel() * part.itemsize for part in parts)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.agreeing import (
     clip,
+    count_residents,
     decline,
     fail_to_clip,
     remember,
@@ -77,3 +78,8 @@ def test_all_ranks_learn_that_one_had_no_memory_to_clip(world2: World) -> None:
     assert first.startswith("PeerFailedError")
     assert "rank 1: OptimizerStepError: clipping the gradient ran out of memory" in first
     assert second.startswith("OptimizerStepError")
+
+
+def test_what_lies_on_a_device_whatever_the_size_is_its_own_shards(world2: World) -> None:
+    for said, held in world2.run(count_residents):
+        assert held <= said < 1.2 * held  # each tensor is rounded up to 512 bytes
