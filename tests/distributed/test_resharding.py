@@ -190,6 +190,7 @@ def loader(batch_size):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # five processes that import torch, on a busy machine
 def test_a_config_with_a_global_batch_goes_on_with_fewer_processes(tmp_path: Path) -> None:
     def train(name: str, duration: str, processes: int, checkpoint: str = "null") -> str:
         folder = tmp_path / name
