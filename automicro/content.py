@@ -1,5 +1,9 @@
-"""Whether two tensors hold the same values."""
+"""Whether two tensors, or two values made of tensors, are the same."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 from torch import Tensor
 
 
@@ -18,3 +22,24 @@ def same_content(one: Tensor, other: Tensor) -> bool:
     if one.is_floating_point() or one.is_complex():
         same |= (one != one) & (other != other)
     return bool(same.all())
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values are alike: plain ones, tensors and arrays, nested as they may be.
+
+    Example:
+        >>> import torch
+        >>> same_values({"a": [torch.ones(2), 1]}, {"a": [torch.ones(2), 1]})
+        True
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return same_content(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    return bool(one == other)

@@ -204,7 +204,7 @@ class Passes:
             tell("backward_end", loss.detach())
         if metrics is not None:
             self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
-        return loss.detach(), {name: part.detach() for name, part in parts.items()} if parts else {}
+        return loss.detach(), {name: part.detach() for name, part in parts.items()}
 
     def fill(self, microbatch: Any) -> Losses:
         """Forward and backward that count for nothing, for the sake of other ranks' collectives."""

@@ -93,7 +93,7 @@ class TrainingWork:
         for batch, sizes in zip(batches, plan.cuts, strict=True):
             if len(sizes) > 1:
                 check_history(self._layout.leaves(batch))
-        if self._prober is not None and probes:
+        if self._prober is not None and probes and not self._prober.is_done:
             self._probe(self._prober, batches[0], sum(plan.cuts[0]))
         cut = self._passes.cut(batches, plan.cuts, sizes_change=self._phase.adapts)
         weights = self._passes.weights(cut, plan.totals)

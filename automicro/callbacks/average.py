@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from automicro.callbacks.arguments import read_duration
@@ -13,6 +12,7 @@ from automicro.duration import Duration, Unit
 from automicro.events import Callback, Run
 from automicro.memory import active_budget
 from automicro.results import StepResult
+from automicro.shards import is_sharded, local
 from automicro.torch_private import is_uninitialized
 
 _DECAY = 0.999
@@ -126,7 +126,7 @@ class ExponentialMovingAverage(Callback):
     def restore(self) -> None:
         """Put the training weights back, where an evaluation did not end."""
         for tensor, data in self._set_aside:
-            if isinstance(tensor, DTensor):
+            if is_sharded(tensor):
                 _write_shard(tensor, data)
             else:
                 tensor.data = data
@@ -170,7 +170,7 @@ class ExponentialMovingAverage(Callback):
             return
         for name, tensor in _averaged(run.model).items():
             average = self._average[name].to(tensor.dtype)
-            if isinstance(tensor, DTensor):
+            if is_sharded(tensor):
                 # FSDP keeps the very memory of a shard, so it is written to instead.
                 self._set_aside.append((tensor, tensor.detach().clone()))
                 _write_shard(tensor, average)
@@ -260,9 +260,8 @@ class ExponentialMovingAverage(Callback):
 
 
 @torch.no_grad()
-def _write_shard(parameter: DTensor, value: Tensor) -> None:
-    assert isinstance(value, DTensor)
-    parameter.to_local().copy_(value.to_local())
+def _write_shard(parameter: Tensor, value: Tensor) -> None:
+    local(parameter).copy_(local(value))
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -1,21 +1,10 @@
-"""Tensors of which each rank has a part (DTensor), without importing what makes them."""
+"""What checkpoints ask of tensors of which each rank has a part."""
 
-import sys
 from typing import Any
 
 from torch import Tensor
 
-
-def is_sharded(tensor: object) -> bool:
-    """Whether ranks hold parts of a tensor, or agreed copies of it, on a device mesh.
-
-    >>> import torch
-    >>> is_sharded(torch.ones(2))
-    False
-    """
-    # Where nobody imported it there is none; importing it takes half a second.
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+from automicro.shards import is_sharded, local
 
 
 def is_pending(tensor: Tensor) -> bool:
@@ -31,8 +20,4 @@ def local_part(tensor: Tensor) -> Tensor:
     >>> local_part(torch.ones(2))
     tensor([1., 1.])
     """
-    if not is_sharded(tensor):
-        return tensor
-    sharded: Any = tensor.detach()
-    part: Tensor = sharded.to_local()
-    return part
+    return local(tensor.detach()) if is_sharded(tensor) else tensor

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from automicro.checkpoints.shards import is_sharded, local_part
+from automicro.checkpoints.shards import local_part
 from automicro.checkpoints.structure import take_apart
+from automicro.shards import is_sharded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automicro.checkpoints.shards import is_pending, is_sharded
+from automicro.checkpoints.shards import is_pending
 from automicro.errors import CheckpointError
+from automicro.shards import is_sharded
 from automicro.torch_private import is_uninitialized
 
 # What `torch.load` reads with weights_only=True and without being told of any class.

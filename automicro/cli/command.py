@@ -92,10 +92,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _key_meant(option: str) -> str:
     key, equals, value = option.lstrip("-").partition("=")
-    if key.replace("-", "_").partition(".")[0] not in KEYS:
+    key = key.replace("-", "_")
+    if key.partition(".")[0] not in KEYS:
         meant = synonym_of(key)
         return "" if meant is None else f" (did you mean '{meant.example}'?)"
-    key = key.replace("-", "_")
     return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"
 
 

@@ -16,7 +16,7 @@ from automicro.errors import AutomicroError, ConfigError, DesyncError, RankError
 if TYPE_CHECKING:
     from automicro.trainer.processes import Place
 
-OK, FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 TERMINATED = 128 + signal.SIGTERM
 OUR_NOTE = "automicro: "
 _SHORT = 300  # letters

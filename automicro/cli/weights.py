@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from automicro.checkpoints import load_checkpoint
 from automicro.errors import CheckpointError, ConfigError
+from automicro.oom import first_line
 
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
@@ -86,8 +87,9 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             f"that would run code when they are read): {SAVE}"
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"weights={str(path)!r} cannot be read ({first_line}): {SAVE}") from error
+        raise ConfigError(
+            f"weights={str(path)!r} cannot be read ({first_line(error)}): {SAVE}"
+        ) from error
     if not isinstance(state, Mapping):
         raise ConfigError(
             f"weights={str(path)!r} holds a {type(state).__name__} and no state dict: {SAVE}"

@@ -68,7 +68,7 @@ class Ballot(NamedTuple):
     def numbers(self) -> list[float]:
         """All as one list, for sending.
 
-        >>> len(Ballot().numbers()) == LENGTH
+        >>> len(Ballot().numbers()) == len(healthy("commit", 3).numbers())
         True
         """
         return [*self[:-2], *self.highs, *self.sums]
@@ -83,9 +83,6 @@ class Ballot(NamedTuple):
         """
         highs, sums = numbers[-SLOTS - HIGHS : -SLOTS], numbers[-SLOTS:]
         return cls._make([*numbers[: -SLOTS - HIGHS], tuple(highs), tuple(sums)])
-
-
-LENGTH = len(Ballot._fields) - 2 + HIGHS + SLOTS
 
 
 def healthy(point: str, count: int, *, flag: bool = False) -> Ballot:

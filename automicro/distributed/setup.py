@@ -152,7 +152,7 @@ def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
     return max(num_data_parallel(each) for each in sharded)
 
 
-def open_exchange(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Exchange:
+def open_exchange() -> Exchange:
     """An exchange among all ranks on groups of its own. All ranks call it.
 
     The number of ranks on a node is read from ``LOCAL_WORLD_SIZE``, which torchrun sets.
@@ -163,7 +163,7 @@ def open_exchange(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Exchange:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     levels = plan_levels(world_size, min(local_world_size, world_size))
     blocks = [block for level in levels for block in level]
-    groups = [(block, GlooGroup(block, timeout_seconds=timeout_seconds)) for block in blocks]
+    groups = [(block, GlooGroup(block, timeout_seconds=TIMEOUT_SECONDS)) for block in blocks]
     own = [group for block, group in groups if rank in block]
     return TreeExchange(own, height=len(levels), rank=rank, world_size=world_size)
 

@@ -71,12 +71,11 @@ class Votes:
         """What a vote told since the last agreement, if not all were well."""
         return self._stopped
 
-    def cast(self, point: str, *, flag: bool = False, remedy: str = "") -> Ballot:
+    def cast(self, point: str, *, remedy: str = "") -> None:
         """Say at a point of the program that this rank is well.
 
         Args:
             point: where this rank is.
-            flag: raised where any rank raises its own.
             remedy: where a peer is at another point, if it is not the usual one.
 
         Raises:
@@ -85,8 +84,7 @@ class Votes:
             DesyncError: a peer is at another point.
         """
         self._raise_stopped()
-        own = healthy(point, self._agreements, flag=flag)
-        return self._require_well(self._send(own, point, remedy))
+        self._require_well(self._send(healthy(point, self._agreements), point, remedy))
 
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
         """Put together what all ranks bring to an attempt.

@@ -77,8 +77,7 @@ class GradientScaler:
         """
         if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
             return
-        is_sharded = has_shards(p for group in optimizer.param_groups for p in group["params"])
-        if is_sharded:
+        if has_shards(p for group in optimizer.param_groups for p in group["params"]):
             self._ranks.ready("dividing the gradient by the loss scale")
         try:
             run_once(

@@ -42,11 +42,6 @@ class Thrash:
         self._pause = FIRST_PAUSE
         self._ignored = 0
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether a smaller size is being measured."""
-        return self._trial is not None
-
     def observe(
         self, *, seconds: float, elements: float, retries: int, smaller: float | None
     ) -> None:

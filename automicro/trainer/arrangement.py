@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from automicro.checks import resolve_device
+from automicro.checks import resolve_device, unwrapped
 from automicro.distributed import is_parallel
 from automicro.trainer.alike import require_alike
 from automicro.trainer.building import gather_modules, place_modules
@@ -17,7 +17,6 @@ from automicro.trainer.parallel import (
     check_parallel,
     read_parallel,
     splits_layers,
-    unwrapped,
     wrap,
 )
 from automicro.trainer.processes import (

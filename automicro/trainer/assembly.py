@@ -28,7 +28,6 @@ from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.snapshot import HOST_PART, Snapshot
 from automicro.trainer.step import TrainingStep
-from automicro.trainer.together import ranks_of
 from automicro.trainer.tokens import TokenCounter
 
 
@@ -78,7 +77,7 @@ def assemble_fit(
     Raises:
         TypeError, ValueError: options that make no sense, or data and no optimizer.
     """
-    optimizer, ranks = run.optimizer, ranks_of(microbatcher)
+    optimizer, ranks = run.optimizer, microbatcher.ranks
     schedule = build_scheduler(scheduler, optimizer)
     require_alike(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)

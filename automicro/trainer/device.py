@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from automicro.memory import active_budget, format_bytes, limit_bytes
+from automicro.oom import first_line
 
 
 def choose_device(device: torch.device | str) -> torch.device:
@@ -25,10 +26,9 @@ def choose_device(device: torch.device | str) -> torch.device:
         # A tensor knows which device "cuda" is now.
         found = torch.empty(0, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"device={str(device)!r} cannot be used here{_meant(device)} ({first_line}); pass "
-            "'auto', 'cpu' or a device that torch can see"
+            f"device={str(device)!r} cannot be used here{_meant(device)} ({first_line(error)}); "
+            "pass 'auto', 'cpu' or a device that torch can see"
         ) from error
     if found.type == "meta":
         raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")

@@ -30,7 +30,7 @@ from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.samplers import shared_sampler
 from automicro.trainer.session import noting
-from automicro.trainer.together import of_all_ranks, ranks_of, telling_once
+from automicro.trainer.together import of_all_ranks, telling_once
 from automicro.weighting import LossMean
 
 
@@ -139,7 +139,7 @@ class Evaluation:
         values = None
         try:
             callbacks.fire("eval_start", run)
-            with telling_once(ranks_of(self.microbatcher)):
+            with telling_once(self.microbatcher.ranks):
                 found = self._pass(phase, progress, callbacks, run, is_stopped)
             if found is None:
                 recorder.forget()
@@ -172,7 +172,7 @@ class Evaluation:
         """The values, the rows, and the result of the last batch; None if it was broken off."""
         self._metrics.reset()
         losses = LossMean()
-        ranks = ranks_of(self.microbatcher)
+        ranks = self.microbatcher.ranks
         samples = batches = 0
         result: EvalResult | None = None
         of = f" of {self.name!r}" if self.name else ""
@@ -264,7 +264,7 @@ class EvaluationFactory:
             DesyncError: ranks were given different things, or some do not evaluate now.
         """
         given = read_evaluators("dataloader", dataloader)
-        ranks_of(self._microbatcher).ready("evaluating on a loader of its own")
+        self._microbatcher.ranks.ready("evaluating on a loader of its own")
         require_alike(self._device, partial(outline_evaluations, "dataloader", dataloader))
         return self.make_all(given, loader_name="dataloader")
 

@@ -11,7 +11,6 @@ from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.lines import position
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
-from automicro.trainer.together import ranks_of
 
 
 class EvaluationPlan:
@@ -111,7 +110,7 @@ class EvaluationPlan:
     ) -> None:
         """Evaluate, unless that was done for this very batch."""
         if not self._is_done(evaluation):
-            if is_stopped(ranks_of(evaluation.microbatcher)):
+            if is_stopped(evaluation.microbatcher.ranks):
                 return
             here = rng_state()  # a loader draws some, and training must not depend on that
             values = evaluation.run(

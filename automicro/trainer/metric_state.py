@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.content import same_content
+from automicro.content import same_values
 from automicro.errors import CheckpointError, CheckpointWarning
 from automicro.trainer.metric_merging import merge_counts
 from automicro.warn import warn
@@ -83,7 +83,7 @@ class MetricState:
         changed = {
             name: _encode(value)
             for name, value in self._data().items()
-            if name not in given or not _is_same(value, given[name])
+            if name not in given or not same_values(value, given[name])
         }
         if self._saves_itself:
             return {"own": self._metric.state_dict(), "attributes": changed}
@@ -196,20 +196,6 @@ def _is_data(value: Any) -> bool:
     if type(value) in (list, tuple, set):
         return all(map(_is_data, value))
     return isinstance(value, np.generic) or type(value) in _PLAIN
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return same_content(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other)
 
 
 def _encode(value: Any) -> Any:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro.checkpoints import OpenedCheckpoint, derived_seed, refuse_differences, tensors_of
-from automicro.checkpoints.shards import is_sharded, local_part
+from automicro.checkpoints.shards import local_part
+from automicro.checks import unwrapped
 from automicro.errors import CheckpointError
 from automicro.memory import active_budget
+from automicro.shards import is_sharded
 from automicro.torch_private import buffer_table, is_uninitialized
 from automicro.trainer.generators import (
     Generator,
@@ -44,7 +45,7 @@ class ModuleState:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [without_wrapper(each) for each in modules]
+        self._modules = [unwrapped(each) for each in modules]
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are the models' own where they can be."""
@@ -134,18 +135,6 @@ class ModuleState:
         for module, buffers in zip(self._modules, saved["buffers"], strict=True):
             _load_buffers(module, buffers)
         self.restore_generators(saved["generators"])
-
-
-def without_wrapper(module: nn.Module) -> nn.Module:
-    """The model in DistributedDataParallel, whose names are those that it has in one process.
-
-    >>> model = nn.Linear(2, 1)
-    >>> without_wrapper(model) is model
-    True
-    """
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    return module
 
 
 def _reseed(generator: Generator, rank: int, world_size: int) -> None:

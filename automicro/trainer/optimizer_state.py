@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.checkpoints.shards import is_sharded
 from automicro.errors import CheckpointError
+from automicro.shards import is_sharded
 
 
 def optimizer_state(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from automicro.checks import check_choice
+from automicro.checks import check_choice, unwrapped
 from automicro.distributed import is_parallel
 from automicro.distributed.collectives import runs_collectives
 from automicro.torch_private import is_compiled, is_uninitialized
@@ -29,16 +29,6 @@ def read_parallel(parallel: str | None) -> str | None:
     ('ddp', None)
     """
     return None if parallel is None else check_choice("parallel", parallel, PARALLEL_MODES)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, whose names have no ``module.`` before them; others are themselves.
-
-    >>> model = nn.Linear(2, 2)
-    >>> unwrapped(model) is model
-    True
-    """
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_parallel(
@@ -122,7 +112,7 @@ def check_parallel(
 
 
 def wrap(
-    parallel: str | None, modules: Sequence[nn.Module], device: torch.device, place: Place
+    parallel: str, modules: Sequence[nn.Module], device: torch.device, place: Place
 ) -> nn.Module:
     """What the steps call in place of the model: DDP around it, or itself with its shards.
 
@@ -135,8 +125,6 @@ def wrap(
         place: of this process.
     """
     model = modules[0]
-    if parallel is None:
-        return model
     # DDP does it for the model.
     copied = modules[1:] if parallel == "ddp" else modules
     copy_from_first(tensor for module in copied for tensor in _tensors(module))

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from automicro.content import same_content
+from automicro.content import same_values
 from automicro.errors import CheckpointError
 from automicro.trainer.generators import find_generators
 from automicro.trainer.loading import num_batches
@@ -109,7 +109,7 @@ def _why_another(states: Sequence[Mapping[str, Any]], loader: Any, name: str) ->
         return _why_other_size(was, sampler, name)
     for place in was["generators"]:
         first, *others = [each["passes"][-1]["generators"].get(place) for each in states]
-        if not all(_is_same(first, each) for each in others):
+        if not all(same_values(first, each) for each in others):
             return f"the generator {place} of {name} stood at another place on each rank"
     return None
 
@@ -132,9 +132,3 @@ def _why_other_size(was: Mapping[str, Any], here: Shared, name: str) -> str:
         f"{numbers}; pass a DataLoader with batch_size={rows // ranks}, which global_batch_size "
         "in a config sees to"
     )
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    return same_content(one, other) if hasattr(one, "numel") else bool(one == other)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automicro.checks import unwrapped
 from automicro.compilation import compile_model
 from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler
 from automicro.policy import Fixed, Policy, make_policy
-from automicro.trainer.parallel import unwrapped
 
 
 class Primitives:

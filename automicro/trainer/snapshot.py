@@ -13,11 +13,12 @@ from automicro.checkpoints import (
     take_apart,
     tensors_of,
 )
-from automicro.checkpoints.shards import is_sharded
+from automicro.checks import unwrapped
 from automicro.errors import CheckpointError
 from automicro.events import Callbacks, Cut, LoopState, PhaseState, Run
 from automicro.memory import active_budget
 from automicro.microbatcher import Microbatcher
+from automicro.shards import is_sharded
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.agreement import (
     compare_metrics,
@@ -30,7 +31,7 @@ from automicro.trainer.agreement import (
 )
 from automicro.trainer.given_options import GivenOptions
 from automicro.trainer.metric_set import MetricSet
-from automicro.trainer.module_state import MODEL_KEYS, ModuleState, without_wrapper
+from automicro.trainer.module_state import MODEL_KEYS, ModuleState
 from automicro.trainer.optimizer_state import (
     compare_groups,
     load_optimizer_state,
@@ -96,7 +97,7 @@ class Snapshot:
         self._rank = rank
         self._world_size = world_size
         self._models = ModuleState(run.modules)
-        self._modules = [without_wrapper(each) for each in run.modules]
+        self._modules = [unwrapped(each) for each in run.modules]
         self._optimizer = run.optimizer
         self._parts = parts
         self._callbacks = callbacks

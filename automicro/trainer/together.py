@@ -6,23 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.trainer.interruption import STOPPED
 
 _TOLD = "automicro: this happened on rank"
 """How the note begins that an error gets when the others are told of it."""
-
-
-def ranks_of(microbatcher: Microbatcher) -> Ranks:
-    """All ranks that train a microbatcher's model.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(2, 2)
-    >>> ranks_of(Microbatcher(model, loss_fn=torch.nn.MSELoss())).world_size
-    1
-    """
-    return microbatcher.ranks
 
 
 def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:

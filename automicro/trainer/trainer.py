@@ -36,7 +36,7 @@ from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.session import Session, noting
 from automicro.trainer.summary import FitSummary
-from automicro.trainer.together import ranks_of, telling_once
+from automicro.trainer.together import telling_once
 from automicro.weighting import LossAverage
 
 
@@ -340,7 +340,7 @@ class Trainer:
                 "Trainer"
             )
         self._fit.require_more()
-        fit, ranks = self._fit, ranks_of(self._microbatcher)
+        fit, ranks = self._fit, self._microbatcher.ranks
         with telling_once(ranks), self._session.open() as progress, noting(fit.loop.where):
             return fit(progress)
 
@@ -368,7 +368,7 @@ class Trainer:
                 "loader to eval()"
             )
         phase = PhaseState()
-        with telling_once(ranks_of(self._microbatcher)), self._session.open() as progress:
+        with telling_once(self._microbatcher.ranks), self._session.open() as progress:
             for evaluation in evaluations:
                 evaluation.run(
                     phase,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from automicro.checkpoints import OpenedCheckpoint, derived_rng_state
-from automicro.checkpoints.shards import is_sharded
 from automicro.errors import CheckpointError
+from automicro.shards import is_sharded
 
 HOST_PART = "data"
 """The part whose tensors (random numbers) lie on the host; all others are the device's."""

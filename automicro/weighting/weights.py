@@ -144,8 +144,6 @@ class BatchWeights:
         """
         if self._only is not None:
             weight = self._only[index]
-            if not losses:
-                return _weigh(loss, weight), {}
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
         if has_total or losses.keys() != self._weights.keys():
             given = sorted([*losses, "loss"] if has_total else losses)
