@@ -66,7 +66,7 @@ NEVER_AT_MODULE_TOP_OUTSIDE_DEMO = ("matplotlib", "sklearn", "transformers")
 PRIVATE_NAMES_OF_TORCH_IN = ("torch_private", "torch_private_distributed")
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
-MOST_LINES = 400
+MOST_LINES = 600
 
 # The public names are a contract: adding one is a decision, removing one breaks somebody.
 PUBLIC_NAMES = [
