@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsplittableModelError,
     )
     from automicro.events import Callback, Run
+    from automicro.extra_passes import is_extra_pass
     from automicro.memory import MemoryBudget
     from automicro.microbatcher import Microbatcher
     from automicro.oom import is_out_of_memory
@@ -80,6 +81,7 @@ _HOMES = {
     "UnsplittableModelError": "automicro.errors",
     "VerifyReport": "automicro.verification",
     "find_batchnorm": "automicro.batchnorm",
+    "is_extra_pass": "automicro.extra_passes",
     "is_out_of_memory": "automicro.oom",
     "num_rows": "automicro.slicing",
     "register_batch_type": "automicro.slicing",
@@ -122,6 +124,7 @@ __all__ = [
     "UnsplittableModelError",
     "VerifyReport",
     "find_batchnorm",
+    "is_extra_pass",
     "is_out_of_memory",
     "num_rows",
     "register_batch_type",

@@ -34,7 +34,7 @@ from automicro.observer import Observer
 from automicro.optimization import OptimizerReservation
 from automicro.passes import Passes
 from automicro.policy import Policy
-from automicro.probing import Prober
+from automicro.probe import Probed, Prober
 from automicro.ranks import Agreement, Ranks, telling
 from automicro.results import EvalResult, StepResult, unevaluated, untrained
 from automicro.sharing import SharedLosses
@@ -42,7 +42,12 @@ from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
 from automicro.transaction import Gradients, Parameters
-from automicro.weighting import LossAverage, read_average
+from automicro.weighting import LossAverage, is_declared, read_average
+
+_COMMUNICATES = (
+    "the forward communicates with other ranks (sharded parameters, say), and one rank alone "
+    "cannot look"
+)
 
 
 class Microbatcher:
@@ -91,8 +96,8 @@ class Microbatcher:
             `split_batch`.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits.
-        probe: whether to compare, at the first batch that could be split, the loss of a few rows
-            with those of their parts.
+        probe: whether to compare, at the first batches that could be split, the gradient of a few
+            rows with those of two parts of them.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same
             model on the same device found, and leaves its own for the next; see
@@ -175,14 +180,25 @@ class Microbatcher:
             update_metric=update_metric or convention.update_metric,
             ranks=self._ranks,
         )
+        self._prober = Prober(
+            Probed(
+                modules=self._modules,
+                convention=convention,
+                averages=averages,
+                layout=self._layout,
+                device=self._device,
+                functions=[each for each in (loss_fn, forward) if each is not None],
+            ),
+            declared=is_declared(loss_average),
+            off=not probe or self._ranks.rank != 0,
+            why_not=_COMMUNICATES if self._ranks.communicates_in_forward else "",
+        )
         self._spare = SpareRows(self._layout, self._ranks)
         self._work = TrainingWork(
             self._passes,
             self._layout,
             self._train,
             device=self._device,
-            modules=self._modules,
-            prober=Prober(averages, convention.targets) if probe else None,
             split_guard=self._split_guard,
             ranks=self._ranks,
             spare=self._spare,
@@ -200,6 +216,11 @@ class Microbatcher:
     def eval_microbatch_size(self) -> int | None:
         """The same of the last evaluated batch."""
         return self._eval.size
+
+    @property
+    def loss_average_is(self) -> str:
+        """How sure it is what the loss averages over; see `StepResult`."""
+        return self._prober.loss_average_is
 
     @property
     def ranks(self) -> Ranks:
@@ -278,6 +299,8 @@ class Microbatcher:
                     denominators = self._passes.denominators(batches, rows)
                 elif is_lazy(self._modules):
                     self._passes.materialize(batches[0])
+                if could_split and not self._prober.is_done and batches:
+                    self._prober.look(batches[0], rows[0])
                 parameters = [p for module in self._modules for p in module.parameters()]
                 tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._train.watch([each for batch in tensors for each in batch])
@@ -291,7 +314,6 @@ class Microbatcher:
                         watch=watch,
                         buffers=buffers,
                         metrics=metrics,
-                        probes=could_split,
                         narrator=narrator,
                     ),
                     [
@@ -322,7 +344,13 @@ class Microbatcher:
         if isinstance(finished, Agreement):
             return untrained(stops=finished.stops)
         (loss, losses), is_committed = finished.result, finished.is_committed
-        return StepResult(loss=loss, losses=losses, is_committed=is_committed, **finished.counts)
+        return StepResult(
+            loss=loss,
+            losses=losses,
+            is_committed=is_committed,
+            loss_average_is=self.loss_average_is,
+            **finished.counts,
+        )
 
     def evaluate(self, batch: Any, metrics: Any = None, return_outputs: bool = False) -> EvalResult:
         """Forward of a whole batch in evaluation mode, without gradients.
@@ -365,6 +393,12 @@ class Microbatcher:
                 rows = self._spare.rows_of(batches)
                 if self._ranks.is_alone and is_lazy(self._modules):
                     self._passes.materialize(batch)
+                if (
+                    not predicts
+                    and batches
+                    and self._split_guard.could_split(self._eval.policy, rows)
+                ):
+                    self._prober.look_at_evaluation(batches[0], rows[0])
                 tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._eval.watch([each for batch in tensors for each in batch])
             narrator = self._eval.narrator()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from automicro.torch_private import AnyBatchOrInstanceNorm, AnyDropout, is_uninitialized
+from automicro.torch_private import is_uninitialized
 
 
 @contextlib.contextmanager
@@ -28,24 +28,6 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for each, training in before:
             each.training = training
-
-
-@contextlib.contextmanager
-def quiet_training_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modes as they are, but dropout and normalisation over the batch in evaluation mode.
-
-    Example:
-        >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2), nn.Linear(2, 2))
-        >>> with quiet_training_mode([model]):
-        ...     [module.training for module in model]
-        [False, False, True]
-    """
-    before = [(each, each.training) for module in modules for each in module.modules()]
-    with evaluation_mode(modules):
-        for each, training in before:
-            if not isinstance(each, AnyDropout | AnyBatchOrInstanceNorm):
-                each.training = training
-        yield
 
 
 def is_lazy(modules: Sequence[nn.Module]) -> bool:

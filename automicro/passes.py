@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from automicro.checks import check_loss
 from automicro.compilation import dynamic_rows, uncompiled
 from automicro.errors import LossAverageWarning, LossError
+from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
-from automicro.model_modes import evaluation_mode, quiet_training_mode
+from automicro.model_modes import evaluation_mode
 from automicro.observer import Tell
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
@@ -273,19 +274,6 @@ class Passes:
         with on_host():
             return map_tensors(outputs, Tensor.clone)
 
-    def losses_of_rows(self, rows: Any, *, training: bool) -> Mapping[str, Tensor]:
-        """The losses of a few rows by name, without gradients or autocast.
-
-        In evaluation mode, or in training mode but for layers that draw or average over rows.
-        """
-        mode = quiet_training_mode if training else evaluation_mode
-        with mode(self._modules), torch.no_grad(), uncompiled():
-            moved = next(on_device([rows], self._device, isolate=True))
-            output = self._convention.train(self._modules[0], moved)
-        if "" not in self._averages:
-            return output.losses
-        return {"": output.loss} if output.loss is not None else {}
-
     def materialize(self, batch: Any) -> None:
         """Let lazy modules take their shapes from one row, before any attempt.
 
@@ -294,7 +282,7 @@ class Passes:
         """
         with on_host():
             row = self._layout.take_rows(batch, [0])
-        with evaluation_mode(self._modules), torch.no_grad(), uncompiled():
+        with extra_pass(), evaluation_mode(self._modules), torch.no_grad(), uncompiled():
             moved = next(on_device([row], self._device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 

@@ -27,6 +27,9 @@ class StepResult:
         recalled_size: rows that an earlier run found, where this batch was the first to start
             from them.
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
+        loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
+            ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
+            ``"wrong"`` where a few rows showed that it is another. Ranks other than 0 do not look.
     """
 
     loss: Tensor
@@ -40,6 +43,7 @@ class StepResult:
     is_committed: bool = True
     recalled_size: int | None = None
     stops: bool = False
+    loss_average_is: str = "unchecked"
 
     @property
     def ooms(self) -> int:

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.batchnorm import _NormBase as AnyBatchOrInstanceNorm
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "DIRICHLET_DRAW",
+    "GAMMA_DRAW",
     "AnyBatchNorm",
-    "AnyBatchOrInstanceNorm",
-    "AnyDropout",
     "AnyInstanceNorm",
     "FakeTensor",
     "FakeTensorMode",
@@ -53,6 +51,9 @@ __all__ = [
     "version_of",
     "without_modes",
 ]
+
+# Operations under which distributions of torch draw.
+GAMMA_DRAW, DIRICHLET_DRAW = "_standard_gamma", "_sample_dirichlet"
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

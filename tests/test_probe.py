@@ -17,10 +17,11 @@ from automicro import (
     LossAverageWarning,
     LossError,
     Microbatcher,
+    is_extra_pass,
     register_batch_type,
 )
-from automicro.probe import telling_pairs
-from automicro.slicing import BatchLayout, split_batch, tensor_leaves
+from automicro.probe.rows import Choice, choose_rows
+from automicro.slicing import BatchLayout
 from tests.cases import contrastive, count_boxes, detection_batch, detection_forward, masked_mean
 from tests.models import (
     CLASS_WEIGHT,
@@ -69,42 +70,42 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
         (x(), y()),
         lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum"),
         {},
-        "a sum: pass loss_average='none'",
+        "a sum .*: pass loss_average='none'",
     ),
     "a mean declared as a sum": (
         Mlp,
         (x(), numbers(ROWS, CLASSES)),
         lambda logits, targets: F.mse_loss(logits, targets),
         {"loss_average": "none"},
-        "a mean over samples: pass loss_average='samples'",
+        "a mean over samples .*: pass loss_average='samples'",
     ),
     "a mean over tokens": (
         Encoder,
         (tokens(), token_targets()),
         token_mean,
         {},
-        "targets that are not ignored: pass loss_average='tokens'",
+        "targets that are not ignored .*: pass loss_average='tokens'",
     ),
     "a mean over shifted tokens": (
         Encoder,
         (tokens(), token_targets()),
         shifted_mean,
         {},
-        r"shifted by one, so pass loss_average=lambda batch: \(batch\[1\]\[..., 1:\] != -100\)",
+        r"shifted by one .*: pass loss_average=lambda batch: \(batch\[1\]\[..., 1:\] != -100\)",
     ),
     "a masked mean that never divides by zero": (
         Encoder,
         (tokens(), torch.full_like(tokens(), 3).index_fill(0, torch.tensor([2]), IGNORED)),
         lambda logits, targets: masked_mean(logits, targets).nan_to_num(0.0),
         {},
-        "targets that are not ignored: pass loss_average='tokens'",
+        "targets that are not ignored .*: pass loss_average='tokens'",
     ),
     "rows of which some have no target": (
         Mlp,
         (x(), y().index_fill(0, torch.arange(1, ROWS), IGNORED).index_fill(0, torch.tensor(3), 1)),
         lambda logits, targets: F.cross_entropy(logits, targets),
         {},
-        "targets that are not ignored: pass loss_average='tokens'",
+        "targets that are not ignored .*: pass loss_average='tokens'",
     ),
     "class weights": (
         Mlp,
@@ -133,7 +134,8 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
         (tokens(), token_targets()),
         lambda logits, targets: {"a": logits.square().mean(), "b": token_mean(logits, targets)},
         {"loss_average": {"a": "samples", "b": "samples"}},
-        "'b': the loss was taken for a mean over samples",
+        "'b' a mean over the targets that are not ignored .*: pass loss_average={'a': 'samples', "
+        "'b': 'tokens'}",
     ),
 }
 
@@ -165,7 +167,8 @@ def test_a_model_that_shifts_its_labels_itself_gets_a_function_to_copy_that_make
     model = OwnCausalModel()
     (message,) = warnings_of(Microbatcher(model, microbatch_size=4), batch)
     remedy = "lambda batch: (batch['labels'][..., 1:] != -100).sum()"
-    assert message.endswith(f"the labels are shifted by one, so pass loss_average={remedy}")
+    assert "the labels shifted by one" in message
+    assert message.endswith(f"pass loss_average={remedy}")
     count = eval(remedy)
     model.zero_grad()
     loss = Microbatcher(model, microbatch_size=4, loss_average=count).backward(batch).loss
@@ -181,13 +184,14 @@ def test_labels_that_are_not_shifted_are_never_taken_for_shifted() -> None:
             return {"loss": token_mean(self.encoder(input_ids), labels)}
 
     (message,) = warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)
-    assert message.endswith("not ignored: pass loss_average='tokens'")
+    assert "shifted" not in message
+    assert message.endswith("pass loss_average='tokens'")
 
 
 def test_a_detector_whose_loss_counts_boxes_is_named_although_it_has_no_loss_in_eval_mode() -> None:
     model = Detector()
     microbatcher = Microbatcher(model, forward=detection_forward, microbatch_size=4)
-    with pytest.warns(LossAverageWarning, match="weighted mean with other weights than rows"):
+    with pytest.warns(LossAverageWarning, match="its parts average over different things"):
         microbatcher.backward(detection_batch())
     assert model.training
     averages = {"boxes": count_boxes, "size": "samples"}
@@ -206,8 +210,8 @@ def test_weights_of_tokens_among_floats_are_seen() -> None:
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
     batch = {"ids": tokens(), "goal": tokens().flip(0), "mask": mask}
-    remedy = r"loss_average=lambda microbatch: microbatch\['mask'\]\.sum\(\)"
-    with pytest.warns(LossAverageWarning, match=f"weighted by 'mask': pass {remedy}"):
+    remedy = r"loss_average=lambda batch: batch\['mask'\]\.sum\(\)"
+    with pytest.warns(LossAverageWarning, match=f"weighted by 'mask' .*: pass {remedy}"):
         Microbatcher(Encoder(), forward=forward, microbatch_size=4).backward(batch)
 
 
@@ -222,7 +226,7 @@ def weighted_rows(model: nn.Module, batch: Any) -> Any:
 def test_a_mean_by_one_weight_per_row_is_named_whatever_the_rows(
     masked: float, num_classes: int, size: Any
 ) -> None:
-    remedy = "a mean weighted by '2': pass loss_average=lambda microbatch: microbatch[2].sum()"
+    remedy = "pass loss_average=lambda batch: batch[2].sum()"
     for seed in range(40):
         torch.manual_seed(seed)
         weights = (torch.rand(64) > masked).float()
@@ -258,7 +262,7 @@ def test_weights_of_a_structure_are_reached_in_the_remedy() -> None:
 
     weights = torch.linspace(1, 2, ROWS, dtype=torch.float64)
     batch = {"x": x(), "more": [y(), weights]}
-    with pytest.warns(LossAverageWarning, match=r"microbatch\['more'\]\[1\]\.sum"):
+    with pytest.warns(LossAverageWarning, match=r"batch\['more'\]\[1\]\.sum"):
         Microbatcher(Mlp(), forward=forward).backward(batch)
 
 
@@ -272,14 +276,14 @@ def test_a_row_without_loss_is_no_sign_of_a_sum() -> None:
     assert "weighted mean with other weights than rows" in message
 
 
-def test_out_of_memory_for_a_group_leaves_what_the_pairs_show() -> None:
+def test_out_of_memory_with_many_rows_is_followed_by_a_look_at_few() -> None:
     class Small(Mlp):
         def forward(self, inputs: Tensor) -> Any:
-            if not self.training and len(inputs) > 2:
+            if is_extra_pass() and len(inputs) > 4:
                 raise torch.OutOfMemoryError("out of memory")
             return super().forward(inputs)
 
-    assert "compares rows" in warnings_of(on(Small(), contrastive), (x(), y()))[0]
+    assert "compares rows" in warnings_of(on(Small(), contrastive), (x(), y()), (x(), y()))[0]
     assert warnings_of(on(Small(), nn.CrossEntropyLoss()), (x(), y())) == []
 
 
@@ -359,15 +363,15 @@ def test_a_batch_that_could_be_split_is_probed_although_it_fits(size: Any) -> No
 def test_out_of_memory_in_the_probe_changes_nothing() -> None:
     class NoRoom(Mlp):
         def forward(self, inputs: Tensor) -> Any:
-            if not self.training:
+            if is_extra_pass():
                 raise torch.OutOfMemoryError("out of memory")
             return super().forward(inputs)
 
     microbatcher = on(NoRoom(), contrastive, microbatch_size="auto")
-    result = None
-    for _ in range(2):
-        result = microbatcher.backward((x(), y()))
-    assert result is not None
+    (message,) = warnings_of(microbatcher, *[(x(), y())] * 40)
+    assert "there was no memory to look" in message
+    result = microbatcher.backward((x(), y()))
+    assert result.loss_average_is == "unchecked"
     assert (result.num_microbatches, result.ooms) == (1, 0)
 
 
@@ -459,47 +463,65 @@ def test_it_puts_random_streams_buffers_and_modes_back() -> None:
 # Which rows it takes
 
 
-def pairs_of(batch: Any, find_targets: Any = lambda batch: batch[1]) -> Any:
+def chosen(batch: Any, **options: Any) -> Choice:
     layout = BatchLayout()
-    num_rows = layout.num_rows(batch)
-    rows = split_batch(batch, 1)
-    return telling_pairs(
-        lambda indices: [rows[index] for index in indices],
-        num_rows,
-        len(tensor_leaves(batch)),
-        find_targets,
-    )
+    return choose_rows(layout, batch, layout.num_rows(batch), **options)
 
 
-def test_rows_with_different_numbers_of_ignored_targets_come_first() -> None:
+def test_rows_of_both_parts_differ_in_how_many_targets_count() -> None:
     targets = with_ignored(tokens())
-    found = pairs_of((tokens(), targets))
-    assert found.can_tell
-    one, other = found.pairs[0]
-    ignored = (targets == IGNORED).sum(1)
-    assert ignored[one] < ignored[other] < targets.shape[1]
+    found = chosen((tokens(), targets))
+    valid = (targets != IGNORED).sum(1).float()
+    assert ("1", "valid") not in found.pending
+    assert valid[list(found.small)].mean() != valid[list(found.large)].mean()
+    assert valid[list(found.small)].sum() > 0
+    assert valid[list(found.large)].sum() > 0
 
 
-def test_classes_are_told_apart_however_many_inputs_there_are() -> None:
-    batch = {f"ids{i}": tokens().roll(i, 0) for i in range(6)}
-    batch["labels"] = torch.zeros(ROWS, dtype=torch.long).index_fill(0, torch.tensor([7]), 4)
-    found = pairs_of(batch, lambda batch: batch["labels"])
-    assert any({0, 7} <= {*pair} for pair in found.pairs)
+def test_what_no_row_shows_is_pending() -> None:
+    ones = torch.ones(ROWS)
+    pending = chosen((tokens(), tokens(), ones)).pending
+    assert {("1", "valid"), ("2", "weight")} <= pending
+
+
+@pytest.mark.parametrize("num_classes", [3, 12])
+def test_the_rarest_classes_come_first(num_classes: int) -> None:
+    targets = torch.randint(num_classes - 1, (400,))
+    targets[77] = num_classes - 1
+    found = chosen((torch.zeros(400, 2), targets))
+    assert 77 in found.rows
+
+
+def test_classes_that_earlier_looks_met_come_last() -> None:
+    targets = torch.arange(40) % 20
+    first = chosen((torch.zeros(40, 2), targets))
+    later = chosen((torch.zeros(40, 2), targets), met=first.classes)
+    assert len(first.classes["1"] | later.classes["1"]) > len(first.classes["1"])
 
 
 def test_rows_of_lists_differ_in_size() -> None:
-    found = pairs_of(detection_batch())
-    assert found.can_tell
-    boxes = [len(target["boxes"]) for target in detection_batch()[1]]
-    assert any(boxes[one] != boxes[other] for one, other in found.pairs)
+    found = chosen(detection_batch())
+    boxes = torch.tensor([float(len(target["boxes"])) for target in detection_batch()[1]])
+    assert boxes[found.rows].unique().numel() > 1
     images = [torch.zeros(3, 4, 4) for _ in range(ROWS)]
-    equal = pairs_of((images, [{"boxes": torch.zeros(2, 4)} for _ in range(ROWS)]))
-    assert not equal.can_tell
+    equal = chosen((images, [{"boxes": torch.zeros(2, 4)} for _ in range(ROWS)]))
+    assert ("", "size") in equal.pending
 
 
-def test_where_nothing_could_be_ignored_any_rows_can_tell() -> None:
-    assert pairs_of((x(), numbers(ROWS))).can_tell
-    assert pairs_of((x(), y())).can_tell
+@pytest.mark.parametrize("num_rows", [2, 3, 4, 7, 16, 64, 1000])
+def test_at_most_sixteen_rows_are_cut_unevenly_each_in_one_part(num_rows: int) -> None:
+    found = chosen((torch.randn(num_rows, 3), torch.randint(5, (num_rows,))))
+    assert len(set(found.rows)) == len(found.rows) == min(num_rows, 16)
+    assert 0 < len(found.small) <= len(found.large)
+    assert num_rows == 2 or len(found.small) < len(found.large)
+
+
+def test_some_weight_is_in_both_parts() -> None:
+    weights = torch.zeros(64)
+    weights[-2:] = 1
+    found = chosen((torch.zeros(64), torch.zeros(64), weights))
+    assert weights[list(found.small)].sum() > 0
+    assert weights[list(found.large)].sum() > 0
 
 
 def test_a_batch_of_many_rows_is_probed_on_some_of_them() -> None:
@@ -509,29 +531,3 @@ def test_a_batch_of_many_rows_is_probed_on_some_of_them() -> None:
     found = warnings_of(on(Mlp(), weighted, microbatch_size=500), (numbers(1000, 6), targets))
     assert len(found) == 1
     assert "weighted mean" in found[0]
-
-
-def test_of_many_rows_some_are_read() -> None:
-    targets = torch.zeros(1000, 3, dtype=torch.long)
-    targets[500:, 0] = IGNORED
-    found = pairs_of((torch.zeros(1000, 2), targets))
-    assert found.can_tell
-    one, other = found.pairs[0]
-    assert one < 500 <= other < 1000
-
-
-@pytest.mark.parametrize("num_rows", [3, 4, 7, 64])
-def test_a_group_is_cut_unevenly_with_some_weight_in_both_parts(num_rows: int) -> None:
-    weights = torch.zeros(num_rows)
-    weights[-2:] = 1
-    found = pairs_of((torch.zeros(num_rows), torch.zeros(num_rows), weights))
-    low, high = found.groups[0]
-    assert len({*low, *high}) == len(low) + len(high) == min(num_rows, 8)
-    assert len(low) < len(high)
-    assert weights[low].sum() > 0
-    assert weights[high].sum() > 0
-    assert weights[low].mean() != weights[high].mean()
-
-
-def test_two_rows_make_no_group() -> None:
-    assert pairs_of((x()[:2], y()[:2])).groups == ()

@@ -1,21 +1,25 @@
-"""The probe: is the loss of a few rows the average of the losses of their parts?
+"""The probe: do the gradients of a few rows, apart, add up to those of the rows together?
 
-Nothing can be read off a plain function, so at the first batch that could be split the loss of two
-rows together is compared with the loss of each, and that of a group with those of two uneven parts
-of it. Evaluation mode, no gradient, and buffers and random numbers are put back. What does not add
-up is named: a sum, a mean over tokens, a mean by weights in the batch, class weights, or a loss
-that compares rows.
+Nothing can be read off a plain function, and a model can do anything over the rows of a batch. So
+at the first batches that could be split a few rows are looked at: forward and backward in training
+mode, draws held constant, together and in two parts. What does not add up is named; what could not
+be seen is named too.
 
 ::
 
-    columns   what a tensor of the batch holds in each row
-    rows      which rows can tell one average from another
-    compare   their losses
-    readings  what a loss could be
-    causes    which reading explains all comparisons, and what to do
+    rows          which rows can tell, and what they have yet to show
+    silence       random draws made constant
+    reach         modules and variables that functions get at by themselves
+    surroundings  what is put back beside tensors of modules
+    passes        passes over a few rows that leave no trace
+    look          one look
+    measured      gradients, and how far they are apart
+    averages      what else a loss may average over
+    causes        what explains a difference, and what to do
+    prober        when to look, and what is said
 """
 
-from automicro.probe.compare import Comparisons, LossesOf
-from automicro.probe.rows import Pairs, telling_pairs
+from automicro.probe.passes import Probed
+from automicro.probe.prober import Prober
 
-__all__ = ["Comparisons", "LossesOf", "Pairs", "telling_pairs"]
+__all__ = ["Probed", "Prober"]

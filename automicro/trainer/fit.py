@@ -96,6 +96,7 @@ class Fit:
             stop_reason=reason,
             peak_memory_bytes=peak_bytes(self._run.device),
             num_devices=self._ranks.world_size,
+            loss_average_is=self._step.loss_average_is,
         )
         progress.line(f"\n{summary}")
         return summary

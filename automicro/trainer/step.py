@@ -147,6 +147,11 @@ class TrainingStep:
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, grad_norm=length, learning_rates=rates)
 
+    @property
+    def loss_average_is(self) -> str:
+        """How sure it is what the loss averages over; see `StepResult`."""
+        return self._microbatcher.loss_average_is
+
     def clear_gradients(self) -> None:
         """Forget gradients, also those of parameters that the optimizer does not have.
 

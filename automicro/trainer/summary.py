@@ -35,6 +35,7 @@ class FitSummary:
         eval_microbatch_size: final, in rows; None without an evaluation.
         train_loss: of the last batch.
         stop_reason: why training ended before ``max_duration``; None where it did not.
+        loss_average_is: how sure it is what the loss averages over; see `StepResult`.
         train_metrics: by name, over the last complete epoch, or over what was trained of the first.
         eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
     """
@@ -57,6 +58,7 @@ class FitSummary:
     eval_microbatch_size: int | None
     train_loss: float
     stop_reason: str | None = None
+    loss_average_is: str = "unchecked"
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     eval_metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class FitSummary:
             "tokens": _count(self.tokens),
             "global batch (average)": str(self.global_batch),
             "train loss (last batch)": describe_number(self.train_loss),
+            "average of the loss": _SURE.get(self.loss_average_is, self.loss_average_is),
             **{
                 f"train {name} ({'last' if self.epochs else 'part of an'} epoch)": describe_number(
                     value
@@ -101,6 +104,15 @@ class FitSummary:
         return "\n".join([*lines, final])
 
 
+_SURE = {
+    "declared": "as declared",
+    "read": "read off the loss or the model",
+    "checked": "assumed to be over samples, checked on a few rows",
+    "unchecked": "assumed to be over samples, not checked",
+    "wrong": "wrong: see the warning",
+}
+
+
 def _count(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}"
 
@@ -111,6 +123,7 @@ def summarize(
     stop_reason: str | None,
     peak_memory_bytes: int | None,
     num_devices: int = 1,
+    loss_average_is: str = "unchecked",
 ) -> FitSummary:
     """Gather what the loop wrote down."""
     cut = state.train.cut
@@ -135,6 +148,7 @@ def summarize(
         batch_size=cut.num_rows,
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,
+        loss_average_is=loss_average_is,
         stop_reason=stop_reason,
         train_metrics=state.train.metrics,
         eval_metrics=state.eval.metrics,

@@ -11,14 +11,15 @@ import torch
 from automicro.errors import AutomicroError
 from automicro.forward import Convention, choose_convention
 from automicro.oom import Failure, classify
+from automicro.probe.averages import Candidate, candidates, expression
+from automicro.probe.causes import Rows, fitting_candidate
+from automicro.probe.measured import relative_errors
 from automicro.verification import findings
-from automicro.verification.averages import Candidate, candidates, expression, named
-from automicro.verification.compare import relative_errors
 from automicro.verification.culprits import modules_across_rows
 from automicro.verification.laboratory import Conditions, Laboratory
 from automicro.verification.observe import Observation
 from automicro.verification.report import Finding
-from automicro.verification.rows import Rows, choose_rows, labels, measure_rows, weights_by
+from automicro.verification.rows import choose, labels, measure, weights_in
 from automicro.weighting import Average, read_average
 
 
@@ -135,8 +136,7 @@ class Diagnosing:
     def _search(self, still: Conditions) -> tuple[Candidate | None, list[Finding]]:
         """Another average that is exact, or else what kind of loss it is."""
         name = self._laboratory.subject.loss_name
-        indices = choose_rows(self._laboratory, self._convention)
-        rows = measure_rows(self._laboratory, still, indices)
+        rows = measure(self._laboratory, still, sorted(choose(self._laboratory).rows))
         if isinstance(rows, str):
             return None, [findings.fails_on_fewer_rows(name, 1, rows)]
         found = self._fitting_candidate(still, rows)
@@ -155,29 +155,18 @@ class Diagnosing:
         return findings.loss_average(found, described, before, after)
 
     def _fitting_candidate(self, still: Conditions, rows: Rows) -> Candidate | None:
-        batch = self._laboratory.batch()
-        tried = list(candidates(batch, self._convention))
-        weights: dict[str, list[float]] = {}
-        for each in tried:
-            found = weights_by(self._averages(each.value)[""], self._laboratory, rows)
-            if found is None:
-                continue
-            weights[each.code] = found
-            if rows.error_of(found) <= self._tolerance and self._is_exact(still, each):
-                return each
-        choice = {}
-        for name in rows.together.losses:
-            fitting = [
-                each
-                for each in tried
-                if each.code in weights
-                and rows.error_of(weights[each.code], name) <= self._tolerance
-            ]
-            if not fitting:
-                return None
-            choice[name] = fitting[0]
-        together = named(choice)
-        return together if choice and self._is_exact(still, together) else None
+        tried = list(candidates(self._laboratory.batch(), self._convention))
+
+        def weights_of(candidate: Candidate) -> list[float] | None:
+            return weights_in(self._averages(candidate.value)[""], self._laboratory, rows)
+
+        return fitting_candidate(
+            rows,
+            tried,
+            weights_of,
+            self._tolerance,
+            accepts=lambda candidate: self._is_exact(still, candidate),
+        )
 
     def _is_exact(self, still: Conditions, candidate: Candidate) -> bool:
         return self._error(still.but(loss_average=candidate.value)) <= self._tolerance
@@ -255,7 +244,7 @@ class Diagnosing:
         return Diagnosis(causes=[*causes, *suspects])
 
     def _modules_across_rows(self, still: Conditions) -> list[str]:
-        indices = choose_rows(self._laboratory, self._convention)
+        indices = sorted(choose(self._laboratory).rows)
         try:
             return modules_across_rows(self._laboratory, still, indices, self._tolerance)
         except AutomicroError:

@@ -8,9 +8,9 @@ from automicro.batchnorm import needs_two_rows
 from automicro.errors import BatchError, LossError, RollbackError
 from automicro.forward import choose_convention
 from automicro.oom import Failure, classify
+from automicro.probe.measured import loss_error, relative_errors
 from automicro.slicing import balanced_sizes
 from automicro.verification import findings
-from automicro.verification.compare import loss_error, relative_errors
 from automicro.verification.diagnose import Diagnosing, Diagnosis
 from automicro.verification.laboratory import Conditions, Laboratory
 from automicro.verification.observe import Observation
@@ -22,8 +22,8 @@ from automicro.verification.report import (
     Finding,
     VerifyReport,
 )
-from automicro.verification.rows import telling
-from automicro.weighting import Average
+from automicro.verification.rows import can_tell
+from automicro.weighting import Average, is_declared
 
 _MAX_MICROBATCHES = 32
 _ONE = "BatchNorm needs two values per channel"
@@ -143,7 +143,16 @@ class Examination:
         convention = choose_convention(
             subject.model, forward=subject.forward, loss_fn=subject.loss_fn
         )
-        return telling(self.laboratory, convention).can_tell
+        return can_tell(self.laboratory, convention)
+
+    def _sureness(self, status: str, loss_average: str) -> str:
+        if status == NOT_EXACT and loss_average:
+            return "wrong"
+        if is_declared(self.conditions.loss_average):
+            return "declared"
+        if all(average.is_known for average in self.averages.values()):
+            return "read"
+        return "checked" if status == EXACT and self._can_tell() else "unchecked"
 
     def _with_failure(self, diagnosis: Diagnosis, broken: Comparison) -> Diagnosis:
         """A diagnosis of the sizes that ran, and that another one fails."""
@@ -221,6 +230,7 @@ class Examination:
             status=status,
             verdict=verdict,
             loss_average=loss_average,
+            loss_average_is=self._sureness(status, loss_average),
             causes=tuple(causes),
             notes=tuple(notes),
             comparisons=tuple(comparisons),

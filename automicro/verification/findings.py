@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from automicro.verification.averages import Candidate
+from automicro.probe.averages import Candidate
 from automicro.verification.observe import Observation
 from automicro.verification.report import Finding
 from automicro.verification.state import describe

@@ -17,6 +17,9 @@ from automicro.checks import check_loss
 from automicro.forward import choose_convention
 from automicro.microbatcher import Microbatcher
 from automicro.model_modes import is_lazy
+from automicro.probe.measured import Measured
+from automicro.probe.silence import Silence
+from automicro.probe.surroundings import Surroundings
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.transaction import (
     BufferMemory,
@@ -26,9 +29,7 @@ from automicro.transaction import (
     RandomState,
     Transaction,
 )
-from automicro.verification.compare import Measured
-from automicro.verification.restore import Attributes, OwnGenerators
-from automicro.verification.silence import Silence
+from automicro.verification.restore import OwnGenerators
 from automicro.verification.state import named_modules, own_generators
 from automicro.verification.subject import Subject, cast
 
@@ -211,7 +212,7 @@ class Laboratory:
         return [
             Gradients(p for module in modules for p in module.parameters(recurse=False)),
             Buffers(BufferMemory(modules)),
-            Attributes(modules),
+            Surroundings(modules),
             OwnGenerators([each for _, each in own_generators(self.subject.roots)]),
         ]
 

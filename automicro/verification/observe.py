@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from automicro.batchnorm import batchnorm_buffers, find_batchnorm
+from automicro.probe.measured import Measured
+from automicro.probe.surroundings import foreign_states
 from automicro.slicing import tensor_leaves
 from automicro.transaction import BufferMemory, Buffers
-from automicro.verification.compare import Measured
 from automicro.verification.laboratory import Conditions, Laboratory, Stage
 from automicro.verification.state import (
     Frozen,
     changed_attributes,
     describe,
-    foreign_states,
     freeze_attributes,
     own_generators,
 )

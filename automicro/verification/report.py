@@ -64,6 +64,7 @@ class VerifyReport:
         status: ``"exact"`` as configured, ``"not exact"``, or ``"cannot be verified"``.
         verdict: the same in a line that says what to do.
         loss_average: where another one would be exact, what to write; else empty.
+        loss_average_is: how sure it is what the loss averages over, as in `StepResult`.
         causes: why it is not exact, or cannot be verified.
         notes: what is worth knowing and changes no gradient.
         comparisons: one per size.
@@ -77,6 +78,7 @@ class VerifyReport:
     status: str
     verdict: str
     loss_average: str = ""
+    loss_average_is: str = "unchecked"
     causes: Sequence[Finding] = ()
     notes: Sequence[Finding] = ()
     comparisons: Sequence[Comparison] = ()
@@ -125,7 +127,8 @@ class VerifyReport:
             lines += [
                 "",
                 f"{self.num_rows} rows, compared in {self.dtype} (rounding: up to "
-                f"{self.tolerance:.0e}), {self.method}.",
+                f"{self.tolerance:.0e}), {self.method}. The average of the loss: "
+                f"{self.loss_average_is}.",
             ]
         return "\n".join(lines)
 

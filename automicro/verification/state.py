@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.content import same_content
+from automicro.probe.surroundings import OF_EVERY_MODULE, is_generator
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -58,12 +58,6 @@ class Frozen:
             yield path
 
 
-def is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers of its own."""
-    kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-    return isinstance(value, kinds)
-
-
 def freeze_attributes(roots: Mapping[str, nn.Module]) -> dict[tuple[str, str], Frozen]:
     """The plain attributes of all modules, by the module's name and the attribute's."""
     return {
@@ -98,11 +92,6 @@ def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modu
 def describe(owner: str, name: str) -> str:
     """An attribute's path."""
     return f"{owner}.{name}".lstrip(".")
-
-
-def foreign_states() -> tuple[Any, Any]:
-    """What Python's and numpy's generators are at, to be compared."""
-    return random.getstate(), repr(np.random.get_state())
 
 
 def own_generators(roots: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:

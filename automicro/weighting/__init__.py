@@ -12,7 +12,7 @@ lies on a device: reading those back would make the host wait for the device.
 
 from automicro.weighting.averages import IGNORED, Average, Counted, Samples, Sum, Tokens, Weight
 from automicro.weighting.means import LossMean
-from automicro.weighting.reading import LossAverage, read_average
+from automicro.weighting.reading import LossAverage, is_declared, read_average
 from automicro.weighting.weights import BatchWeights, CutBatch, add_up, microbatch_weights
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Tokens",
     "Weight",
     "add_up",
+    "is_declared",
     "microbatch_weights",
     "read_average",
 ]

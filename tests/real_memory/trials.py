@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from automicro import Fixed, Halving, OptimizerStepError
+from automicro import Fixed, Halving, OptimizerStepError, Policy
 from automicro.oom import is_out_of_memory
 from automicro.torture.states import differences, values
 from automicro.torture.subject import Run
@@ -56,8 +56,8 @@ class Laboratory:
     def shrink(self, scene: Scene, num_limits: int) -> Row:
         """Ever smaller budgets, from the peak of the whole batch to less than one row needs."""
         row = Row(str(scene))
-        most = self._reference(scene, scene.rows, None).most_bytes
-        least = int(0.9 * self._bytes_of_one_row(scene))
+        most = self._peak_bytes(scene, Halving(), looks=True)
+        least = int(0.9 * self._peak_bytes(scene, Fixed(1), looks=False))
         for index in range(num_limits):
             room = most - (most - least) * index // (num_limits - 1)
             disturb = functools.partial(self._leave_room, room)
@@ -79,11 +79,13 @@ class Laboratory:
     def _leave_room(self, num_bytes: int) -> None:
         self.allocator.limit(self.allocator.used_bytes + num_bytes)
 
-    def _bytes_of_one_row(self, scene: Scene) -> int:
-        """The peak at size one, without the probe, which takes several rows at once."""
+    def _peak_bytes(self, scene: Scene, policy: Policy, *, looks: bool) -> int:
+        """The peak at these sizes; the probe's look takes several rows at once."""
         run = prepare(scene, None)
-        run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(1)
-        run.microbatcher._work._prober = None
+        run.microbatcher._train.policy = run.microbatcher._eval.policy = policy
+        if not looks:
+            prober = run.microbatcher._prober
+            prober._train.is_done = prober._eval.is_done = True
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()
         call(scene, run)

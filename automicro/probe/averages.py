@@ -32,7 +32,9 @@ def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     """What to try for this batch, the likeliest first."""
     yield Candidate(code="'samples'", value="samples", kind="a mean over samples")
     yield Candidate(code="'none'", value="none", kind="a sum")
-    yield Candidate(code="'tokens'", value="tokens", kind="a mean over tokens")
+    yield Candidate(
+        code="'tokens'", value="tokens", kind="a mean over the targets that are not ignored"
+    )
     yield from _target_counts(batch, convention)
     for path, leaf in tensor_leaves(batch):
         yield from _leaf_counts(batch, path, leaf)
@@ -59,7 +61,7 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
         yield Candidate(
             code=f"lambda batch: ({where}[..., 1:] != {IGNORED}).sum()",
             value=lambda part: (convention.targets(part)[..., 1:] != IGNORED).sum(),
-            kind="a mean over tokens, the first of each row left out",
+            kind="a mean over the targets that are not ignored, the labels shifted by one",
         )
     for ignored in _OTHER_IGNORED:
         if bool((targets == ignored).any()):
@@ -83,13 +85,13 @@ def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
         yield Candidate(
             code=f"lambda batch: {where}.sum()",
             value=lambda part: dict(tensor_leaves(part))[path].sum(),
-            kind=f"a mean weighted by {path}",
+            kind=f"a mean weighted by {path!r}",
         )
     if not leaf.is_floating_point():
         yield Candidate(
             code=f"lambda batch: ({where} != 0).sum()",
             value=lambda part: (dict(tensor_leaves(part))[path] != 0).sum(),
-            kind=f"a mean over what is not zero in {path}",
+            kind=f"a mean over what is not zero in {path!r}",
         )
 
 
