@@ -1,31 +1,43 @@
 """Keeping the batch as it was, although a model may write into its input.
 
-A retry must see what the first attempt saw. Where microbatches would be views of the batch, they
-are copied until one committed attempt has shown by content that the model leaves its input alone;
-after that tensor versions are watched.
+A retry must see what the first attempt saw. What a forward gets is never the batch itself:
+
+- containers are new ones, and arrays copies, for every microbatch (see `on_device`);
+- tensors are other tensors on the same memory, so that only their values can be written to. Where
+  microbatches are views of the batch, they are copied until one committed attempt has shown by
+  content that the model leaves its input alone; after that tensor versions are watched;
+- objects that nothing tells how to open keep their identity: their attributes are put back, and
+  the versions of the tensors in them are watched.
 """
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from automicro.content import same_content
 from automicro.errors import RollbackError
 from automicro.memory import active_budget
+from automicro.slicing import Contents, state_of
 from automicro.torch_private import version_of
 
 logger = logging.getLogger(__name__)
 
 
-def cost_of_row(tensors: Sequence[Tensor], num_rows: int) -> float:
+def cost_of_row(contents: Contents, num_rows: int) -> float:
     """Elements of one row of a batch, on average; what its activations grow with.
 
-    >>> cost_of_row([torch.zeros(4, 10), torch.zeros(4)], 4)
+    Characters of a text are elements, too. A batch of which nothing is known costs 1 a row.
+
+    >>> cost_of_row(Contents([torch.zeros(4, 10), torch.zeros(4)]), 4)
     11.0
+    >>> cost_of_row(Contents(["four", "text", "rows", ""]), 4), cost_of_row(Contents([""]), 1)
+    (3.0, 1.0)
     """
-    return sum(tensor.numel() for tensor in tensors) / num_rows
+    return contents.num_elements / num_rows or 1.0
 
 
 class InputGuard:
@@ -34,26 +46,32 @@ class InputGuard:
     def __init__(self) -> None:
         self.writes: bool | None = None  # None: not known yet
 
-    def watch(self, leaves: Sequence[Tensor], device: torch.device) -> "InputWatch":
-        """Guard one batch with these tensors, for a model on this device."""
-        return InputWatch(self, leaves, device)
+    def watch(self, batches: Sequence[Contents], device: torch.device) -> "InputWatch":
+        """Guard the batches of one step, for a model on this device."""
+        return InputWatch(self, batches, device)
 
 
 class InputWatch:
-    """One batch, guarded. A part of the transaction.
+    """The batches of one step, guarded. A part of the transaction.
 
     Attributes:
         isolate: whether microbatches must be copies of the batch.
     """
 
-    def __init__(self, guard: InputGuard, leaves: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, guard: InputGuard, batches: Sequence[Contents], device: torch.device
+    ) -> None:
         self._guard = guard
-        self._leaves = leaves
+        self._leaves = [leaf for batch in batches for leaf in batch.tensors]
+        self._inner = [leaf for batch in batches for leaf in batch.inner_tensors]
+        self._objects = [each for batch in batches for each in batch.objects]
+        self._states: list[ObjectState] = []
         self._versions: list[int] = []
+        self._inner_versions: list[int] = []
         self._wrote = False
         # A budget models the copy to its device, so there nothing aliases the batch.
-        aliases = active_budget() is None and any(leaf.device == device for leaf in leaves)
-        unwatchable = any(leaf.is_inference() for leaf in leaves)
+        aliases = active_budget() is None and any(leaf.device == device for leaf in self._leaves)
+        unwatchable = any(leaf.is_inference() for leaf in self._leaves)
         self.isolate = aliases and (guard.writes is not False or unwatchable)
 
     @property
@@ -72,11 +90,15 @@ class InputWatch:
 
     def begin(self) -> None:
         self._versions = self._current_versions()
+        if self._objects:
+            self._states = [ObjectState(each) for each in self._objects]
+            self._inner_versions = _versions_of(self._inner)
 
     def prepare(self) -> None:
         """Nothing here can fail."""
 
     def commit(self) -> None:
+        self._states = []
         if self.compares:
             self._guard.writes = self._wrote
             if self._wrote:
@@ -87,6 +109,14 @@ class InputWatch:
 
     def roll_back(self) -> None:
         self._wrote = False
+        for state in self._states:
+            state.put_back()
+        if self._inner_versions and _versions_of(self._inner) != self._inner_versions:
+            raise RollbackError(
+                "the model wrote into a tensor that lies in an object of the batch "
+                f"({type(self._objects[0]).__name__}), so this batch cannot be tried again; clone "
+                "the tensor in the forward before changing it, or use register_batch_type"
+            )
         if self._versions and self._current_versions() != self._versions:
             self._guard.writes = True
             raise RollbackError(
@@ -95,4 +125,40 @@ class InputWatch:
             )
 
     def _current_versions(self) -> list[int]:
-        return [] if self.isolate else [version_of(leaf) for leaf in self._leaves]
+        return [] if self.isolate else _versions_of(self._leaves)
+
+
+class ObjectState:
+    """The attributes of an object that nothing tells how to open, to be put back."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._attributes = state_of(value)
+        self._contents = [
+            (part, part.copy())
+            for part in self._attributes.values()
+            if isinstance(part, dict | list | np.ndarray)
+        ]
+
+    def put_back(self) -> None:
+        """Let the object have the attributes that it had, and these what they held."""
+        now = state_of(self._value)
+        for name, value in self._attributes.items():
+            if name not in now or now[name] is not value:
+                object.__setattr__(self._value, name, value)
+        for name in now.keys() - self._attributes.keys():
+            object.__delattr__(self._value, name)
+        for part, earlier in self._contents:
+            if isinstance(part, np.ndarray):
+                if part.flags.writeable:
+                    part[...] = earlier
+            else:
+                part.clear()
+                if isinstance(part, dict):
+                    part.update(earlier)
+                else:
+                    part.extend(earlier)
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [version_of(tensor) for tensor in tensors]

@@ -19,7 +19,7 @@ class Column:
         self._first: list[int] = []
         self._sums: list[float] = []
         self.is_all_ones = False
-        if any(row.is_sparse or row.is_complex() for row in rows):
+        if any(row.layout is not torch.strided or row.is_complex() for row in rows):
             return
         self._zeros = _read([(row == 0).sum() for row in rows])
         is_floating = rows[0].is_floating_point()

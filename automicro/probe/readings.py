@@ -87,7 +87,13 @@ def _target_counts(tokens: Tokens, pair: tuple[Any, Any]) -> tuple[float, float]
 
 
 def _may_weigh(leaf: Tensor | None) -> bool:
-    if leaf is None or leaf.is_sparse or leaf.is_nested or leaf.is_complex() or leaf.dim() == 0:
+    if (
+        leaf is None
+        or leaf.layout is not torch.strided
+        or leaf.is_nested
+        or leaf.is_complex()
+        or leaf.dim() == 0
+    ):
         return False
     return not bool((leaf < 0).any())
 

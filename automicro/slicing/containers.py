@@ -34,9 +34,20 @@ def open_container(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         return keys, [value[key] for key in keys]
     if isinstance(value, tuple | list):
         return getattr(type(value), "_fields", range(len(value))), value
-    # A field with init=False may not have been set.
-    keys = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    keys = _field_names(value)
     return keys, [getattr(value, key) for key in keys]
+
+
+def _field_names(value: Any) -> list[str]:
+    """The fields of a dataclass, an attrs class or a namespace that are set."""
+    if dataclasses.is_dataclass(value):
+        fields: Sequence[Any] = dataclasses.fields(value)
+    else:
+        fields = getattr(type(value), "__attrs_attrs__", ())
+        if not fields:
+            return list(vars(value))
+    # A field with init=False may not have been set.
+    return [field.name for field in fields if hasattr(value, field.name)]
 
 
 def builder(value: Any, keys: Sequence[Any]) -> Builder:

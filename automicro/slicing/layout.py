@@ -50,6 +50,8 @@ class BatchLayout:
         self._dim, self._declared = _parse(batch_layout)
         self._decisions: Decisions = {}
         self._matched: set[str] = set()
+        self.holds_rows = False
+        """Whether the batch that was read last is itself a list of rows, not of parts."""
 
     def num_rows(self, batch: Any) -> int:
         """The number of rows of `batch`.
@@ -140,6 +142,7 @@ class BatchLayout:
         shown: Decisions = {}
         decide(root, counts[0], decisions, shown)
         self._decisions.update(shown)
+        self.holds_rows = decisions.get("") == "items"
         return root, counts[0], decisions
 
     def _check_declared(self, batch: Any, found: set[str]) -> None:

@@ -15,6 +15,9 @@ from automicro.slicing.containers import join_path, open_container
 from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
 from automicro.slicing.nodes import ANY, Node, agreement, or_shared, subject, where
 from automicro.slicing.ragged import packed_num_rows
+from automicro.slicing.unknown import refuse_iterators, unknown_type
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
 class Reader:
@@ -68,10 +71,10 @@ class Reader:
     def _read_tensor(self, value: torch.Tensor, path: str, dim: int) -> Node:
         if value.is_nested:
             return Node(value, Kind.TENSOR, path, frozenset({value.size(0)}))
-        if value.layout is not torch.strided and value.layout is not torch.sparse_coo:
+        if value.layout not in _LAYOUTS:
             raise BatchError(
                 f"{subject(path)} is a tensor of layout {value.layout}, which cannot be cut into "
-                "rows. Convert it to a dense or sparse COO tensor, or wrap it in a class known to "
+                "rows. Convert it to a dense, COO or CSR tensor, or wrap it in a class known to "
                 f"register_batch_type{or_shared(path)}."
             )
         shape = value.shape
@@ -89,12 +92,14 @@ class Reader:
         if kind is Kind.REGISTERED:
             batch_type = batch_type_of(type(value))
             assert batch_type is not None
+            if dim and batch_type.has_dimensions:
+                raise BatchError(
+                    f"{subject(path)} is a {type(value).__name__}, whose rows are dimension 0 of "
+                    f"its batch_size, and batch_layout says dimension {dim}. Transpose it, or "
+                    f"declare batch_layout={{'': {dim}, {path!r}: 0}}."
+                )
             return Node(value, kind, path, frozenset({batch_type.num_rows(value)}))
-        name = type(value).__name__
-        raise BatchError(
-            f"{subject(path)} is of type {name}, and how to cut that into rows is not known. Use "
-            f"register_batch_type({name}, ...){or_shared(path)}."
-        )
+        raise unknown_type(value, path)
 
     def _read_children(self, node: Node) -> None:
         keys, values = open_container(node.value)
@@ -115,6 +120,8 @@ class Reader:
             node.is_open = not must_hold_rows(value, is_root=not path)
             reading = self._earlier.get(path) if node.is_open else "items"
         node.may_be_items = reading == "items" or (reading is None and node.is_open)
+        if node.may_be_items:
+            refuse_iterators(value, path)
         if reading == "items":
             node.counts = frozenset({len(value)})
             return node

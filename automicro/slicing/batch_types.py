@@ -1,0 +1,88 @@
+"""Batch types: how values of a class are counted, cut, joined and mapped; those of libraries."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from automicro.errors import BatchError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchType:
+    """How values of a registered type are counted, sliced, joined and mapped.
+
+    Attributes:
+        leaves: gives its tensors by path; without it those among its attributes.
+        has_dimensions: whether another dimension than 0 could be meant to hold its rows.
+    """
+
+    num_rows: Callable[[Any], int]
+    take: Callable[[Any, int, int], Any]
+    concat: Callable[[Sequence[Any]], Any] | None = None
+    map_tensors: Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None
+    leaves: Callable[[Any], Iterable[tuple[str, torch.Tensor]]] | None = None
+    has_dimensions: bool = False
+
+
+def batch_type_of_library(cls: type) -> BatchType | None:
+    """How values of another library's class are cut; None where it is not known.
+
+    By name, so that no library is imported for it.
+    """
+    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in cls.__mro__}
+    is_tensordict = "tensordict.TensorCollection" in names or hasattr(cls, "_is_tensorclass")
+    return _TENSORDICT if is_tensordict else None
+
+
+def _leaves(value: Any) -> list[tuple[str, torch.Tensor]]:
+    found = value.items(include_nested=True, leaves_only=True)
+    return [
+        (key if isinstance(key, str) else ".".join(key), leaf)
+        for key, leaf in found
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _num_rows(value: Any) -> int:
+    if value.batch_size:
+        rows: int = value.batch_size[0]
+        return rows
+    counts = {leaf.shape[0]: path for path, leaf in _leaves(value) if leaf.ndim}
+    if len(counts) != 1:
+        found = ", ".join(f"{path!r} has {count}" for count, path in counts.items()) or "no tensor"
+        raise BatchError(
+            f"A {type(value).__name__} without a batch_size has no one number of rows ({found}). "
+            "Give it batch_size=[rows]."
+        )
+    return next(iter(counts))
+
+
+def _take(value: Any, start: int, stop: int) -> Any:
+    if value.batch_size:
+        return value[start:stop]
+    return value.apply(lambda leaf: leaf[start:stop] if leaf.ndim else leaf)
+
+
+def _concat(values: Sequence[Any]) -> Any:
+    if values[0].batch_size:
+        return torch.cat(list(values), 0)
+    first, *others = values
+    return first.apply(lambda *leaves: torch.cat(leaves) if leaves[0].ndim else leaves[0], *others)
+
+
+def _map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    # A device of its own would move every new tensor back to it.
+    new = value.apply(fn, device=None)
+    return new if value.device is None else new.auto_device_()
+
+
+_TENSORDICT = BatchType(
+    num_rows=_num_rows,
+    take=_take,
+    concat=_concat,
+    map_tensors=_map_tensors,
+    leaves=_leaves,
+    has_dimensions=True,
+)
