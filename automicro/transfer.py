@@ -40,13 +40,24 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             yield from _prefetched(microbatches, device)
             return
 
+    copies: dict[Any, Tensor] = {}
+
     def moved(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            return tensor.clone() if isolate else alias(tensor)
-        return tensor.to(device, non_blocking=True)
+        if tensor.device != device:
+            return tensor.to(device, non_blocking=True)
+        if not isolate:
+            return alias(tensor)
+        # Inputs that are their own targets are written to as one, as they are without a copy.
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+            return tensor.clone()
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in copies:
+            copies[place] = tensor.clone()
+        return copies[place]
 
     for microbatch in microbatches:
         yield map_tensors(microbatch, moved if budget is None else budget.transfer, isolate=True)
+        copies.clear()
 
 
 def alias(tensor: Tensor) -> Tensor:

@@ -46,30 +46,14 @@ def _leaves(value: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _num_rows(value: Any) -> int:
-    if value.batch_size:
-        rows: int = value.batch_size[0]
-        return rows
-    counts = {leaf.shape[0]: path for path, leaf in _leaves(value) if leaf.ndim}
-    if len(counts) != 1:
-        found = ", ".join(f"{path!r} has {count}" for count, path in counts.items()) or "no tensor"
+    if not value.batch_size:
+        name = type(value).__name__
         raise BatchError(
-            f"A {type(value).__name__} without a batch_size has no one number of rows ({found}). "
-            "Give it batch_size=[rows]."
+            f"A {name} has no batch_size, so it is one row, or nothing tells how many it has. "
+            f"Make it with batch_size=[rows]."
         )
-    return next(iter(counts))
-
-
-def _take(value: Any, start: int, stop: int) -> Any:
-    if value.batch_size:
-        return value[start:stop]
-    return value.apply(lambda leaf: leaf[start:stop] if leaf.ndim else leaf)
-
-
-def _concat(values: Sequence[Any]) -> Any:
-    if values[0].batch_size:
-        return torch.cat(list(values), 0)
-    first, *others = values
-    return first.apply(lambda *leaves: torch.cat(leaves) if leaves[0].ndim else leaves[0], *others)
+    rows: int = value.batch_size[0]
+    return rows
 
 
 def _map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -80,8 +64,8 @@ def _map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 _TENSORDICT = BatchType(
     num_rows=_num_rows,
-    take=_take,
-    concat=_concat,
+    take=lambda value, start, stop: value[start:stop],
+    concat=lambda values: torch.cat(list(values), 0),
     map_tensors=_map_tensors,
     leaves=_leaves,
     has_dimensions=True,

@@ -30,6 +30,7 @@ class Reader:
         self._dim = dim
         self._earlier = earlier
         self.matched: set[str] = set()
+        self.called: list[Node] = []  # objects that can be called, and may hold data all the same
 
     def read(self, batch: Any) -> Node:
         """The batch as a node.
@@ -58,7 +59,10 @@ class Reader:
         if kind is Kind.TENSOR:
             return self._read_tensor(value, path, dim)
         if kind is Kind.SHARED:
-            return Node(value, kind, path, ANY)
+            node = Node(value, kind, path, ANY)
+            if callable(value) and not isinstance(value, type | torch.nn.Module):
+                self.called.append(node)
+            return node
         if kind in STRUCTURES:
             node = Node(value, kind, path, ANY, dim)
             self._read_children(node)
@@ -93,10 +97,10 @@ class Reader:
             batch_type = batch_type_of(type(value))
             assert batch_type is not None
             if dim and batch_type.has_dimensions:
+                own = f", or declare batch_layout={{'': {dim}, {path!r}: 0}}" if path else ""
                 raise BatchError(
                     f"{subject(path)} is a {type(value).__name__}, whose rows are dimension 0 of "
-                    f"its batch_size, and batch_layout says dimension {dim}. Transpose it, or "
-                    f"declare batch_layout={{'': {dim}, {path!r}: 0}}."
+                    f"its batch_size, and batch_layout says dimension {dim}. Transpose it{own}."
                 )
             return Node(value, kind, path, frozenset({batch_type.num_rows(value)}))
         raise unknown_type(value, path)
@@ -178,16 +182,20 @@ def must_hold_rows(value: Any, *, is_root: bool) -> bool:
 
 
 def look_alike(value: Any) -> bool:
-    """Whether a list holds three or more tensors that could be samples, by their equal shapes.
+    """Whether a list holds three or more values that could be samples, by their equal shapes.
 
     A pair is what torch's collate makes of inputs and targets; images of one size are not.
     """
     if not isinstance(value, list) or len(value) < 3:
         return False
     first, *others = value
-    if kind_of(type(first)) is not Kind.TENSOR or first.ndim < 2:
+    if kind_of(type(first)) not in (Kind.TENSOR, Kind.ARRAY, Kind.REGISTERED):
         return False
-    return all(_signature(v) == _signature(first) and v.shape == first.shape for v in others)
+    shape = getattr(first, "shape", None)
+    return all(
+        _signature(each) == _signature(first) and getattr(each, "shape", None) == shape
+        for each in others
+    )
 
 
 def may_hold_rows(value: Any) -> bool:

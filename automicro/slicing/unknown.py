@@ -4,6 +4,9 @@ import types
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+import numpy as np
+import torch
+
 from automicro.errors import BatchError
 from automicro.slicing.nodes import or_shared, subject
 
@@ -51,6 +54,22 @@ def refuse_iterators(rows: Sequence[Any], path: str) -> None:
             f"The rows of {path!r} are of type {type(rows[0]).__name__}, which can be read only "
             "once, and a retry reads them again. Make lists of them in the dataset."
         )
+
+
+def refuse_rows_in(value: Any, num_rows: int, path: str) -> None:
+    """Refuse to share an object that can be called, but holds rows all the same.
+
+    Raises:
+        BatchError: one of its attributes has as many rows as the batch.
+    """
+    for name, part in getattr(value, "__dict__", {}).items():
+        is_data = isinstance(part, torch.Tensor | np.ndarray) and part.ndim
+        if is_data and len(part) == num_rows > 1:
+            cls = type(value).__name__
+            raise BatchError(
+                f"{subject(path)} is of type {cls}, which can be called, and its {name!r} has "
+                f"{num_rows} rows, as many as the batch. Use {_registration(cls)}{or_shared(path)}."
+            )
 
 
 def _registration(name: str) -> str:
