@@ -18,11 +18,14 @@ def same_content(one: Tensor, other: Tensor) -> bool:
         >>> same_content(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
         True
     """
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+    if one.dtype != other.dtype or one.layout != other.layout or one.is_nested != other.is_nested:
+        return False
+    if not one.is_nested and one.shape != other.shape:  # ragged sizes are symbols
         return False
     one, other = one.detach(), other.detach().to(one.device)
     if one.is_nested or one.layout is not torch.strided:
-        return all(map(same_content, _dense_parts(one), _dense_parts(other)))
+        parts, others = _dense_parts(one), _dense_parts(other)
+        return len(parts) == len(others) and all(map(same_content, parts, others))
     same = one == other
     if one.is_floating_point() or one.is_complex():
         same |= (one != one) & (other != other)

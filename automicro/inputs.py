@@ -6,22 +6,20 @@ A retry must see what the first attempt saw. What a forward gets is never the ba
 - tensors are other tensors on the same memory, so that only their values can be written to. Where
   microbatches are views of the batch, they are copied until one committed attempt has shown by
   content that the model leaves its input alone; after that tensor versions are watched;
-- objects that nothing tells how to open keep their identity: their attributes are put back, and
-  the versions of the tensors in them are watched.
+- objects that nothing tells how to open are copied where a copy is as good; of others the tensors
+  in them are watched by their versions.
 """
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from automicro.content import same_content
 from automicro.errors import RollbackError
 from automicro.memory import active_budget
-from automicro.slicing import Contents, state_of
+from automicro.slicing import Contents
 from automicro.torch_private import version_of
 
 logger = logging.getLogger(__name__)
@@ -64,8 +62,6 @@ class InputWatch:
         self._guard = guard
         self._leaves = [leaf for batch in batches for leaf in batch.tensors]
         self._inner = [leaf for batch in batches for leaf in batch.inner_tensors]
-        self._objects = [each for batch in batches for each in batch.objects]
-        self._states: list[ObjectState] = []
         self._versions: list[int] = []
         self._inner_versions: list[int] = []
         self._wrote = False
@@ -90,15 +86,12 @@ class InputWatch:
 
     def begin(self) -> None:
         self._versions = self._current_versions()
-        if self._objects:
-            self._states = [ObjectState(each) for each in self._objects]
-            self._inner_versions = _versions_of(self._inner)
+        self._inner_versions = _versions_of(self._inner)
 
     def prepare(self) -> None:
         """Nothing here can fail."""
 
     def commit(self) -> None:
-        self._states = []
         if self.compares:
             self._guard.writes = self._wrote
             if self._wrote:
@@ -109,13 +102,11 @@ class InputWatch:
 
     def roll_back(self) -> None:
         self._wrote = False
-        for state in self._states:
-            state.put_back()
         if self._inner_versions and _versions_of(self._inner) != self._inner_versions:
             raise RollbackError(
                 "the model wrote into a tensor that lies in an object of the batch "
-                f"({type(self._objects[0]).__name__}), so this batch cannot be tried again; clone "
-                "the tensor in the forward before changing it, or use register_batch_type"
+                "that cannot be opened, so this batch cannot be tried again; clone the tensor in "
+                "the forward before changing it, or use register_batch_type"
             )
         if self._versions and self._current_versions() != self._versions:
             self._guard.writes = True
@@ -126,38 +117,6 @@ class InputWatch:
 
     def _current_versions(self) -> list[int]:
         return [] if self.isolate else _versions_of(self._leaves)
-
-
-class ObjectState:
-    """The attributes of an object that nothing tells how to open, to be put back."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._attributes = state_of(value)
-        self._contents = [
-            (part, part.copy())
-            for part in self._attributes.values()
-            if isinstance(part, dict | list | np.ndarray)
-        ]
-
-    def put_back(self) -> None:
-        """Let the object have the attributes that it had, and these what they held."""
-        now = state_of(self._value)
-        for name, value in self._attributes.items():
-            if name not in now or now[name] is not value:
-                object.__setattr__(self._value, name, value)
-        for name in now.keys() - self._attributes.keys():
-            object.__delattr__(self._value, name)
-        for part, earlier in self._contents:
-            if isinstance(part, np.ndarray):
-                if part.flags.writeable:
-                    part[...] = earlier
-            else:
-                part.clear()
-                if isinstance(part, dict):
-                    part.update(earlier)
-                else:
-                    part.extend(earlier)
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -13,11 +13,12 @@
     sizes       balanced sizes
     tensors     every tensor of a batch
     contents    what a batch is made of: tensors, elements, objects
+    objects     values that nothing tells how to open
     unknown     what to say of a value that nothing tells how to cut
     joining     outputs of microbatches back into one
 """
 
-from automicro.slicing.contents import Contents, state_of
+from automicro.slicing.contents import Contents
 from automicro.slicing.joining import concat_rows
 from automicro.slicing.kinds import register_batch_type
 from automicro.slicing.layout import BatchLayout, num_rows, split_batch
@@ -37,6 +38,5 @@ __all__ = [
     "num_rows",
     "register_batch_type",
     "split_batch",
-    "state_of",
     "tensor_leaves",
 ]

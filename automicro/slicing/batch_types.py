@@ -37,6 +37,10 @@ def batch_type_of_library(cls: type) -> BatchType | None:
 
 
 def _leaves(value: Any) -> list[tuple[str, torch.Tensor]]:
+    stacked = getattr(value, "tensordicts", None)
+    if stacked is not None:  # a lazy stack makes new tensors whenever it is asked for some
+        parts = enumerate(stacked)
+        return [(f"{row}.{path}", leaf) for row, part in parts for path, leaf in _leaves(part)]
     found = value.items(include_nested=True, leaves_only=True)
     return [
         (key if isinstance(key, str) else ".".join(key), leaf)

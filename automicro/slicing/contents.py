@@ -9,6 +9,7 @@ import torch
 
 from automicro.slicing.containers import open_container
 from automicro.slicing.kinds import STRUCTURES, Kind, kind_of
+from automicro.slicing.objects import is_its_attributes, state_of
 from automicro.slicing.tensors import PLAIN, tensor_leaves
 
 _MOST_VALUES = 64
@@ -22,17 +23,16 @@ class Contents:
 
     Attributes:
         tensors: that can be reached by opening containers.
-        objects: of types that nothing tells how to open.
-        inner_tensors: that were found inside of those.
+        inner_tensors: inside of objects that nothing tells how to open, and that are not copied
+            with all that they hold.
         num_elements: of tensors and arrays, characters of texts, plain values; an object of which
             nothing is known counts as one.
     """
 
-    __slots__ = ("inner_tensors", "num_elements", "objects", "tensors")
+    __slots__ = ("inner_tensors", "num_elements", "tensors")
 
     def __init__(self, batch: Any) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.objects: list[Any] = []
         self.inner_tensors: list[torch.Tensor] = []
         self.num_elements = 0
         self._look(batch)
@@ -73,32 +73,18 @@ class Contents:
                 self.num_elements += _num_elements(tensor)
 
     def _look_inside(self, value: Any) -> None:
-        self.objects.append(value)
         found = 0
+        is_copied = is_its_attributes(type(value)) and not hasattr(type(value), "__copy__")
         for part in _values_inside(value):
             if isinstance(part, torch.Tensor):
-                self.inner_tensors.append(part)
+                if not is_copied:
+                    self.inner_tensors.append(part)
                 found += _num_elements(part)
             elif isinstance(part, np.ndarray):
                 found += part.size
             elif isinstance(part, str):
                 found += len(part)
         self.num_elements += found or _pixels(value) or 1
-
-
-def state_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, in its dictionary and in slots.
-
-    >>> state_of(types.SimpleNamespace(a=1))
-    {'a': 1}
-    """
-    state = dict(getattr(value, "__dict__", ()))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(value, name):
-                state[name] = getattr(value, name)
-    return state
 
 
 def _values_inside(value: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from automicro.slicing.containers import builder, join_path, open_container
 from automicro.slicing.cutting import like_subclass
 from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
+from automicro.slicing.objects import copy_object
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,7 +23,7 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
     """The same structure with `fn` applied to every tensor in it, shared ones too.
 
     Containers are new ones of the same type; what is not a tensor is handed on as it is. With
-    `isolate` arrays are copied, and so are objects that say how (``__copy__``).
+    `isolate` arrays are copied, and so are objects (see `copy_object`).
 
     >>> map_tensors({"x": torch.ones(2), "name": "a"}, lambda tensor: tensor + 1)
     {'x': tensor([2., 2.]), 'name': 'a'}
@@ -50,7 +51,7 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
         return _map_packed(batch, fn)
     if kind is Kind.REGISTERED:
         return _map_registered(batch, fn, isolate)
-    return copy.copy(batch) if isolate and hasattr(cls, "__copy__") else batch
+    return copy_object(batch) if isolate else batch
 
 
 def copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
