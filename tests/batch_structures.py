@@ -306,7 +306,7 @@ def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
         if value.is_nested:
             return [row.flatten().double() for row in value.unbind()]
         dense = value.to_dense() if value.layout is not torch.strided else value
-        return [dense.flatten().double()] if value.dim() or is_row else []
+        return [dense.flatten().double()] if value.dim() else []
     if isinstance(value, np.ndarray) and value.dtype != object:
         named = value.dtype.names
         columns = [value] if named is None else [value[name] for name in named]
@@ -323,10 +323,11 @@ def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
         return []
     elif isinstance(value, np.ndarray | list | tuple):
         parts = list(value)
-        is_row = isinstance(value, list | np.ndarray) or is_row
+        holds_tensors = any(isinstance(part, torch.Tensor) for part in parts)
+        is_row = is_row or (not isinstance(value, tuple) and not holds_tensors)
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-        if dataclasses.is_dataclass(value) or isinstance(value, Attrs):
+        if dataclasses.is_dataclass(value) or hasattr(value, "__attrs_attrs__"):
             names = getattr(type(value), "__match_args__", ())
             parts = [getattr(value, name) for name in names if hasattr(value, name)]
     return [number for part in parts for number in numbers_of(part, is_row=is_row)]

@@ -201,6 +201,8 @@ def look_alike(value: Any) -> bool:
 def may_hold_rows(value: Any) -> bool:
     """Whether the elements are alike enough to be rows: of one type, tensors of one dtype too."""
     elements = [element for element in value if element is not None]
+    if isinstance(value, tuple) and len({isinstance(e, str | bytes) for e in elements}) > 1:
+        return False  # a text and its label are a sample
     if len({_signature(element) for element in elements}) > 1:
         return {kind_of(type(v)) for v in elements} in ({Kind.UNKNOWN}, {Kind.SHARED})
     return not elements or are_samples(elements)
