@@ -331,7 +331,7 @@ def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() ->
     with pytest.raises(BatchError, match=r"DataBatch.*register_batch_type") as caught:
         num_rows(batch)
     code = str(caught.value).partition("Use ")[2].rstrip(".")
-    for text in (code, next(line for line in _recipes() if line.startswith("register_batch"))):
+    for text in (code, next(line for line in _recipes() if "register_batch_type(" in line)):
         names = {"copy": copy, "torch_geometric": torch_geometric}
         exec(text, {**names, "register_batch_type": register_batch_type})
 
@@ -346,7 +346,7 @@ def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() ->
 
 def _recipes() -> list[str]:
     text = (Path(__file__).parent.parent / "docs" / "batches.md").read_text(encoding="utf-8")
-    blocks = text.split("```python\n")[1:]
+    blocks = text.split("```py\n")[1:]
     return [block.partition("```")[0] for block in blocks]
 
 
