@@ -123,6 +123,13 @@ class Text:
         self.text = text
 
 
+class Both(tuple):
+    """A tuple that is not made of a sequence."""
+
+    def __new__(cls, first: Any, second: Any) -> "Both":
+        return super().__new__(cls, (first, second))
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -226,6 +233,7 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "packed": lambda: {"seq": pack_sequence(sequences(), enforce_sorted=False), "y": y()},
     "packed sorted": lambda: pack_sequence(sequences(range(ROWS + 1, 1, -1))),
     "jagged": lambda: (jagged(), y()),
+    "own tuple": lambda: Both(x(), y()),
     "texts and labels": lambda: {"text": list("abcdefgh"), "label": list(range(ROWS))},
     "texts and a tensor": lambda: (list("abcdefgh"), y()),
     "samples as dicts of texts": lambda: [{"text": t, "label": 1} for t in "abcdefgh"],
