@@ -60,13 +60,14 @@ def accumulate_gradients(
         tell = None if narrator is None else narrator.microbatch(index, microbatch)
         if tell is not None:
             tell("microbatch_start")
+        used = passes.tensors(microbatch) if watch.compares else ()
         if is_alone:
             losses.append(passes.train(microbatch, weights, index, metrics, tell))
         else:
             with ranks.microbatch(index, weightless=weights.is_nothing(index)):
                 losses.append(passes.train(microbatch, weights, index, metrics, tell))
         if watch.compares:
-            watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
+            watch.compare(passes.tensors(microbatches[index]), used)
         if tell is not None:
             tell("microbatch_end")
     passes.warn_of_nothing(weights)
@@ -109,6 +110,7 @@ def accumulate_outputs(
         tell = None if narrator is None else narrator.microbatch(index, microbatch)
         if tell is not None:
             tell("microbatch_start")
+        used = passes.tensors(microbatch) if watch.compares else ()
         with ranks.microbatch(index):
             output = run(microbatch, metrics, tell)
         if output.loss is not None:
@@ -117,7 +119,7 @@ def accumulate_outputs(
                 weights.apply(index, output.loss, output.losses, has_total=output.has_total)
             )
         if watch.compares:
-            watch.compare(passes.tensors(microbatches[index]), passes.tensors(microbatch))
+            watch.compare(passes.tensors(microbatches[index]), used)
         if keep_outputs:
             outputs.append(passes.bring_home(outputs_with_rows(output.outputs), home))
         del output  # before the next forward

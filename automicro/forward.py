@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError
+from automicro.slicing import must_hold_rows
 
 TARGET_KEYS = ("labels", "label", "targets", "target")
 HOW_TO_GIVE_A_LOSS = (
@@ -48,6 +49,7 @@ class Convention(Protocol):
     """One way from a microbatch to a loss, outputs, targets and metrics."""
 
     computes_loss_in_model: bool
+    needs_pairs: bool
 
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
@@ -60,8 +62,11 @@ class Convention(Protocol):
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         """Forward for evaluation; the loss may be missing."""
 
-    def predict(self, model: nn.Module, microbatch: Any) -> Any:
-        """The model's outputs alone; the batch need not have targets."""
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        """The model's outputs alone; the batch need not have targets.
+
+        ``holds_rows`` says that the batch is a list of rows, be they two.
+        """
 
     def targets(self, batch: Any) -> Any:
         """The targets in a batch, for counting and for metrics."""
@@ -108,6 +113,7 @@ class _OwnForward:
     """The caller's ``forward(model, microbatch)``."""
 
     computes_loss_in_model = False
+    needs_pairs = False
 
     def __init__(self, forward: Callable[[Any, Any], Any]) -> None:
         self._forward = forward
@@ -123,7 +129,7 @@ class _OwnForward:
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return self.train(model, microbatch)
 
-    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         outputs = self.train(model, microbatch).outputs
         if outputs is None:
             raise LossError(
@@ -148,6 +154,7 @@ class _LossFunction:
     """``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``."""
 
     computes_loss_in_model = False
+    needs_pairs = True
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
@@ -167,9 +174,10 @@ class _LossFunction:
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return self.train(model, microbatch)
 
-    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         # A data set of inputs alone gives lists of one part, with targets pairs.
-        has_parts = isinstance(microbatch, tuple | list) and len(microbatch) in (1, 2)
+        is_short = isinstance(microbatch, tuple | list) and len(microbatch) in (1, 2)
+        has_parts = is_short and not holds_rows
         return _call(model, microbatch[0] if has_parts else microbatch)
 
     def targets(self, batch: Any) -> Any:
@@ -183,6 +191,7 @@ class _ComposerModel:
     """A model with Composer's ``loss`` and ``eval_forward``."""
 
     computes_loss_in_model = False
+    needs_pairs = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -199,7 +208,7 @@ class _ComposerModel:
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return Output(None, {}, self.predict(model, microbatch))
 
-    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         return self._model.eval_forward(microbatch)
 
     def targets(self, batch: Any) -> Any:
@@ -216,6 +225,7 @@ class _KeywordModel:
     """``model(**batch)`` whose output holds ``loss`` (Hugging Face's convention)."""
 
     computes_loss_in_model = True
+    needs_pairs = False
 
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
@@ -245,7 +255,7 @@ class _KeywordModel:
             return Output(outputs.get("loss"), {}, outputs)
         return Output(getattr(outputs, "loss", None), {}, outputs)
 
-    def predict(self, model: nn.Module, microbatch: Any) -> Any:
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         return _call(model, microbatch)
 
     def targets(self, batch: Any) -> Any:
@@ -357,13 +367,17 @@ def _find_targets(batch: Any) -> Any:
         for key in TARGET_KEYS:
             if batch.get(key) is not None:
                 return batch[key]
-    elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+    elif _is_pair(batch) and not must_hold_rows(batch, is_root=True):  # and not two samples
         return batch[1]
     raise LossError(
         f"the targets cannot be found in {_named(batch)}; name them "
         f"{' or '.join(repr(key) for key in TARGET_KEYS[:3])} in a mapping, use a pair "
         "(inputs, targets), or pass loss_average=… (and update_metric=…) as a callable"
     )
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and len(batch) == 2
 
 
 def _predictions(outputs: Any) -> Any:

@@ -1,8 +1,13 @@
 """Keeping the batch as it was, although a model may write into its input.
 
-A retry must see what the first attempt saw. Where microbatches would be views of the batch, they
-are copied until one committed attempt has shown by content that the model leaves its input alone;
-after that tensor versions are watched.
+A retry must see what the first attempt saw. What a forward gets is never the batch itself:
+
+- containers are new ones, and arrays copies, for every microbatch (see `on_device`);
+- tensors are other tensors on the same memory, so that only their values can be written to. Where
+  microbatches are views of the batch, they are copied until one committed attempt has shown by
+  content that the model leaves its input alone; after that tensor versions are watched;
+- objects that nothing tells how to open are copied where a copy is as good; of others the tensors
+  in them are watched by their versions.
 """
 
 import logging
@@ -14,18 +19,23 @@ from torch import Tensor
 from automicro.content import same_content
 from automicro.errors import RollbackError
 from automicro.memory import active_budget
+from automicro.slicing import Contents
 from automicro.torch_private import version_of
 
 logger = logging.getLogger(__name__)
 
 
-def cost_of_row(tensors: Sequence[Tensor], num_rows: int) -> float:
+def cost_of_row(contents: Contents, num_rows: int) -> float:
     """Elements of one row of a batch, on average; what its activations grow with.
 
-    >>> cost_of_row([torch.zeros(4, 10), torch.zeros(4)], 4)
+    Characters of a text are elements, too. A batch of which nothing is known costs 1 a row.
+
+    >>> cost_of_row(Contents([torch.zeros(4, 10), torch.zeros(4)]), 4)
     11.0
+    >>> cost_of_row(Contents(["four", "text", "rows", ""]), 4), cost_of_row(Contents([""]), 1)
+    (3.0, 1.0)
     """
-    return sum(tensor.numel() for tensor in tensors) / num_rows
+    return contents.num_elements / num_rows or 1.0
 
 
 class InputGuard:
@@ -34,26 +44,30 @@ class InputGuard:
     def __init__(self) -> None:
         self.writes: bool | None = None  # None: not known yet
 
-    def watch(self, leaves: Sequence[Tensor], device: torch.device) -> "InputWatch":
-        """Guard one batch with these tensors, for a model on this device."""
-        return InputWatch(self, leaves, device)
+    def watch(self, batches: Sequence[Contents], device: torch.device) -> "InputWatch":
+        """Guard the batches of one step, for a model on this device."""
+        return InputWatch(self, batches, device)
 
 
 class InputWatch:
-    """One batch, guarded. A part of the transaction.
+    """The batches of one step, guarded. A part of the transaction.
 
     Attributes:
         isolate: whether microbatches must be copies of the batch.
     """
 
-    def __init__(self, guard: InputGuard, leaves: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, guard: InputGuard, batches: Sequence[Contents], device: torch.device
+    ) -> None:
         self._guard = guard
-        self._leaves = leaves
+        self._leaves = [leaf for batch in batches for leaf in batch.tensors]
+        self._inner = [leaf for batch in batches for leaf in batch.inner_tensors]
         self._versions: list[int] = []
+        self._inner_versions: list[int] = []
         self._wrote = False
         # A budget models the copy to its device, so there nothing aliases the batch.
-        aliases = active_budget() is None and any(leaf.device == device for leaf in leaves)
-        unwatchable = any(leaf.is_inference() for leaf in leaves)
+        aliases = active_budget() is None and any(leaf.device == device for leaf in self._leaves)
+        unwatchable = any(leaf.is_inference() for leaf in self._leaves)
         self.isolate = aliases and (guard.writes is not False or unwatchable)
 
     @property
@@ -72,6 +86,7 @@ class InputWatch:
 
     def begin(self) -> None:
         self._versions = self._current_versions()
+        self._inner_versions = _versions_of(self._inner)
 
     def prepare(self) -> None:
         """Nothing here can fail."""
@@ -87,6 +102,12 @@ class InputWatch:
 
     def roll_back(self) -> None:
         self._wrote = False
+        if self._inner_versions and _versions_of(self._inner) != self._inner_versions:
+            raise RollbackError(
+                "the model wrote into a tensor that lies in an object of the batch "
+                "that cannot be opened, so this batch cannot be tried again; clone the tensor in "
+                "the forward before changing it, or use register_batch_type"
+            )
         if self._versions and self._current_versions() != self._versions:
             self._guard.writes = True
             raise RollbackError(
@@ -95,4 +116,8 @@ class InputWatch:
             )
 
     def _current_versions(self) -> list[int]:
-        return [] if self.isolate else [version_of(leaf) for leaf in self._leaves]
+        return [] if self.isolate else _versions_of(self._leaves)
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [version_of(tensor) for tensor in tensors]

@@ -31,6 +31,7 @@ from automicro.inputs import cost_of_row
 from automicro.memory import OccupiedDevice
 from automicro.model_modes import evaluation_mode, is_lazy
 from automicro.observer import Observer
+from automicro.oom import once_more
 from automicro.optimization import OptimizerReservation
 from automicro.passes import Passes
 from automicro.policy import Policy
@@ -38,7 +39,7 @@ from automicro.probe import Probed, Prober
 from automicro.ranks import Agreement, Ranks, telling
 from automicro.results import EvalResult, StepResult, unevaluated, untrained
 from automicro.sharing import SharedLosses
-from automicro.slicing import BatchLayout
+from automicro.slicing import BatchLayout, Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
 from automicro.transaction import Gradients, Parameters
@@ -291,7 +292,8 @@ class Microbatcher:
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
                 self._ranks.settle()
-                rows = self._spare.rows_of(batches)
+                rows, contents = self._read(batches)
+                self._passes.check_form(batches, rows)
                 policy = self._split_guard.allowed_policy(self._train.policy)
                 could_split = self._split_guard.could_split(policy, rows)
                 denominators = {}
@@ -302,8 +304,7 @@ class Microbatcher:
                 if could_split and not self._prober.is_done and batches:
                     self._prober.look(batches[0], rows[0])
                 parameters = [p for module in self._modules for p in module.parameters()]
-                tensors = [self._passes.tensors(batch) for batch in batches]
-            watch = self._train.watch([each for batch in tensors for each in batch])
+            watch = self._train.watch(contents)
             buffers, narrator = self._train.buffers(), self._train.narrator()
             try:
                 finished = self._train.run(
@@ -325,7 +326,7 @@ class Microbatcher:
                     ],
                     batches=batches,
                     rows=rows,
-                    costs=list(map(cost_of_row, tensors, rows)),
+                    costs=list(map(cost_of_row, contents, rows)),
                     metrics=metrics,
                     measure_residents=lambda: self._memory.measure(
                         training=True, upcoming_bytes=self._reservation.upcoming_bytes
@@ -390,7 +391,9 @@ class Microbatcher:
             with telling(self._ranks):
                 self._ranks.settle()
                 batches = self._spare.given(batch)
-                rows = self._spare.rows_of(batches)
+                rows, contents = self._read(batches)
+                if not predicts:
+                    self._passes.check_form(batches, rows)
                 if self._ranks.is_alone and is_lazy(self._modules):
                     self._passes.materialize(batch)
                 if (
@@ -399,8 +402,7 @@ class Microbatcher:
                     and self._split_guard.could_split(self._eval.policy, rows)
                 ):
                     self._prober.look_at_evaluation(batches[0], rows[0])
-                tensors = [self._passes.tensors(batch) for batch in batches]
-            watch = self._eval.watch([each for batch in tensors for each in batch])
+            watch = self._eval.watch(contents)
             narrator = self._eval.narrator()
             finished = self._eval.run(
                 lambda plan: accumulate_outputs(
@@ -418,7 +420,7 @@ class Microbatcher:
                 [watch, self._eval.buffers()],
                 batches=batches,
                 rows=rows,
-                costs=list(map(cost_of_row, tensors, rows)),
+                costs=list(map(cost_of_row, contents, rows)),
                 metrics=metrics,
                 measure_residents=lambda: self._memory.measure(training=False),
                 narrator=narrator,
@@ -429,3 +431,11 @@ class Microbatcher:
             return unevaluated(stops=finished.stops)
         names = ("loss", "losses", "outputs", "denominators")
         return EvalResult(**dict(zip(names, finished.result, strict=True)), **finished.counts)
+
+    def _read(self, batches: Sequence[Any]) -> tuple[list[int], list[Contents]]:
+        """The rows of each batch, and what it is made of."""
+        return once_more(
+            lambda: (self._spare.rows_of(batches), list(map(Contents, batches))),
+            self._device,
+            doing="reading the structure of the batch",
+        )

@@ -10,14 +10,16 @@ import gc
 import logging
 import re
 import traceback
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from automicro.errors import AutomicroError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Failure(enum.Enum):
@@ -200,6 +202,49 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     # a cycle that only the collector frees. This path is rare, so its time does not matter.
     gc.collect()
     empty_cache(device)
+
+
+def once_more(work: Callable[[], T], device: torch.device | str | None, *, doing: str) -> T:
+    """Do what lies outside of attempts; where memory runs out, give some back and try once more.
+
+    Args:
+        work: can be done again.
+        device: to give memory back on.
+        doing: what it is, for the log and for the note on an error: "while …".
+
+    Raises:
+        BaseException: what the work raised; where memory ran out, the second time.
+
+    >>> once_more(lambda: 3, "cpu", doing="counting")
+    3
+    """
+    failure: BaseException | None = None
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if classify(error) is not Failure.RETRYABLE:
+            raise
+        failure = error
+    # Outside "except": inside it the traceback keeps what failed alive.
+    try:
+        logger.warning(
+            "out of memory while %s (%s): memory was given back, and it is tried once more",
+            doing,
+            first_line(failure),
+        )
+        release(failure, device)
+    finally:
+        failure = None  # it holds this frame: a cycle
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if classify(error) is Failure.RETRYABLE:
+            error.add_note(
+                f"automicro: memory ran out while {doing}, also after all that could be had was "
+                "given back. No smaller microbatch helps there; free memory, or hold the batch on "
+                "the host"
+            )
+        raise
 
 
 def empty_cache(device: torch.device | str) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from automicro.checks import check_loss
 from automicro.compilation import dynamic_rows, uncompiled
-from automicro.errors import LossAverageWarning, LossError
+from automicro.errors import BatchError, LossAverageWarning, LossError
 from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode
 from automicro.observer import Tell
+from automicro.oom import once_more
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.torch_private import compiler_is_used
@@ -73,6 +74,22 @@ class Passes:
         self._has_warned_of_nothing = False
         self._row_dims: dict[str, int] = {}
 
+    def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
+        """Refuse a list of rows where inputs and targets are looked for in a pair.
+
+        Of two rows each would be taken for one of them. Call it after the batches were read.
+
+        Raises:
+            BatchError: the last batch is a list of rows.
+        """
+        if self._convention.needs_pairs and self._layout.holds_rows:
+            raise BatchError(
+                f"with loss_fn a batch is a pair (inputs, targets), and this "
+                f"{type(batches[-1]).__name__} is read as {rows[-1]} rows, one in each element; "
+                "collate the rows into such a pair, declare batch_layout={'': 'fields'} if it is "
+                "one, or pass forward=… that takes (model, microbatch)"
+            )
+
     def cut(
         self,
         batches: Sequence[Any],
@@ -92,14 +109,15 @@ class Passes:
             if sizes_change and compiler_is_used():
                 for batch in batches:
                     self._row_dims |= self._layout.row_dims(batch)
-            return [
-                CutBatch(
-                    batch=batch,
-                    microbatches=self._layout.split(batch, sizes) if len(sizes) > 1 else [batch],
-                    sizes=sizes,
-                )
-                for batch, sizes in zip(batches, cuts, strict=True)
-            ]
+            return once_more(
+                lambda: [self._cut_one(*each) for each in zip(batches, cuts, strict=True)],
+                self._device,
+                doing="cutting the batch into microbatches",
+            )
+
+    def _cut_one(self, batch: Any, sizes: Sequence[int]) -> CutBatch:
+        microbatches = self._layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+        return CutBatch(batch=batch, microbatches=microbatches, sizes=sizes)
 
     def weights(
         self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None
@@ -262,7 +280,8 @@ class Passes:
         """Forward of one microbatch for its outputs alone."""
         if tell is not None:
             tell("forward_start")
-        outputs = self._forward(self._convention.predict, microbatch)
+        predict = functools.partial(self._convention.predict, holds_rows=self._layout.holds_rows)
+        outputs = self._forward(predict, microbatch)
         if tell is not None:
             tell("forward_end")
         return Output(None, {}, outputs)

@@ -21,6 +21,9 @@ def on_host() -> contextlib.AbstractContextManager[None]:
 def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: bool) -> Iterator[Any]:
     """Yield each microbatch on the device, no earlier than needed.
 
+    Containers are new ones, arrays copies, and tensors others than those of the batch, be it on
+    the same memory: what a forward takes out, replaces or marks stays in the batch as it was.
+
     From pinned host memory, the next microbatch's copy overlaps with the work on this one, on a
     side stream. A `MemoryBudget` on the CPU is a device of its own: there the copy is modelled.
 
@@ -31,27 +34,43 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             input does not write into the batch.
     """
     budget = active_budget() if device.type == "cpu" else None
-    if budget is None:
+    if device.type == "cuda":
         first = [tensor for _, tensor in tensor_leaves(microbatches[0])]
-        if not isolate and all(tensor.device == device for tensor in first):
-            yield from microbatches
-            return
-        if device.type == "cuda" and all(tensor.is_pinned() for tensor in first):
+        if first and all(tensor.is_pinned() for tensor in first):
             yield from _prefetched(microbatches, device)
             return
+
+    copies: dict[Any, Tensor] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device != device:
+            return tensor.to(device, non_blocking=True)
+        if not isolate:
+            return alias(tensor)
+        # Inputs that are their own targets are written to as one, as they are without a copy.
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+            return tensor.clone()
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in copies:
+            copies[place] = tensor.clone()
+        return copies[place]
+
     for microbatch in microbatches:
-        if budget is not None:
-            yield map_tensors(microbatch, budget.transfer)
-        elif isolate:
-            yield map_tensors(microbatch, lambda tensor: _moved_or_cloned(tensor, device))
-        else:
-            yield map_tensors(microbatch, lambda tensor: tensor.to(device, non_blocking=True))
+        yield map_tensors(microbatch, moved if budget is None else budget.transfer, isolate=True)
+        copies.clear()
 
 
-def _moved_or_cloned(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device == device:
-        return tensor.clone()
-    return tensor.to(device, non_blocking=True)
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor on the same memory; one that gathers a gradient is handed on as it is.
+
+    What is written to it is seen, also by the version of the first; what is asked of it
+    (``requires_grad_()``) or swapped (``.data``) is not.
+
+    >>> batch = torch.zeros(2)
+    >>> alias(batch).requires_grad_().requires_grad, batch.requires_grad
+    (True, False)
+    """
+    return tensor if tensor.requires_grad else tensor.detach()
 
 
 def _prefetched(microbatches: Sequence[Any], device: torch.device) -> Iterator[Any]:
@@ -59,7 +78,9 @@ def _prefetched(microbatches: Sequence[Any], device: torch.device) -> Iterator[A
 
     def copy(microbatch: Any) -> Any:
         with torch.cuda.stream(side):
-            return map_tensors(microbatch, lambda tensor: tensor.to(device, non_blocking=True))
+            return map_tensors(
+                microbatch, lambda tensor: tensor.to(device, non_blocking=True), isolate=True
+            )
 
     def hand_over(tensor: Tensor) -> Tensor:
         # The allocator must not reuse this memory for the side stream while it is being read.

@@ -5,11 +5,14 @@ import dataclasses
 import enum
 import functools
 import types
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -100,6 +103,33 @@ class Graphs:
         self.x = x
 
 
+@attrs.define(frozen=True)
+class Attrs:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "attrs"
+
+
+class Image(torch.Tensor):
+    """A tensor of a class of its own, with an attribute that torch does not carry over."""
+
+    unit: str
+
+
+class Text:
+    """What nothing tells how to open: a row as users write it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Both(tuple):
+    """A tuple that is not made of a sequence."""
+
+    def __new__(cls, first: Any, second: Any) -> "Both":
+        return super().__new__(cls, (first, second))
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -125,6 +155,29 @@ def tagged() -> Tagged:
 
 def jagged() -> torch.Tensor:
     return torch.nested.nested_tensor(sequences(), layout=torch.jagged)
+
+
+def image() -> torch.Tensor:
+    value = x().as_subclass(Image)
+    value.unit = "mm"
+    return value
+
+
+def records() -> np.ndarray:
+    value = np.zeros(ROWS, dtype=[("a", float), ("b", int)])
+    value["a"], value["b"] = np.arange(ROWS) / 3, np.arange(ROWS)
+    return value
+
+
+def compressed(layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls these a beta
+        return torch.tril(x(ROWS, ROWS)).to_sparse(layout=layout)
+
+
+def lazy_stack() -> Any:
+    rows = [TensorDict({"x": x(3) + row, "y": torch.tensor(row)}) for row in range(ROWS)]
+    return LazyStackedTensorDict.lazy_stack(rows)
 
 
 STRUCTURES: dict[str, Callable[[], Any]] = {
@@ -180,6 +233,27 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "packed": lambda: {"seq": pack_sequence(sequences(), enforce_sorted=False), "y": y()},
     "packed sorted": lambda: pack_sequence(sequences(range(ROWS + 1, 1, -1))),
     "jagged": lambda: (jagged(), y()),
+    "own tuple": lambda: Both(x(), y()),
+    "texts and labels": lambda: {"text": list("abcdefgh"), "label": list(range(ROWS))},
+    "texts and a tensor": lambda: (list("abcdefgh"), y()),
+    "samples as dicts of texts": lambda: [{"text": t, "label": 1} for t in "abcdefgh"],
+    "samples as objects": lambda: [Text(letter) for letter in "abcdefgh"],
+    "arrays alone": lambda: {"x": x().numpy(), "y": y().numpy()},
+    "records": lambda: {"records": records(), "x": x()},
+    "array of objects": lambda: {"x": x(), "o": np.array(list("abcdefgh"), dtype=object)},
+    "read-only array": lambda: (np.broadcast_to(np.arange(3.0), (ROWS, 3)), y()),
+    "masked array": lambda: {"m": np.ma.masked_less(x().numpy(), 3), "y": y()},
+    "no elements": lambda: {"x": x(), "nothing": x(ROWS, 0)},
+    "namespace": lambda: types.SimpleNamespace(x=x(), y=y()),
+    "attrs": lambda: Attrs(x(), y()),
+    "tensor subclass": lambda: {"image": image(), "y": y()},
+    "tensordict": lambda: TensorDict({"x": x(), "deep": {"y": y()}}, batch_size=[ROWS]),
+    "lazy stack": lazy_stack,
+    "samples as tensordicts": lambda: list(
+        TensorDict({"x": x(), "y": y()}, batch_size=[ROWS]).unbind(0)
+    ),
+    "csr": lambda: {"x": compressed(torch.sparse_csr), "y": y()},
+    "csc": lambda: {"x": compressed(torch.sparse_csc), "y": y()},
     "sparse": lambda: (torch.eye(ROWS).to_sparse_coo(), y()),
 }
 
@@ -190,7 +264,7 @@ def rows_of(value: Any, rows: int) -> list[Any]:
         return [row.tolist() for row in unpack_sequence(value)]
     if isinstance(value, torch.Tensor) and value.is_nested:
         return [row.tolist() for row in value.unbind()]
-    if isinstance(value, torch.Tensor) and value.is_sparse:
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
         return value.to_dense().tolist()
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
@@ -200,10 +274,17 @@ def rows_of(value: Any, rows: int) -> list[Any]:
 def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
     """The pieces are of the batch's types and hold all its rows in order, each once."""
     assert [type(piece) for piece in pieces] == [type(batch)] * len(pieces)
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase):
         assert [list(piece) for piece in pieces] == [list(batch)] * len(pieces)
         for key in batch:
             assert_partition(batch[key], [piece[key] for piece in pieces], sizes)
+    elif isinstance(batch, TensorDictBase):
+        for key in batch.keys():  # noqa: SIM118, a TensorDict iterates over rows
+            assert_partition(batch[key], [piece[key] for piece in pieces], sizes)
+    elif isinstance(batch, types.SimpleNamespace | Attrs):
+        for name in ("x", "y"):
+            parts = [getattr(piece, name) for piece in pieces]
+            assert_partition(getattr(batch, name), parts, sizes)
     elif dataclasses.is_dataclass(batch):
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
@@ -223,3 +304,38 @@ def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
         assert [row for part in rows for row in part] == rows_of(batch, sum(sizes))
     else:
         assert all(piece is batch for piece in pieces)
+
+
+def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
+    """All numbers that rows hold, flat; what is shared is left out."""
+    if isinstance(value, PackedSequence):
+        return [value.data.flatten().double()]
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return [row.flatten().double() for row in value.unbind()]
+        dense = value.to_dense() if value.layout is not torch.strided else value
+        return [dense.flatten().double()] if value.dim() else []
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        named = value.dtype.names
+        columns = [value] if named is None else [value[name] for name in named]
+        return [torch.tensor(np.asarray(column).astype(float)).flatten() for column in columns]
+    if isinstance(value, TensorDictBase):
+        leaves = value.values(include_nested=True, leaves_only=True)
+        return [leaf.flatten().double() for leaf in leaves]
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, str | int | float):
+        number = sum(map(ord, value)) if isinstance(value, str) else value
+        return [torch.tensor([float(number)], dtype=torch.float64)] if is_row else []
+    elif value is None or isinstance(value, torch.Size | type):
+        return []
+    elif isinstance(value, np.ndarray | list | tuple):
+        parts = list(value)
+        holds_tensors = any(isinstance(part, torch.Tensor) for part in parts)
+        is_row = is_row or (not isinstance(value, tuple) and not holds_tensors)
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+        if dataclasses.is_dataclass(value) or hasattr(value, "__attrs_attrs__"):
+            names = getattr(type(value), "__match_args__", ())
+            parts = [getattr(value, name) for name in names if hasattr(value, name)]
+    return [number for part in parts for number in numbers_of(part, is_row=is_row)]

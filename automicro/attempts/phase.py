@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.attempts.cut_rule import CutRule
 from automicro.attempts.plan import Plan
@@ -17,6 +17,7 @@ from automicro.memory import Meter, ResidentMemory
 from automicro.observer import Narrator, Observer
 from automicro.policy import Fixed, Policy
 from automicro.ranks import Agreement, OneRank, Ranks
+from automicro.slicing import Contents
 from automicro.transaction import (
     BufferMemory,
     Buffers,
@@ -94,9 +95,9 @@ class Phase:
         self._is_new = False
         self._rule.min_rows = state["min_rows"]
 
-    def watch(self, tensors: Sequence[Tensor]) -> InputWatch:
-        """Guard the tensors of a batch against a model that writes into its input."""
-        return self._inputs.watch(tensors, self._device)
+    def watch(self, batches: Sequence[Contents]) -> InputWatch:
+        """Guard the batches of a step against a model that writes into its input."""
+        return self._inputs.watch(batches, self._device)
 
     @property
     def min_rows(self) -> int:

@@ -34,9 +34,20 @@ def open_container(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         return keys, [value[key] for key in keys]
     if isinstance(value, tuple | list):
         return getattr(type(value), "_fields", range(len(value))), value
-    # A field with init=False may not have been set.
-    keys = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    keys = _field_names(value)
     return keys, [getattr(value, key) for key in keys]
+
+
+def _field_names(value: Any) -> list[str]:
+    """The fields of a dataclass, an attrs class or a namespace that are set."""
+    if dataclasses.is_dataclass(value):
+        fields: Sequence[Any] = dataclasses.fields(value)
+    else:
+        fields = getattr(type(value), "__attrs_attrs__", ())
+        if not fields:
+            return list(vars(value))
+    # A field with init=False may not have been set.
+    return [field.name for field in fields if hasattr(value, field.name)]
 
 
 def builder(value: Any, keys: Sequence[Any]) -> Builder:
@@ -56,8 +67,7 @@ def builder(value: Any, keys: Sequence[Any]) -> Builder:
     if kind is Kind.RECORD:
         return _record_builder(value, keys)
     if isinstance(value, tuple):
-        make: Builder = getattr(cls, "_make", cls)
-        return make
+        return functools.partial(_like_tuple, value)
     return functools.partial(_like_list, value)
 
 
@@ -65,7 +75,20 @@ def elements_like(value: Any, elements: Sequence[Any]) -> Any:
     """A list or tuple of the type of `value`, with other elements."""
     if type(value) is list or type(value) is tuple:
         return elements if type(elements) is type(value) else type(value)(elements)
-    return type(value)(elements) if isinstance(value, tuple) else _like_list(value, elements)
+    like = _like_tuple if isinstance(value, tuple) else _like_list
+    return like(value, elements)
+
+
+def _like_tuple(value: Any, elements: Sequence[Any]) -> Any:
+    cls = type(value)
+    if hasattr(cls, "_make"):
+        return cls._make(elements)
+    if hasattr(cls, "n_sequence_fields"):  # what torch.max returns
+        return cls(elements)
+    new = tuple.__new__(cls, elements)  # a class may have a __new__ of its own
+    if hasattr(new, "__dict__"):
+        vars(new).update(vars(value))
+    return new
 
 
 def _like_list(value: Any, elements: Sequence[Any]) -> Any:

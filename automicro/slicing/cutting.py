@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from automicro.errors import BatchError
+from automicro.slicing.batch_types import BatchType
 from automicro.slicing.containers import elements_like
-from automicro.slicing.kinds import BatchType
 from automicro.slicing.ragged import (
     OffsetsCache,
     Selections,
@@ -18,6 +18,7 @@ from automicro.slicing.ragged import (
     cut_packed,
     cut_sparse,
 )
+from automicro.torch_private import is_wrapper
 
 
 class Cutter(Protocol):
@@ -65,9 +66,10 @@ class ConsecutivePieces:
         """Pieces of a tensor along `dim`."""
         if value.is_nested:
             return cut_nested(value, self._ranges, self._offsets)
-        if value.layout is torch.sparse_coo:
+        if value.layout is not torch.strided:
             return cut_sparse(value, self._ranges, dim)
-        return value.split_with_sizes(self.sizes, dim)
+        pieces: Sequence[Any] = value.split_with_sizes(self.sizes, dim)
+        return pieces if type(value) is torch.Tensor else like_subclass(pieces, value)
 
     def array(self, value: np.ndarray[Any, Any], dim: int) -> Sequence[Any]:
         """Pieces of a numpy array along `dim`."""
@@ -101,7 +103,10 @@ class ChosenRows:
         """Pieces of a tensor along `dim`."""
         if value.is_nested:
             return cut_nested(value, self._selections, self._offsets)
-        return cut_sparse(value, self._selections, dim)
+        if value.layout is not torch.strided:
+            return cut_sparse(value, self._selections, dim)
+        chosen = value.index_select(dim, torch.as_tensor(self.indices, device=value.device))
+        return [chosen] if type(value) is torch.Tensor else like_subclass([chosen], value)
 
     def array(self, value: np.ndarray[Any, Any], dim: int) -> Sequence[Any]:
         """Pieces of a numpy array along `dim`."""
@@ -129,6 +134,36 @@ class ChosenRows:
             )
         rows = [_take(value, batch_type, i, i + 1, path) for i in self.indices]
         return [batch_type.concat(rows)]
+
+
+def like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+    """`pieces` of `value`, of its class and with its attributes, where torch has dropped them.
+
+    Raises:
+        BatchError: an attribute holds rows, too.
+    """
+    cls = type(value)
+    if issubclass(cls, torch.nn.Parameter) or is_wrapper(cls):
+        return list(pieces)
+    attributes = getattr(value, "__dict__", {})
+    rows = len(value) if value.dim() else 0
+    for name, attribute in attributes.items():
+        has_rows = getattr(attribute, "ndim", 0) or isinstance(attribute, list)
+        if has_rows and not name.startswith("_") and len(attribute) == rows:
+            raise BatchError(
+                f"A {cls.__name__} in the batch has {rows} rows, and so has its attribute "
+                f"{name!r}, which a slice of the tensor does not cut. Use register_batch_type("
+                f"{cls.__name__}, num_rows=len, take=lambda value, start, stop: …), or put the "
+                "attribute into the batch beside it."
+            )
+    found = []
+    for piece in pieces:
+        new = piece if isinstance(piece, cls) else piece.as_subclass(cls)
+        for name, attribute in attributes.items():
+            if name not in vars(new):
+                setattr(new, name, attribute)
+        found.append(new)
+    return found
 
 
 def _take(value: Any, batch_type: BatchType, start: int, stop: int, path: str) -> Any:

@@ -48,8 +48,14 @@ def ambiguous(root: Node, counts: Sequence[int]) -> BatchError:
     return BatchError(
         f"The batch can be read with {' or '.join(map(str, counts))} rows, because a list can hold "
         f"one element per row ('items') or parts that each hold all rows ('fields'): "
-        f"{describe(node)}. Declare which: {declarations}."
+        f"{describe(node)}. Declare which: {declarations}{_hint(node)}."
     )
+
+
+def _hint(node: Node) -> str:
+    if node.path or not isinstance(node.value, list):
+        return ""
+    return " (a DataLoader's own collate makes lists of parts)"
 
 
 def _walk(node: Node) -> list[Node]:

@@ -9,7 +9,7 @@ import torch
 from automicro.errors import BatchError
 from automicro.slicing.containers import builder, join_path, open_container
 from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
-from automicro.slicing.ragged import concat_nested, concat_packed
+from automicro.slicing.ragged import concat_nested, concat_packed, concat_sparse
 
 
 def concat_rows(parts: Sequence[Any]) -> Any:
@@ -73,8 +73,12 @@ def _concat_arrays(parts: list[Any], path: str) -> Any:
             "leave it out of the outputs."
         )
     try:
+        if isinstance(parts[0], np.ma.MaskedArray):
+            return np.ma.concatenate(parts)  # type: ignore[no-untyped-call]
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
+        if parts[0].layout not in (torch.strided, torch.jagged):
+            return concat_sparse(parts)
         return concat_nested(parts) if parts[0].is_nested else torch.cat(parts)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or parts[0].ndim < 2:

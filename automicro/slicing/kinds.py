@@ -1,5 +1,6 @@
 """What a value in a batch is, told by its type; and the types that users register."""
 
+import argparse
 import dataclasses
 import datetime
 import enum
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from automicro.slicing.batch_types import BatchType, batch_type_of_library
+
 
 class Kind(enum.Enum):
     """What can be done with a value: slice it, open it, or hand it on whole."""
@@ -24,7 +27,7 @@ class Kind(enum.Enum):
     PACKED = "packed sequence"
     REGISTERED = "registered type"
     MAPPING = "mapping"
-    RECORD = "dataclass"
+    RECORD = "record"
     NAMED_TUPLE = "named tuple"
     SEQUENCE = "list or tuple"
     SHARED = "shared"
@@ -33,16 +36,6 @@ class Kind(enum.Enum):
 
 STRUCTURES = frozenset({Kind.MAPPING, Kind.RECORD, Kind.NAMED_TUPLE})
 """Kinds whose parts always hold all rows, never one row each."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchType:
-    """How values of a registered type are counted, sliced, joined and mapped."""
-
-    num_rows: Callable[[Any], int]
-    take: Callable[[Any, int, int], Any]
-    concat: Callable[[Sequence[Any]], Any] | None = None
-    map_tensors: Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None
 
 
 _registered: dict[type, BatchType] = {}
@@ -67,6 +60,10 @@ _SHARED_TYPES = (
     pathlib.PurePath,
     uuid.UUID,
 )
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_OF_DATA = frozenset({"__len__", "__iter__", "__getitem__", "to", "num_rows", "batch_size"})
+"""Methods of what holds data, even if it can be called."""
+
 _BUILT_IN = frozenset(
     {object, torch.Tensor, np.ndarray, PackedSequence, Mapping, dict, list, tuple, str, bytes}
     | {int, float, bool, complex, type(None)}
@@ -126,8 +123,9 @@ def register_batch_type(
 
 @functools.lru_cache(maxsize=1024)
 def _cached_batch_type(cls: type) -> BatchType | None:
-    """The registration that holds for `cls`: its own, or that of its nearest base."""
-    return next((_registered[base] for base in cls.__mro__ if base in _registered), None)
+    """The registration that holds for `cls`: its own, its nearest base's, or a known library's."""
+    own = next((_registered[base] for base in cls.__mro__ if base in _registered), None)
+    return own or batch_type_of_library(cls)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,15 +144,26 @@ def _cached_kind(cls: type) -> Kind:
     for kind, classes in ordered:
         if issubclass(cls, classes):
             return kind
-    if dataclasses.is_dataclass(cls):
+    if dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__"):
+        return Kind.RECORD
+    if issubclass(cls, _NAMESPACES):
         return Kind.RECORD
     if issubclass(cls, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
         return Kind.NAMED_TUPLE
     if issubclass(cls, list | tuple):
         return Kind.SEQUENCE
-    # On the class alone: every class answers to "__call__" through its metaclass.
-    is_function = any("__call__" in vars(base) for base in cls.__mro__)
-    return Kind.SHARED if is_function or issubclass(cls, _SHARED_TYPES) else Kind.UNKNOWN
+    return Kind.SHARED if issubclass(cls, _SHARED_TYPES) or _is_function(cls) else Kind.UNKNOWN
+
+
+def _is_function(cls: type) -> bool:
+    """Whether values of type `cls` are there to be called: a graph that can be called holds data.
+
+    On the class alone: every class answers to "__call__" through its metaclass.
+    """
+    if issubclass(cls, type | torch.nn.Module):
+        return True
+    names = {name for base in cls.__mro__ for name in vars(base)}
+    return "__call__" in names and names.isdisjoint(_OF_DATA)
 
 
 # Typed anew: mypy takes the argument of a cached function for any hashable, which type[Any] is not.

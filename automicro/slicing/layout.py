@@ -21,6 +21,7 @@ from automicro.slicing.nodes import Node
 from automicro.slicing.reading import Reader
 from automicro.slicing.sizes import balanced_sizes, check_microbatch_size
 from automicro.slicing.tensors import tensor_leaves
+from automicro.slicing.unknown import refuse_rows_in
 
 _WORDS = ("shared", "items", "fields")
 
@@ -50,6 +51,8 @@ class BatchLayout:
         self._dim, self._declared = _parse(batch_layout)
         self._decisions: Decisions = {}
         self._matched: set[str] = set()
+        self.holds_rows = False
+        """Whether the batch that was read last is itself a list of rows, not of parts."""
 
     def num_rows(self, batch: Any) -> int:
         """The number of rows of `batch`.
@@ -130,16 +133,20 @@ class BatchLayout:
         if not counts:
             raise BatchError(
                 f"The batch ({type(batch).__name__}) holds nothing that has rows: no tensor or "
-                "array of at least one dimension and no list. Check what the loader gives."
+                "array of at least one dimension and no list. Check what the loader gives, or use "
+                "register_batch_type for a class of your own."
             )
         if counts[0] == 0:
             raise BatchError(
                 "The batch has no rows. Skip empty batches, or check the sampler and the dataset."
             )
+        for node in reader.called:
+            refuse_rows_in(node.value, counts[0], node.path)
         decisions: Decisions = {}
         shown: Decisions = {}
         decide(root, counts[0], decisions, shown)
         self._decisions.update(shown)
+        self.holds_rows = decisions.get("") == "items"
         return root, counts[0], decisions
 
     def _check_declared(self, batch: Any, found: set[str]) -> None:

@@ -117,8 +117,17 @@ def _piece_offsets(
 
 
 def cut_sparse(value: torch.Tensor, selections: Selections, dim: int) -> list[torch.Tensor]:
-    """Pieces of a sparse COO tensor."""
+    """Pieces of a sparse COO, CSR or CSC tensor, of the same layout."""
+    whole = value.to_sparse(layout=torch.sparse_coo)
     return [
-        value.index_select(dim, torch.as_tensor(list(chosen), device=value.device))
+        whole.index_select(dim, torch.as_tensor(list(chosen), device=value.device)).to_sparse(
+            layout=value.layout
+        )
         for chosen in selections
     ]
+
+
+def concat_sparse(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all of `values` as one sparse tensor of the same layout."""
+    joined = torch.cat([value.to_sparse(layout=torch.sparse_coo) for value in values])
+    return joined.to_sparse(layout=values[0].layout)

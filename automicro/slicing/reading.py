@@ -15,6 +15,9 @@ from automicro.slicing.containers import join_path, open_container
 from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
 from automicro.slicing.nodes import ANY, Node, agreement, or_shared, subject, where
 from automicro.slicing.ragged import packed_num_rows
+from automicro.slicing.unknown import refuse_iterators, unknown_type
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
 
 class Reader:
@@ -27,6 +30,7 @@ class Reader:
         self._dim = dim
         self._earlier = earlier
         self.matched: set[str] = set()
+        self.called: list[Node] = []  # objects that can be called, and may hold data all the same
 
     def read(self, batch: Any) -> Node:
         """The batch as a node.
@@ -55,7 +59,10 @@ class Reader:
         if kind is Kind.TENSOR:
             return self._read_tensor(value, path, dim)
         if kind is Kind.SHARED:
-            return Node(value, kind, path, ANY)
+            node = Node(value, kind, path, ANY)
+            if callable(value) and not isinstance(value, type | torch.nn.Module):
+                self.called.append(node)
+            return node
         if kind in STRUCTURES:
             node = Node(value, kind, path, ANY, dim)
             self._read_children(node)
@@ -68,10 +75,10 @@ class Reader:
     def _read_tensor(self, value: torch.Tensor, path: str, dim: int) -> Node:
         if value.is_nested:
             return Node(value, Kind.TENSOR, path, frozenset({value.size(0)}))
-        if value.layout is not torch.strided and value.layout is not torch.sparse_coo:
+        if value.layout not in _LAYOUTS:
             raise BatchError(
                 f"{subject(path)} is a tensor of layout {value.layout}, which cannot be cut into "
-                "rows. Convert it to a dense or sparse COO tensor, or wrap it in a class known to "
+                "rows. Convert it to a dense, COO or CSR tensor, or wrap it in a class known to "
                 f"register_batch_type{or_shared(path)}."
             )
         shape = value.shape
@@ -89,12 +96,14 @@ class Reader:
         if kind is Kind.REGISTERED:
             batch_type = batch_type_of(type(value))
             assert batch_type is not None
+            if dim and batch_type.has_dimensions:
+                own = f", or declare batch_layout={{'': {dim}, {path!r}: 0}}" if path else ""
+                raise BatchError(
+                    f"{subject(path)} is a {type(value).__name__}, whose rows are dimension 0 of "
+                    f"its batch_size, and batch_layout says dimension {dim}. Transpose it{own}."
+                )
             return Node(value, kind, path, frozenset({batch_type.num_rows(value)}))
-        name = type(value).__name__
-        raise BatchError(
-            f"{subject(path)} is of type {name}, and how to cut that into rows is not known. Use "
-            f"register_batch_type({name}, ...){or_shared(path)}."
-        )
+        raise unknown_type(value, path)
 
     def _read_children(self, node: Node) -> None:
         keys, values = open_container(node.value)
@@ -115,6 +124,8 @@ class Reader:
             node.is_open = not must_hold_rows(value, is_root=not path)
             reading = self._earlier.get(path) if node.is_open else "items"
         node.may_be_items = reading == "items" or (reading is None and node.is_open)
+        if node.may_be_items:
+            refuse_iterators(value, path)
         if reading == "items":
             node.counts = frozenset({len(value)})
             return node
@@ -171,21 +182,27 @@ def must_hold_rows(value: Any, *, is_root: bool) -> bool:
 
 
 def look_alike(value: Any) -> bool:
-    """Whether a list holds three or more tensors that could be samples, by their equal shapes.
+    """Whether a list holds three or more values that could be samples, by their equal shapes.
 
     A pair is what torch's collate makes of inputs and targets; images of one size are not.
     """
     if not isinstance(value, list) or len(value) < 3:
         return False
     first, *others = value
-    if kind_of(type(first)) is not Kind.TENSOR or first.ndim < 2:
+    if kind_of(type(first)) not in (Kind.TENSOR, Kind.ARRAY, Kind.REGISTERED):
         return False
-    return all(_signature(v) == _signature(first) and v.shape == first.shape for v in others)
+    shape = getattr(first, "shape", None)
+    return all(
+        _signature(each) == _signature(first) and getattr(each, "shape", None) == shape
+        for each in others
+    )
 
 
 def may_hold_rows(value: Any) -> bool:
     """Whether the elements are alike enough to be rows: of one type, tensors of one dtype too."""
     elements = [element for element in value if element is not None]
+    if isinstance(value, tuple) and len({isinstance(e, str | bytes) for e in elements}) > 1:
+        return False  # a text and its label are a sample
     if len({_signature(element) for element in elements}) > 1:
         return {kind_of(type(v)) for v in elements} in ({Kind.UNKNOWN}, {Kind.SHARED})
     return not elements or are_samples(elements)

@@ -132,7 +132,7 @@ class Laboratory:
         try:
             batch = copy.deepcopy(batch)
         except Exception:  # tensors inside a graph, opaque objects: only tensors are copied then
-            batch = map_tensors(batch, _clone)
+            batch = map_tensors(batch, _clone, isolate=True)
         return batch if self.dtype is None else cast(batch, self.dtype)
 
     def on_device(self, batch: Any) -> Any:
@@ -247,7 +247,7 @@ class Laboratory:
             convention = choose_convention(
                 subject.model, forward=subject.forward, loss_fn=subject.loss_fn
             )
-            batch = map_tensors(self._batch, lambda tensor: tensor.detach().clone())
+            batch = map_tensors(self._batch, lambda tensor: tensor.detach().clone(), isolate=True)
             with torch.no_grad():
                 convention.train(subject.model, self.on_device(batch))
         finally:
