@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automicro.checks import check_loss
 from automicro.compilation import dynamic_rows, uncompiled
-from automicro.errors import LossAverageWarning, LossError
+from automicro.errors import LossAverageWarning, LossError, add_note
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode, quiet_training_mode
@@ -317,7 +317,7 @@ class Passes:
             try:
                 self._update_metric(metric, outputs, microbatch)
             except Exception as error:
-                error.add_note(f"{METRIC_NOTE}{name!r}")
+                add_note(error, f"{METRIC_NOTE}{name!r}")
                 raise
 
 

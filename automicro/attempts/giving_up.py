@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import torch
 
-from automicro.errors import PeerStoppedError, SampleTooLargeError
+from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note
 from automicro.memory import ResidentMemory, allocated_bytes, format_bytes, peak_bytes
 
 
@@ -22,9 +22,10 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
             'rank; microbatch_size="auto" would try smaller ones. The state is as before the step.'
         ) from failure
     what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
-    failure.add_note(
+    add_note(
+        failure,
         f"automicro: the microbatch size is fixed, and {what or f'{size} rows of {num_rows} do'} "
-        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.',
     )
     raise failure
 

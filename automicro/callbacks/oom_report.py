@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automicro.callbacks.arguments import read_count
-from automicro.errors import AutomicroWarning
+from automicro.errors import AutomicroWarning, describe_error
 from automicro.events import Callback, Run
 from automicro.memory import allocated_bytes
 from automicro.memory.residents import measure_residents
@@ -227,7 +227,7 @@ def _largest_parameters(run: Run) -> list[dict[str, Any]]:
 
 def _say(path: Path, error: Exception) -> None:
     warn(
-        f"the report {path} could not be written ({type(error).__name__}: {error}), and the run "
+        f"the report {path} could not be written ({describe_error(error)}), and the run "
         "goes on without it; make room, or name another folder in OutOfMemoryReport(folder)",
         AutomicroWarning,
     )

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from automicro.errors import add_note
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.observer import Observer, Subject
@@ -120,7 +121,7 @@ class Callbacks:
             try:
                 method(run, *subject)
             except BaseException as error:
-                error.add_note(f"automicro: in the callback {type(callback).__name__}, at {event}")
+                add_note(error, f"automicro: in the callback {type(callback).__name__}, at {event}")
                 raise
 
     def transform(self, run: Run, batch: Any) -> Any:
@@ -129,7 +130,7 @@ class Callbacks:
             try:
                 batch = method(run, batch)
             except BaseException as error:
-                error.add_note(f"automicro: in the callback {type(callback).__name__}, transform")
+                add_note(error, f"automicro: in the callback {type(callback).__name__}, transform")
                 raise
             if batch is None:
                 raise TypeError(

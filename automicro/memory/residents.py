@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.byte_sizes import format_bytes
+from automicro.errors import add_note
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
 from automicro.memory.device import limit_bytes
 from automicro.shards import local
@@ -111,9 +112,10 @@ def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
     try:
         budget.track(*(each for each in residents if each is not None))
     except torch.OutOfMemoryError as error:
-        error.add_note(
+        add_note(
+            error,
             "automicro: the model and the optimizer's state alone exceed the limit; raise "
-            "memory_limit (or that of the MemoryBudget), or train a smaller model"
+            "memory_limit (or that of the MemoryBudget), or train a smaller model",
         )
         raise
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from automicro.errors import OptimizerStepError
+from automicro.errors import OptimizerStepError, text_of
 from automicro.oom import Failure, classify, release
 from automicro.torch_private import OperationMode, schema_of
 
@@ -57,7 +57,7 @@ def run_once(
                 undo()
             if is_retry or has_written:
                 text = half_applied if has_written else refused
-                raise OptimizerStepError(f"{text} It said: {failure}") from failure
+                raise OptimizerStepError(f"{text} It said: {text_of(failure)}") from failure
         finally:
             failure = None  # it holds this frame: a cycle
     return result[0]
