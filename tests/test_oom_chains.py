@@ -14,7 +14,6 @@ from automicro import Microbatcher, SampleTooLargeError
 from automicro.errors import add_note, describe_error, text_of
 from automicro.oom import Failure, classify, first_line, unquoted_shortage
 
-
 NOTHING: dict[str, str] = {}
 
 
@@ -24,7 +23,8 @@ def oom() -> None:
 
 def made(module: str, name: str, base: type[Exception], text: str) -> Exception:
     """An error of a library that is not installed here."""
-    return type(name, (base,), {"__module__": module})(text)
+    error: Exception = type(name, (base,), {"__module__": module})(text)
+    return error
 
 
 XLA = "RESOURCE_EXHAUSTED: "
