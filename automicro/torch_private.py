@@ -4,9 +4,10 @@ Private classes, attributes and functions of torch stand here and nowhere else, 
 name of ours, so that a new version of torch can break one file only.
 """
 
+import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "STEP_HOOKS",
     "AnyBatchNorm",
     "AnyBatchOrInstanceNorm",
     "AnyDropout",
@@ -29,6 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "OperationMode",
     "buffer_table",
+    "calls_step_hooks",
     "can_record_memory",
     "compile_in_place",
     "compile_modes",
@@ -37,7 +40,6 @@ __all__ = [
     "compiler_is_loaded",
     "compiler_is_used",
     "dump_memory_snapshot",
-    "forget_step_hooks",
     "forget_workers",
     "inductor_is_deterministic",
     "is_compiled",
@@ -51,6 +53,7 @@ __all__ = [
     "sparse_parts",
     "unmark",
     "version_of",
+    "without_global_step_hooks",
     "without_modes",
 ]
 
@@ -323,13 +326,37 @@ def dump_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
-def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Give a shallow copy of an optimizer no hooks, without taking them from the original.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The attributes in which an optimizer keeps the hooks of its step."""
 
-    >>> forget_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+
+@contextlib.contextmanager
+def without_global_step_hooks() -> Iterator[None]:
+    """Let no hook that stands for all optimizers see the steps inside.
+
+    >>> with without_global_step_hooks():
+    ...     torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
     """
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    home = sys.modules[torch.optim.Optimizer.__module__]
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    hooks = {name: getattr(home, name) for name in names}
+    try:
+        for name in names:
+            setattr(home, name, OrderedDict())
+        yield
+    finally:
+        for name, each in hooks.items():
+            setattr(home, name, each)
+
+
+def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks on the step of an optimizer are called: not of one that was half built.
+
+    >>> calls_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+    True
+    """
+    is_patched = getattr(type(optimizer).step, "hooked", False)
+    return bool(is_patched) and all(name in vars(optimizer) for name in STEP_HOOKS)
 
 
 def forget_workers(loader: object) -> None:
