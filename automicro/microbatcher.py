@@ -16,6 +16,7 @@ from automicro.checks import (
     PRECISIONS,
     check_choice,
     check_model,
+    check_modules,
     check_optimizer,
     check_precision,
     check_state,
@@ -79,7 +80,8 @@ class Microbatcher:
             ``"auto"`` to read it off the loss or the model.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
             ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``.
-        optimizer: memory for its state is reserved while sizes are found.
+        optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
+            accelerate and Lightning do.
         modules: further modules that take part, whose gradients and buffers change.
         device: where the model computes; its parameters' device unless given.
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's
@@ -131,10 +133,10 @@ class Microbatcher:
     ) -> None:
         check_model(model)
         self._model = model
-        self._modules = [model, *modules]
+        self._modules = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
-        check_optimizer(optimizer, self._modules)
+        innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules)
         self._device = resolve_device(device, model)
         self._layout = BatchLayout(batch_layout)
@@ -145,7 +147,7 @@ class Microbatcher:
             eval_microbatch_size=eval_microbatch_size,
             strict_divisible=strict_divisible,
             remember_sizes=remember_sizes,
-            optimizer=optimizer,
+            optimizer=innermost,
             precision=precision,
             layout=self._layout,
             observer=observer,
@@ -187,8 +189,8 @@ class Microbatcher:
             ranks=self._ranks,
             spare=self._spare,
         )
-        self._memory = OccupiedDevice(self._device, self._modules, optimizer, memory_limit)
-        self._reservation = OptimizerReservation(optimizer)
+        self._memory = OccupiedDevice(self._device, self._modules, innermost, memory_limit)
+        self._reservation = OptimizerReservation(innermost)
         self.wants_to_stop = False
 
     @property

@@ -356,7 +356,8 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     True
     """
     is_patched = getattr(type(optimizer).step, "hooked", False)
-    return bool(is_patched) and all(name in vars(optimizer) for name in STEP_HOOKS)
+    tables = [vars(optimizer).get(name) for name in STEP_HOOKS]
+    return bool(is_patched) and all(isinstance(table, OrderedDict) for table in tables)
 
 
 def forget_workers(loader: object) -> None:
