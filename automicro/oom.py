@@ -16,13 +16,15 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from automicro.errors import AutomicroError, text_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Failure(enum.Enum):
@@ -296,6 +298,29 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     # a cycle that only the collector frees. This path is rare, so its time does not matter.
     gc.collect()
     empty_cache(device)
+
+
+def once_more(action: Callable[[], T], device: torch.device | str | None = None) -> T:
+    """Do something; once more, after giving memory back, if memory ran out.
+
+    For what leaves nothing behind when it fails.
+
+    >>> once_more(lambda: 3)
+    3
+    """
+    try:
+        return action()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure: BaseException | None = error
+    try:
+        assert failure is not None
+        logger.info("memory ran out; trying once more (%s)", first_line(failure))
+        release(failure, device)
+    finally:
+        failure = None  # it holds this frame: a cycle
+    return action()
 
 
 def empty_cache(device: torch.device | str) -> None:

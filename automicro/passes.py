@@ -15,16 +15,13 @@ from automicro.errors import LossAverageWarning, LossError, add_note
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode, quiet_training_mode
-from automicro.observer import Tell
+from automicro.observer import WHILE_UPDATING, Tell
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.torch_private import compiler_is_used
 from automicro.transfer import on_device, on_host
 from automicro.warn import warn
 from automicro.weighting import Average, BatchWeights, CutBatch
-
-METRIC_NOTE = "automicro: while updating the metric "
-"""How the note on an error begins that came out of a metric."""
 
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -317,7 +314,7 @@ class Passes:
             try:
                 self._update_metric(metric, outputs, microbatch)
             except Exception as error:
-                add_note(error, f"{METRIC_NOTE}{name!r}")
+                add_note(error, f"{WHILE_UPDATING}{name!r}")
                 raise
 
 
