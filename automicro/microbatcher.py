@@ -4,6 +4,7 @@
 transaction, commit or roll back, and try smaller slices after running out of memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -308,7 +309,9 @@ class Microbatcher:
                     costs=list(map(cost_of_row, tensors, rows)),
                     metrics=metrics,
                     measure_residents=lambda: self._memory.measure(
-                        training=True, upcoming_bytes=self._reservation.upcoming_bytes
+                        training=True,
+                        upcoming_bytes=self._reservation.upcoming_bytes,
+                        shared_inputs=self._shared(batches),
                     ),
                     narrator=narrator,
                     policy=policy,
@@ -357,6 +360,13 @@ class Microbatcher:
         """
         return self._without_gradients(batch, None, keep_outputs=True, predicts=True).outputs
 
+    def _shared(self, batches: Sequence[Any]) -> list[Tensor]:
+        """What lies on the device with every microbatch: of several batches, the most of one."""
+        each: list[list[Tensor]] = []
+        with contextlib.suppress(Exception):  # it is for words, where memory has run out
+            each = [self._layout.shared(batch) for batch in batches]
+        return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+
     def _without_gradients(
         self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
     ) -> EvalResult:
@@ -388,7 +398,9 @@ class Microbatcher:
                 rows=rows,
                 costs=list(map(cost_of_row, tensors, rows)),
                 metrics=metrics,
-                measure_residents=lambda: self._memory.measure(training=False),
+                measure_residents=lambda: self._memory.measure(
+                    training=False, shared_inputs=self._shared(batches)
+                ),
                 narrator=narrator,
                 wants_to_stop=self.wants_to_stop,
                 spare=self._spare,

@@ -303,3 +303,50 @@ def test_what_a_callback_is_told_holds_a_text() -> None:
 
     trainer(Listens(), Greedy("forward_end", fail, times=1)).fit()
     assert told == ["CUDA out of memory. \\udc80"]
+
+
+class UsesShared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + table.mean()
+        return out
+
+
+def run_shared(limit: str, table: int) -> str:
+    batch = {"x": torch.randn(8, 4), "table": torch.randn(table), "y": torch.randint(3, (8,))}
+    microbatcher = Microbatcher(
+        UsesShared(),
+        forward=lambda m, b: nn.functional.cross_entropy(m(b["x"], b["table"]), b["y"]),
+        batch_layout={"table": "shared"},
+        loss_average="samples",
+        memory_limit=limit,
+    )
+    with pytest.raises(SampleTooLargeError) as caught:
+        microbatcher.backward(batch)
+    return str(caught.value)
+
+
+def test_a_shared_part_that_fills_the_device_is_named_and_no_smaller_samples_advised() -> None:
+    text = run_shared("64KiB", 20_000)
+    assert "shared parts of the batch 78.50 KiB" in text
+    assert "no size can" in text
+    assert "less in the parts of the batch that are shared by all rows" in text
+    assert "samples" not in text
+
+
+def test_a_shared_part_beside_rows_that_do_not_fit_is_named_first() -> None:
+    text = run_shared("6KiB", 500)
+    assert "shared parts of the batch 2.00 KiB" in text
+    assert text.index("shared by all rows") < text.index("smaller samples")
+
+
+def test_nothing_shared_is_told_of_where_all_has_rows() -> None:
+    from automicro.slicing import BatchLayout
+
+    rows = [{"x": torch.randn(2), "w": torch.randn(3)} for _ in range(4)]
+    assert BatchLayout().shared((torch.randn(4, 3), torch.randn(4))) == []
+    assert BatchLayout().shared(rows) == []
+    assert BatchLayout({"w": "shared"}).shared({"x": torch.randn(1, 2), "w": torch.randn(3)}) == []

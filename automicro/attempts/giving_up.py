@@ -73,11 +73,13 @@ def why_nothing_fits(
             f"rows do not help. {state} {_LESS_BESIDE}."
         )
     less_state = "an optimizer with less state, " if _has_state(residents) else ""
+    shared = residents is not None and residents.shared_inputs > 0
+    less_shared = "less in the parts of the batch that are shared by all rows, " * shared
     if residents is not None and residents.limit is not None and residents.leaves_nothing:
         return (
             f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
             f"without any row, and the limit is {format_bytes(residents.limit)}. {state} "
-            f"{less_state}a smaller model, a higher limit, a larger device."
+            f"{less_shared}{less_state}a smaller model, a higher limit, a larger device."
         )
     floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
     text += f"there is no smaller one{floor} {listed}."
@@ -90,8 +92,8 @@ def why_nothing_fits(
         limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
         text += f" Every size needs {format_bytes(residents.total)}{limit} for {residents}."
     return (
-        f"{text} {state} shorter or smaller samples, activation checkpointing, precision='bf16', "
-        f"{less_state}a larger device."
+        f"{text} {state} {less_shared}shorter or smaller samples, activation checkpointing, "
+        f"precision='bf16', {less_state}a larger device."
     )
 
 

@@ -25,6 +25,7 @@ class ResidentMemory:
         gradients: in training of every parameter that requires one, there already or not.
         optimizer_state: what is there, and what the first step will add.
         buffers: of all modules.
+        shared_inputs: parts of the batch that every microbatch gets whole.
         limit: of the device; None where it is not known.
 
     >>> memory = ResidentMemory(parameters=2048, gradients=2048, buffers=0, limit=4096)
@@ -36,12 +37,14 @@ class ResidentMemory:
     gradients: int = 0
     optimizer_state: int = 0
     buffers: int = 0
+    shared_inputs: int = 0
     limit: int | None = None
 
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return self.parameters + self.gradients + self.optimizer_state + self.buffers
+        held = self.parameters + self.gradients + self.optimizer_state + self.buffers
+        return held + self.shared_inputs
 
     @property
     def leaves_nothing(self) -> bool:
@@ -54,6 +57,7 @@ class ResidentMemory:
             "gradients": self.gradients,
             "optimizer state": self.optimizer_state,
             "buffers": self.buffers,
+            "shared parts of the batch": self.shared_inputs,
         }
         return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held)
 
@@ -65,6 +69,7 @@ def measure_residents(
     *,
     training: bool,
     upcoming_bytes: Sequence[int] = (),
+    shared_inputs: Sequence[Tensor] = (),
     memory_limit: str | int | float | None = None,
 ) -> ResidentMemory:
     """Add up what is on a device at any microbatch size.
@@ -75,6 +80,7 @@ def measure_residents(
         device: where the work runs.
         training: whether all gradients are to come.
         upcoming_bytes: of each tensor of state that the optimizer has yet to build.
+        shared_inputs: parts of the batch that every microbatch gets whole.
         memory_limit: of the device, where no `MemoryBudget` is entered.
 
     >>> linear = nn.Linear(16, 16)
@@ -95,6 +101,7 @@ def measure_residents(
         gradients=_count(gradients),
         optimizer_state=_count(on_device) + sum(map(_rounded, upcoming_bytes)),
         buffers=_count(buffers),
+        shared_inputs=_count(shared_inputs),
         limit=_limit_bytes(device, memory_limit),
     )
 
