@@ -193,6 +193,9 @@ _QUOTED_TRACEBACK = re.compile(
 # Libraries whose errors on the device are no RuntimeError. Others' texts only quote.
 _LIBRARIES = ("cupy", "cupy_backends", "jax", "jaxlib", "numba", "pycuda", "rmm", "tensorflow")
 
+# Of what is raised while such an error is handled; by itself it says nothing.
+_SPEAKS_OF_MEMORY = re.compile(r"\b(out|short) of memory\b|\bOOM\b|OutOfMemory|MemoryError", re.I)
+
 # A text shorter than this may stand in another one by chance.
 _LEAST_QUOTE = 8
 
@@ -416,11 +419,11 @@ def _what_it_holds(error: BaseException) -> list[BaseException | None]:
 
 
 def _quotes(error: BaseException, other: BaseException) -> bool:
-    """Whether the text of one error repeats how that of another begins."""
-    said = first_line(other).partition(". ")[0].rstrip(".")
-    if len(said) < _LEAST_QUOTE:
-        said = type(other).__name__
-    return said in text_of(error)
+    """Whether the text of one error repeats how that of another begins, or speaks of memory."""
+    text, said = text_of(error), first_line(other).partition(". ")[0].rstrip(".")
+    if len(said) >= _LEAST_QUOTE and said in text:
+        return True
+    return bool(_SPEAKS_OF_MEMORY.search(text)) and _classify_one(other, set()) is not None
 
 
 def _finish_backward(device: torch.device) -> None:

@@ -146,6 +146,20 @@ def quoting_its_name() -> None:
         raise RuntimeError(f"layer 3 failed: {error!r}")  # noqa: B904
 
 
+def in_words_of_its_own() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError:
+        raise RuntimeError("layer 3 ran out of memory")  # noqa: B904
+
+
+def in_a_word() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"layer 3: {type(error).__name__}")  # noqa: B904
+
+
 def quoting_twice() -> None:
     try:
         quoting_it()
@@ -183,6 +197,8 @@ STANDS_FOR_IT = [
     quoting_it,
     quoting_its_beginning,
     quoting_its_name,
+    in_words_of_its_own,
+    in_a_word,
     quoting_twice,
     quoting_what_came_from_it,
     in_a_group,
@@ -238,6 +254,13 @@ def long_after() -> None:
     raise RuntimeError(f"no longer handled: {kept}")
 
 
+def of_memory_while_something_else_was_handled() -> None:
+    try:
+        raise KeyError("row 3")
+    except KeyError:
+        raise ValueError("the replay buffer is out of memory slots")  # noqa: B904
+
+
 def a_name_that_is_short() -> None:
     try:
         raise MemoryError("a")
@@ -252,6 +275,7 @@ FOLLOWED_IT = [
     from_none,
     from_another,
     long_after,
+    of_memory_while_something_else_was_handled,
     a_name_that_is_short,
 ]
 

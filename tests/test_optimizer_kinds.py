@@ -175,6 +175,48 @@ def in_a_global(model: nn.Module) -> torch.optim.Optimizer:
     return InAGlobal(model.parameters())
 
 
+class OnItsClass(torch.optim.Adam):
+    """Counts on its class, by name."""
+
+    steps = 0
+    history: dict[str, int] = {}  # noqa: RUF012 (as people write it)
+
+    def step(self, closure: Any = None) -> Any:
+        OnItsClass.steps += 1
+        OnItsClass.history[f"step {len(OnItsClass.history)}"] = 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / OnItsClass.steps / len(OnItsClass.history)
+        return super().step(closure)
+
+
+def on_its_class(model: nn.Module) -> torch.optim.Optimizer:
+    OnItsClass.steps = 0
+    OnItsClass.history.clear()
+    return OnItsClass(model.parameters())
+
+
+class ByNumber(torch.optim.Optimizer):
+    """Keeps its state by other keys than parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        table: Any = self.state
+        for number, parameter in enumerate(parameters_of(self)):
+            if parameter.grad is not None:
+                buffer = table[number].setdefault("buffer", torch.zeros_like(parameter))
+                parameter.sub_(buffer.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+class Communicates(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return super().step(closure)
+
+
 class Noisy(torch.optim.SGD):
     """Draws from every generator that there is."""
 
@@ -369,6 +411,9 @@ MAKE: dict[str, Make] = {
     "nonlocal": in_a_nonlocal,
     "closure of a tensor": in_a_closure_of_a_tensor,
     "global": in_a_global,
+    "on its class": on_its_class,
+    "by number": lambda m: ByNumber(m.parameters()),
+    "communicates": lambda m: Communicates(m.parameters(), lr=0.1),
     "noise": lambda m: Noisy(m.parameters(), lr=0.1, momentum=0.9),
     "low rank": lambda m: LowRank(m.parameters()),
     "orthogonal": lambda m: Orthogonal(m.parameters()),
@@ -466,6 +511,7 @@ def test_training_is_as_in_a_plain_loop(name: str, late: bool) -> None:
         ("closure of a tensor", "uses 'factor', a Tensor that lies outside of the optimizer"),
         ("global", "uses 'CALLS', a dict that lies outside of the optimizer"),
         ("holds the model", "it holds a TwoBranches, which cannot be copied"),
+        ("communicates", "step communicates with other processes"),
         ("half built, alone", "its step calls no hooks"),
     ],
 )
@@ -491,6 +537,8 @@ PREDICTED = [
     "adafactor",
     "tensor lr",
     "patched",
+    "on its class",
+    "by number",
 ]
 
 
@@ -506,6 +554,20 @@ def test_the_state_of_such_optimizers_is_predicted(name: str) -> None:
     optimizer.step()
     values = itertools.chain(*(state.values() for state in optimizer.state.values()))
     assert sum(predicted.state_bytes) == sum(v.nbytes for v in values if isinstance(v, Tensor))
+
+
+def test_state_by_other_keys_is_held_before_the_first_step_only() -> None:
+    model = TwoBranches().double()
+    optimizer = ByNumber(model.parameters())
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
+    held = []
+    for number in range(3):
+        microbatcher.backward(batch(number))
+        held.append(microbatcher._reservation.reserved_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert held[0] > 0
+    assert held[1:] == [0, 0]
 
 
 def test_no_hook_hears_of_the_dry_run() -> None:

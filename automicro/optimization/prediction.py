@@ -15,7 +15,7 @@ from automicro.errors import describe_error
 from automicro.memory import active_budget
 from automicro.memory.counting import CountingMode
 from automicro.optimization.once import WriteWatch
-from automicro.optimization.replica import Replica, UncopyableError
+from automicro.optimization.replica import Replica, UncopyableError, classes_kept
 from automicro.shards import local
 from automicro.torch_private import FakeTensorMode, without_global_step_hooks
 
@@ -59,6 +59,7 @@ def predict_step_memory(
         if budget is not None:  # stand-ins do not count
             stack.enter_context(budget.host())
         stack.enter_context(_undisturbed())
+        stack.enter_context(classes_kept(optimizer))
         return _predict(optimizer, parameters)
 
 

@@ -7,6 +7,7 @@ is reached that cannot be copied, or code that holds state elsewhere, there is n
 """
 
 import collections
+import contextlib
 import copy
 import dis
 import enum
@@ -123,8 +124,8 @@ class Replica:
             for name, value in vars(part).items():
                 if _is_torchs(part) and name != "step":
                     continue
-                if isinstance(value, types.FunctionType):
-                    require_stateless(value)
+                for function in _functions_of(value):
+                    require_stateless(function)
         copied: torch.optim.Optimizer = self._keep(original, object.__new__(type(original)))
         table = vars(copied)
         state = vars(original).get("state")
@@ -161,8 +162,8 @@ class Replica:
             raise UncopyableError(f"it holds a {kind.__name__}, which cannot be copied")
         for part in kind.__mro__[:-1]:
             for value in vars(part).values():
-                if isinstance(value, types.FunctionType):
-                    require_stateless(value)
+                for function in _functions_of(value):
+                    require_stateless(function)
         copied = self._keep(original, object.__new__(kind))
         for name, value in self._attributes_of(original):
             vars(copied)[name] = self._copy(value)
@@ -199,6 +200,8 @@ def _require_stateless(function: Any, seen: set[int]) -> None:
     for step in dis.get_instructions(function.__code__):
         if is_trusted:
             break
+        if step.argval == "distributed" and step.opname != "LOAD_CONST":
+            raise UncopyableError(f"{name} communicates with other processes")
         if step.opname == "STORE_GLOBAL":
             raise UncopyableError(f"{name} writes the global {step.argval!r}")
         if step.opname == "STORE_DEREF" and step.argval in free:
@@ -216,6 +219,11 @@ def _require_stateless(function: Any, seen: set[int]) -> None:
 
 
 def _require_shareable(value: Any, function: str, name: str, seen: set[int]) -> None:
+    home = value.__name__ if isinstance(value, types.ModuleType) else value.__class__.__module__
+    if isinstance(value, types.FunctionType | type):
+        home = value.__module__
+    if f"{home}.".startswith("torch.distributed."):
+        raise UncopyableError(f"{function} communicates with other processes ({name!r})")
     if isinstance(value, (*_PLAIN, types.BuiltinMethodType)):
         return
     if isinstance(value, types.FunctionType):
@@ -236,6 +244,48 @@ def _require_shareable(value: Any, function: str, name: str, seen: set[int]) -> 
     raise UncopyableError(
         f"{function} uses {name!r}, a {type(value).__name__} that lies outside of the optimizer"
     )
+
+
+def _functions_of(value: Any) -> list[types.FunctionType]:
+    """The functions of something that stands in a class."""
+    if isinstance(value, property):
+        each = [value.fget, value.fset]
+    else:
+        each = [value.__func__ if isinstance(value, staticmethod | classmethod) else value]
+    return [function for function in each if isinstance(function, types.FunctionType)]
+
+
+@contextlib.contextmanager
+def classes_kept(optimizer: object) -> Iterator[None]:
+    """Put back what the classes of an optimizer hold for all of their objects.
+
+    >>> class Counts(torch.optim.SGD):
+    ...     steps = 0
+    >>> with classes_kept(Counts([nn.Parameter(torch.ones(2))])):
+    ...     Counts.steps += 1
+    >>> Counts.steps
+    0
+    """
+    parts = [part for part in type(optimizer).__mro__ if not _is_torchs(part)]
+    before = [dict(vars(part)) for part in parts]
+    held = [
+        (value, copy.copy(value))
+        for table in before
+        for name, value in table.items()
+        if type(value) in (list, dict, set) and not name.startswith("__")
+    ]
+    try:
+        yield
+    finally:
+        for part, table in zip(parts, before, strict=True):
+            for name in [name for name in vars(part) if name not in table]:
+                delattr(part, name)
+            for name, value in table.items():
+                if vars(part).get(name) is not value:
+                    setattr(part, name, value)
+        for value, kept in held:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(kept)
 
 
 def _is_torchs(kind: type) -> bool:

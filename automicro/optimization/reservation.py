@@ -47,6 +47,7 @@ class OptimizerReservation:
         self._held_for: set[int] = set()
         self._stateless: list[nn.Parameter] = []
         self._idle: dict[int, nn.Parameter] = {}
+        self._stepped: set[int] = set()  # with a gradient
         self._needed = StepMemory()
         self._needed_for: list[int] = []
         if optimizer is not None:
@@ -112,6 +113,7 @@ class OptimizerReservation:
             for parameter in self._stateless
             if parameter.grad is None and parameter not in self._optimizer.state
         }
+        self._stepped.update(id(each) for each in self._stateless if each.grad is not None)
 
     def _waiting(self) -> list[nn.Parameter]:
         """The parameters whose state the next step is expected to build."""
@@ -120,11 +122,14 @@ class OptimizerReservation:
     def _find_stateless(self) -> None:
         if self._optimizer is None:
             return
+        state = self._optimizer.state
+        # Some keep their state by other keys, or for some parameters only.
+        built = self._stepped if state else set()
         self._stateless = [
             parameter
             for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if parameter.requires_grad and parameter not in self._optimizer.state
+            if parameter.requires_grad and parameter not in state and id(parameter) not in built
         ]
 
 
