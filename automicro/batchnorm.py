@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from automicro.errors import text_of
 from automicro.torch_private import AnyBatchNorm, AnyInstanceNorm
 
 _NAMES_SHOWN = 5
@@ -77,7 +78,7 @@ def needs_two_rows(exception: BaseException) -> bool:
     ...     print(needs_two_rows(error))
     True
     """
-    return isinstance(exception, ValueError) and str(exception).startswith(
+    return isinstance(exception, ValueError) and text_of(exception).startswith(
         "Expected more than 1 value per channel when training"
     )
 

@@ -133,34 +133,103 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_optimizer(optimizer: object, modules: Sequence[nn.Module]) -> None:
+_INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "optim", "_optim")
+"""What wrappers call the optimizer inside of them."""
+
+
+def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """The optimizer inside of all wrappers, itself where it has none; None where there is none.
+
+    accelerate and Lightning wrap the optimizer, as do ``ZeroRedundancyOptimizer`` and many a
+    Lookahead or SAM. It is the one inside that builds the state.
+
+    >>> adam = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    >>> innermost_optimizer(adam) is adam
+    True
+    """
+    found, seen = optimizer, set[int]()
+    while id(found) not in seen:
+        seen.add(id(found))
+        attributes = getattr(found, "__dict__", {})
+        inside = (attributes.get(name) for name in _INSIDE)
+        found = next((each for each in inside if _is_like_an_optimizer(each)), found)
+    return found if isinstance(found, torch.optim.Optimizer) else None
+
+
+def _is_like_an_optimizer(value: object) -> bool:
+    names = ("step", "param_groups")
+    return not isinstance(value, nn.Module | type) and all(hasattr(value, name) for name in names)
+
+
+def check_optimizer(
+    optimizer: object, modules: Sequence[nn.Module]
+) -> torch.optim.Optimizer | None:
     """Refuse an optimizer of another model, or one that evaluates the loss itself.
+
+    Returns the optimizer that builds the state, inside of any wrapper.
 
     Raises:
         TypeError: not an optimizer.
         ValueError: parameters that are in none of the modules, or a step that needs a closure.
     """
     if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    innermost = innermost_optimizer(optimizer)
+    if innermost is None:
         raise TypeError(
             f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
             "an instance such as torch.optim.AdamW(model.parameters())"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(innermost, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times in one step through a closure, which cannot "
-            "be one transaction; use another optimizer"
+            "be one transaction; use another optimizer, or, in a loop of your own, leave "
+            "optimizer= out and call Microbatcher.backward inside the closure"
         )
     known = {id(parameter) for module in modules for parameter in module.parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(parameter) not in known for parameter in parameters)
+    parameters = [p for group in innermost.param_groups for p in group["params"]]
+    foreign = [parameter for parameter in parameters if id(parameter) not in known]
     if foreign:
+        shapes = [str(tuple(parameter.shape)) for parameter in foreign[:3]]
         raise ValueError(
-            f"{foreign} of the optimizer's {len(parameters)} parameters are not in the model; "
-            "build the optimizer from this model's parameters (after any .to() that replaces "
-            "them), or name further modules with modules=(…)"
+            f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not in the model "
+            f"(of shape {', '.join(shapes)}{', …' * (len(foreign) > 3)}); build the optimizer from "
+            "this model's parameters (after any .to() that replaces them), or name further modules "
+            "with modules=(…): tensors that are in no module go into an nn.ParameterList"
         )
+    return innermost
+
+
+def check_modules(modules: object) -> list[nn.Module]:
+    """The further modules that take part.
+
+    Raises:
+        TypeError: something else, such as a bare parameter.
+
+    >>> check_modules([nn.Linear(2, 2)])
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    if isinstance(modules, Tensor) or not isinstance(modules, Iterable):
+        raise TypeError(
+            f"modules is a {type(modules).__name__} and not a list of modules; pass "
+            f"{_as_modules(modules)}"
+        )
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"modules holds a {type(module).__name__}, which is no torch.nn.Module; pass "
+                f"{_as_modules(module)}"
+            )
+    return listed
+
+
+def _as_modules(given: object) -> str:
+    if isinstance(given, Tensor):
+        return "modules=[torch.nn.ParameterList([…])], with the parameter in it"
+    if isinstance(given, nn.Module):
+        return "modules=[…], with it in the list"
+    return "modules=[…] with instances of torch.nn.Module"
 
 
 def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any]:

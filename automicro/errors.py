@@ -30,13 +30,59 @@
 
 Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
-before the step.
+before the step. Their texts are quoted by `text_of` and `describe_error`, and notes are added by
+`add_note`, which work whatever the class of somebody else's error does.
 """
 
+import contextlib
+import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+def text_of(error: BaseException) -> str:
+    r"""What an exception says, as text that can be written anywhere; never raises.
+
+    ``__str__`` may be anybody's, and a file name with a lone surrogate is no UTF-8.
+
+    >>> text_of(ValueError("bad\udc80name"))
+    'bad\\udc80name'
+    """
+    try:
+        text = str(error)
+    except Exception:
+        return "<its text cannot be read>"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def describe_error(error: BaseException) -> str:
+    """Class and text of an exception; where it was raised, if it has no text.
+
+    >>> describe_error(KeyError("x")), describe_error(MemoryError())
+    ("KeyError: 'x'", 'MemoryError')
+    """
+    kind, text = type(error).__name__, text_of(error)
+    if text:
+        return f"{kind}: {text}"
+    where = traceback.extract_tb(error.__traceback__)
+    if not where:
+        return kind
+    last = where[-1]
+    return f"{kind} in {last.name}, {last.filename}:{last.lineno}: {last.line}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note where the exception's class allows it: some refuse to be changed.
+
+    >>> error = ValueError("x")
+    >>> add_note(error, "automicro: seen")
+    >>> error.__notes__
+    ['automicro: seen']
+    """
+    with contextlib.suppress(Exception):
+        error.add_note(note)
 
 
 class AutomicroError(Exception):

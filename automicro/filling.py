@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from automicro.attempts import Phase, Plan
-from automicro.errors import BatchError
+from automicro.errors import BatchError, describe_error
 from automicro.ranks import Ranks, telling
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.transaction import Transaction
@@ -99,8 +99,8 @@ class SpareRows:
         except Exception as error:
             raise BatchError(
                 f"another rank has no rows, and those of rank {self._ranks.rank}, a "
-                f"{type(self._kept).__name__}, cannot be sent there ({type(error).__name__}: "
-                f"{error}); let batches hold what can be pickled, or give every rank a row in the "
+                f"{type(self._kept).__name__}, cannot be sent there ({describe_error(error)}); "
+                "let batches hold what can be pickled, or give every rank a row in the "
                 "first batch"
             ) from error
 

@@ -4,6 +4,7 @@
 transaction, commit or roll back, and try smaller slices after running out of memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from automicro.checks import (
     PRECISIONS,
     check_choice,
     check_model,
+    check_modules,
     check_optimizer,
     check_precision,
     check_state,
@@ -85,7 +87,8 @@ class Microbatcher:
             ``"auto"`` to read it off the loss or the model.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
             ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``.
-        optimizer: memory for its state is reserved while sizes are found.
+        optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
+            accelerate and Lightning do.
         modules: further modules that take part, whose gradients and buffers change.
         device: where the model computes; its parameters' device unless given.
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's
@@ -137,10 +140,10 @@ class Microbatcher:
     ) -> None:
         check_model(model)
         self._model = model
-        self._modules = [model, *modules]
+        self._modules = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
-        check_optimizer(optimizer, self._modules)
+        innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules)
         self._device = resolve_device(device, model)
         self._layout = BatchLayout(batch_layout)
@@ -151,7 +154,7 @@ class Microbatcher:
             eval_microbatch_size=eval_microbatch_size,
             strict_divisible=strict_divisible,
             remember_sizes=remember_sizes,
-            optimizer=optimizer,
+            optimizer=innermost,
             precision=precision,
             layout=self._layout,
             observer=observer,
@@ -204,8 +207,8 @@ class Microbatcher:
             ranks=self._ranks,
             spare=self._spare,
         )
-        self._memory = OccupiedDevice(self._device, self._modules, optimizer, memory_limit)
-        self._reservation = OptimizerReservation(optimizer)
+        self._memory = OccupiedDevice(self._device, self._modules, innermost, memory_limit)
+        self._reservation = OptimizerReservation(innermost)
         self.wants_to_stop = False
 
     @property
@@ -329,7 +332,9 @@ class Microbatcher:
                     costs=list(map(cost_of_row, contents, rows)),
                     metrics=metrics,
                     measure_residents=lambda: self._memory.measure(
-                        training=True, upcoming_bytes=self._reservation.upcoming_bytes
+                        training=True,
+                        upcoming_bytes=self._reservation.upcoming_bytes,
+                        shared_inputs=self._shared(batches),
                     ),
                     narrator=narrator,
                     policy=policy,
@@ -384,6 +389,13 @@ class Microbatcher:
         """
         return self._without_gradients(batch, None, keep_outputs=True, predicts=True).outputs
 
+    def _shared(self, batches: Sequence[Any]) -> list[Tensor]:
+        """What lies on the device with every microbatch: of several batches, the most of one."""
+        each: list[list[Tensor]] = []
+        with contextlib.suppress(Exception):  # it is for words, where memory has run out
+            each = [self._layout.shared(batch) for batch in batches]
+        return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+
     def _without_gradients(
         self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
     ) -> EvalResult:
@@ -422,7 +434,9 @@ class Microbatcher:
                 rows=rows,
                 costs=list(map(cost_of_row, contents, rows)),
                 metrics=metrics,
-                measure_residents=lambda: self._memory.measure(training=False),
+                measure_residents=lambda: self._memory.measure(
+                    training=False, shared_inputs=self._shared(batches)
+                ),
                 narrator=narrator,
                 wants_to_stop=self.wants_to_stop,
                 spare=self._spare,

@@ -6,6 +6,8 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from automicro.errors import add_note
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
@@ -75,6 +77,28 @@ class Resize:
     after: int
 
 
+IN_CALLBACK = "automicro: in the callback "
+"""How the note begins that names the callback in which an exception was raised."""
+
+WHILE_UPDATING = "automicro: while updating the metric "
+"""How the note begins that names the metric in whose update an exception was raised."""
+
+
+def bystander(error: BaseException) -> str | None:
+    """The callback or metric in which an exception was raised, as its notes say; else None.
+
+    >>> error = MemoryError()
+    >>> error.add_note("automicro: in the callback Images, at forward_end")
+    >>> bystander(error)
+    'the callback Images, at forward_end'
+    """
+    for note in getattr(error, "__notes__", ()):
+        for begins, who in ((IN_CALLBACK, "the callback "), (WHILE_UPDATING, "the metric ")):
+            if isinstance(note, str) and note.startswith(begins):
+                return who + note.removeprefix(begins)
+    return None
+
+
 Subject: TypeAlias = Attempt | Microbatch | OutOfMemory | Resize
 
 
@@ -115,9 +139,18 @@ class Narrator:
     """
 
     def __init__(self, observer: Observer, phase: str) -> None:
-        self._observer = observer
+        self._tell = observer
         self._phase = phase
         self._attempt: Attempt | None = None
+
+    def _observer(self, event: str, subject: Subject) -> None:
+        try:
+            self._tell(event, subject)
+        except BaseException as error:
+            if bystander(error) is None:  # else it is known which of several callbacks it was
+                name = getattr(self._tell, "__qualname__", type(self._tell).__qualname__)
+                add_note(error, f"{IN_CALLBACK}{name} (the observer), at {event}")
+            raise
 
     def begin(self, cuts: Sequence[Sequence[int]]) -> None:
         """An attempt begins, with slices of these rows of each batch."""

@@ -2,20 +2,25 @@
 
 Recognition is strict on both sides. A missed text ends a run that could have gone on; a wrong
 match retries a bug at ever smaller sizes. So an error counts by its type where torch has one, and
-otherwise only if its text *begins* like one that torch or a driver writes.
+otherwise only if its text *begins* like one that torch, a library or a driver writes.
+
+Errors get wrapped. One that was raised ``from`` running out of memory stands for it; so does one
+that was raised while that was handled and *quotes* it. Any other that follows is an error of its
+own: of a fallback, say, that was tried in its place.
 """
 
 import enum
+import errno
 import gc
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from automicro.errors import AutomicroError
+from automicro.errors import AutomicroError, add_note, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +59,24 @@ _SIGNS = (
     _Sign(rf"Triton Error \[(CUDA|HIP)\]:.*?{_LOST}", Failure.CONTEXT_LOST, "Triton"),
     _Sign(r".*\bUR_RESULT_ERROR_DEVICE_LOST\b", Failure.CONTEXT_LOST, "XPU"),
     # Allocators.
-    _Sign(r"[A-Z]{2,5} out of memory(\.|:|$)", Failure.RETRYABLE, "CUDA, HIP, XPU, NPU"),
-    _Sign(r"(CUDA|HIP)( driver)? error: out of memory\b", Failure.RETRYABLE, "CUDA, HIP"),
+    _Sign(
+        r"(CUDA|HIP|XPU|NPU|MPS|MLU|HPU|MUSA|GCU|GPU|TPU|CPU) out of memory(\.|:|$)",
+        Failure.RETRYABLE,
+        "torch's allocators",
+    ),
+    _Sign(
+        r"(CUDA|HIP)( driver| runtime)? [Ee]rror:? ?(\([^()\n]{0,200}\))?( at [^\n]{0,200}?)?"
+        r"(: ?| )out of memory\b",
+        Failure.RETRYABLE,
+        "CUDA, HIP; flash-attention",
+    ),
+    # The allocator asks the driver who holds the memory before it reports, and on some machines
+    # (MIG, containers) the driver does not answer. Nothing else comes this way.
+    _Sign(
+        r'NVML_SUCCESS == [^\n]{0,80}?INTERNAL ASSERT FAILED at "[^"\n]*CUDACachingAllocator',
+        Failure.RETRYABLE,
+        "CUDA without NVML",
+    ),
     _Sign(r"(cuda|hip) runtime error \(2\) ?: out of memory", Failure.RETRYABLE, "CUDA, HIP"),
     _Sign(r"MPS backend out of memory\b", Failure.RETRYABLE, "MPS"),
     _Sign(
@@ -70,7 +91,16 @@ _SIGNS = (
         Failure.RETRYABLE,
         "CPU (Linux, macOS; Windows)",
     ),
-    _Sign(r"std::bad_alloc$", Failure.RETRYABLE, "C++"),
+    _Sign(r"std::bad_alloc($|: out_of_memory\b)", Failure.RETRYABLE, "C++, RMM"),
+    _Sign(r"unable to mmap [^\n]*: Cannot allocate memory \(12\)", Failure.RETRYABLE, "mmap"),
+    _Sign(
+        r"(could not create|failed to allocate) a memory( object)?\.?$", Failure.RETRYABLE, "oneDNN"
+    ),
+    _Sign(
+        r"MKL FFT error: [^\n]*\b([Mm]emory allocation failed|[Ii]nsufficient memory)",
+        Failure.RETRYABLE,
+        "MKL",
+    ),
     # Libraries that allocate workspace of their own.
     _Sign(
         r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)",
@@ -80,10 +110,16 @@ _SIGNS = (
     # With no memory left for a handle, cuBLAS often says that it was not initialised. So it does
     # after an assertion on the device, but then giving memory back raises that one.
     _Sign(
-        r"(CUDA|HIP) error: (CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED when calling "
-        r"`(cu|hip|roc)blas(Create|_create_handle)",
+        r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
+        r"when calling `(cu|hip|roc)(blas|blasLt|sparse)(Create\(|_create_handle)",
         Failure.RETRYABLE,
-        "cuBLAS, hipBLAS",
+        "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
+    ),
+    _Sign(
+        r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
+        r"when calling `(cu|hip|roc)solver(Dn|Sp)?Create\(",
+        Failure.RETRYABLE,
+        "cuSOLVER, hipSOLVER",
     ),
     _Sign(
         r"(CUDA|HIP) error: (insufficient resources|resource allocation failed) when calling",
@@ -117,14 +153,51 @@ _SIGNS = (
         Failure.RETRYABLE,
         "cuDNN 8 and 9",
     ),
-    _Sign(r"MIOpen [Ee]rror: miopenStatusAllocFailed", Failure.RETRYABLE, "MIOpen"),
+    _Sign(
+        r"(miopenStatusAllocFailed|MIOpen(\(HIP\))?:? [Ee]rror:? [^\n]*"
+        r"(miopenStatusAllocFailed|\b[Oo]ut of memory\b))",
+        Failure.RETRYABLE,
+        "MIOpen",
+    ),
     # Not Triton's OutOfResources: a kernel too large for shared memory is so at every size.
     _Sign(r"Triton Error \[(CUDA|HIP|ZE)\]:[^\n]*\bout of memory$", Failure.RETRYABLE, "Triton"),
+    # Other libraries that share the device.
+    _Sign(
+        r"RESOURCE_EXHAUSTED: [^\n]*?(\b([Oo]ut|[Rr]an out) of memory\b|\bOOM\b"
+        r"|\b[Ff]ailed to allocate\b|\ballocating \d)",
+        Failure.RETRYABLE,
+        "jax, XLA",
+    ),
+    _Sign(r"Error out of memory at line \d+ in file ", Failure.RETRYABLE, "bitsandbytes"),
+    _Sign(
+        r"[^\n]{0,300}?\bcuda (execution )?failed with error 2\b", Failure.RETRYABLE, "spconv, cumm"
+    ),
+    # Names of the driver's own error, wherever a library puts them: cupy, thrust, numba, rmm …
+    _Sign(
+        r"[^\n]{0,300}?\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        r"|hipErrorOutOfMemory|hipErrorMemoryAllocation)(: out of memory|[.)\]'\"]|\s|$)",
+        Failure.RETRYABLE,
+        "CUDA, HIP by name",
+    ),
+    _Sign(r"cu\w+ failed: out of memory\b", Failure.RETRYABLE, "pycuda"),
 )
 _COMPILED = tuple((re.compile(sign.begins), sign.means) for sign in _SIGNS)
 
-# nn.DataParallel quotes the traceback of a replica; the error itself follows it.
-_REPLICA = re.compile(r"\ACaught \w+ in replica \d+ on device .*?^\w[\w.]*: ", re.S | re.M)
+# nn.DataParallel and TorchScript quote a traceback; the error itself follows it.
+_QUOTED_TRACEBACK = re.compile(
+    r"\A(Caught \w+ in replica \d+ on device "
+    r"|The following operation failed in the TorchScript interpreter\.).*?^\w[\w.]*: ",
+    re.S | re.M,
+)
+
+# Libraries whose errors on the device are no RuntimeError. Others' texts only quote.
+_LIBRARIES = ("cupy", "cupy_backends", "jax", "jaxlib", "numba", "pycuda", "rmm", "tensorflow")
+
+# Of what is raised while such an error is handled; by itself it says nothing.
+_SPEAKS_OF_MEMORY = re.compile(r"\b(out|short) of memory\b|\bOOM\b|OutOfMemory|MemoryError", re.I)
+
+# A text shorter than this may stand in another one by chance.
+_LEAST_QUOTE = 8
 
 _ACCELERATOR_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMemory alike
 
@@ -132,9 +205,11 @@ _ACCELERATOR_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMem
 def classify(exception: BaseException) -> Failure:
     """Tell whether memory ran out, the device was lost, or it is something else.
 
-    Looks at the exception and at those that it was explicitly raised from (``__cause__``). A lost
-    device anywhere in that chain wins: nothing can be retried on it. Errors of automicro itself
-    are decisions already taken, so they are never retried, even when memory was their cause.
+    Looks at the exception, at those that it was explicitly raised from (``__cause__``), and at
+    those that it was raised while handling and quotes (``__context__``). A lost device anywhere
+    in that chain wins: nothing can be retried on it. Errors of automicro itself are decisions
+    already taken, so they are never retried, even when memory was their cause; nor is what is no
+    ``Exception``, such as Ctrl-C. Of a group all members have to be out of memory.
 
     >>> classify(RuntimeError("CUDA error: out of memory"))
     <Failure.RETRYABLE: 'memory ran out: roll back and try again with fewer rows'>
@@ -143,7 +218,13 @@ def classify(exception: BaseException) -> Failure:
     >>> classify(RuntimeError("CUDA error: device-side assert triggered")).name
     'CONTEXT_LOST'
     """
-    found = {_classify_one(error) for error in _walk(exception, causes_only=True)}
+    return _classify(exception, set())
+
+
+def _classify(exception: BaseException, seen: set[int]) -> Failure:
+    found = {_classify_one(error, seen) for error in _walk(exception, seen, _what_it_stands_for)}
+    if not isinstance(exception, Exception):
+        found.discard(Failure.RETRYABLE)
     for failure in (Failure.CONTEXT_LOST, Failure.UNRELATED, Failure.RETRYABLE):
         if failure in found:
             return failure
@@ -170,7 +251,25 @@ def first_line(error: BaseException) -> str:
     >>> first_line(RuntimeError("CUDA out of memory.\nGPU 0 has …")), first_line(MemoryError())
     ('CUDA out of memory.', 'MemoryError')
     """
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(text_of(error).splitlines()), type(error).__name__)
+
+
+def unquoted_shortage(exception: BaseException) -> BaseException | None:
+    """An out-of-memory error that an unrelated one followed without standing for it, or None.
+
+    >>> try:
+    ...     try:
+    ...         raise MemoryError
+    ...     except MemoryError:
+    ...         {}["the fallback"]
+    ... except KeyError as error:
+    ...     unquoted_shortage(error)
+    MemoryError()
+    """
+    if isinstance(exception, AutomicroError) or classify(exception) is not Failure.UNRELATED:
+        return None
+    earlier = _walk(exception, set(), _what_came_before)
+    return next((each for each in earlier if classify(each) is Failure.RETRYABLE), None)
 
 
 def release(exception: BaseException, device: torch.device | str | None = None) -> None:
@@ -192,7 +291,7 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     ...     failed = error
     >>> release(failed)
     """
-    for error in _walk(exception, causes_only=False):
+    for error in _walk(exception, set(), _what_it_holds):
         traceback.clear_frames(error.__traceback__)
     device = torch.device("cpu" if device is None else device)
     _finish_backward(torch.device("cpu"))
@@ -204,7 +303,7 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     empty_cache(device)
 
 
-def once_more(work: Callable[[], T], device: torch.device | str | None, *, doing: str) -> T:
+def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:
     """Do what lies outside of attempts; where memory runs out, give some back and try once more.
 
     Args:
@@ -215,13 +314,13 @@ def once_more(work: Callable[[], T], device: torch.device | str | None, *, doing
     Raises:
         BaseException: what the work raised; where memory ran out, the second time.
 
-    >>> once_more(lambda: 3, "cpu", doing="counting")
+    >>> once_more(lambda: 3, doing="counting")
     3
     """
     failure: BaseException | None = None
     try:
         return work()
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
         if classify(error) is not Failure.RETRYABLE:
             raise
         failure = error
@@ -237,12 +336,13 @@ def once_more(work: Callable[[], T], device: torch.device | str | None, *, doing
         failure = None  # it holds this frame: a cycle
     try:
         return work()
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
         if classify(error) is Failure.RETRYABLE:
-            error.add_note(
+            add_note(
+                error,
                 f"automicro: memory ran out while {doing}, also after all that could be had was "
                 "given back. No smaller microbatch helps there; free memory, or hold the batch on "
-                "the host"
+                "the host",
             )
         raise
 
@@ -257,16 +357,21 @@ def empty_cache(device: torch.device | str) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def _classify_one(exception: BaseException) -> Failure | None:
+def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
     """Judge one exception without its chain; None where it says nothing about memory."""
     if isinstance(exception, AutomicroError):
         return Failure.UNRELATED
     if _is_backend_error(exception):
         return Failure.CONTEXT_LOST
+    if isinstance(exception, BaseExceptionGroup):
+        return _classify_group(exception, seen)
+    if isinstance(exception, OSError) and exception.errno == errno.ENOMEM:
+        return Failure.RETRYABLE
     # Whatever torch, Triton or a driver raises is one of these; a ValueError only quotes them.
-    if not isinstance(exception, RuntimeError | MemoryError):
+    library = type(exception).__module__.partition(".")[0]
+    if not isinstance(exception, RuntimeError | MemoryError) and library not in _LIBRARIES:
         return None
-    text = _REPLICA.sub("", str(exception), count=1)
+    text = _QUOTED_TRACEBACK.sub("", text_of(exception), count=1)
     for pattern, means in _COMPILED:
         if pattern.match(text):
             return means
@@ -275,7 +380,19 @@ def _classify_one(exception: BaseException) -> Failure | None:
     if isinstance(exception, torch.AcceleratorError):
         code = getattr(exception, "error_code", None)
         return Failure.RETRYABLE if code == _ACCELERATOR_OUT_OF_MEMORY else None
+    if library == "tensorflow" and type(exception).__name__ == "ResourceExhaustedError":
+        return Failure.RETRYABLE
     return None
+
+
+def _classify_group(group: BaseExceptionGroup[Any], seen: set[int]) -> Failure | None:
+    members = {_classify(member, seen) for member in group.exceptions if id(member) not in seen}
+    if Failure.CONTEXT_LOST in members:
+        return Failure.CONTEXT_LOST
+    if members == {Failure.RETRYABLE}:
+        return Failure.RETRYABLE
+    # Memory ran out for one member, and another one failed for a reason that stays.
+    return Failure.UNRELATED if Failure.RETRYABLE in members else None
 
 
 def _is_backend_error(exception: BaseException) -> bool:
@@ -284,24 +401,50 @@ def _is_backend_error(exception: BaseException) -> bool:
     )
 
 
-def _walk(exception: BaseException, *, causes_only: bool) -> Iterator[BaseException]:
+def _walk(
+    exception: BaseException,
+    seen: set[int],
+    follow: Callable[[BaseException], Iterable[BaseException | None]],
+) -> Iterator[BaseException]:
     """Yield an exception and those it came from, each once, however they refer to each other."""
     waiting: list[BaseException | None] = [exception]
-    seen: set[int] = set()
     while waiting:
         error = waiting.pop()
         if error is None or id(error) in seen:
             continue
         seen.add(id(error))
         yield error
-        waiting.append(error.__cause__)
-        # Of a compiler that failed: torch raises its own error "from None" and keeps this one.
-        inner = getattr(error, "inner_exception", None)
-        waiting.append(inner if isinstance(inner, BaseException) else None)
-        if not causes_only:
-            waiting.append(error.__context__)
-            if isinstance(error, BaseExceptionGroup):
-                waiting.extend(error.exceptions)
+        waiting.extend(follow(error))
+
+
+def _what_it_stands_for(error: BaseException) -> list[BaseException | None]:
+    """The exceptions that another one was raised in place of."""
+    # Of a compiler that failed: torch raises its own error "from None" and keeps this one.
+    inner = getattr(error, "inner_exception", None)
+    found = [error.__cause__, inner if isinstance(inner, BaseException) else None]
+    # As Python shows it: "from" hides what was being handled.
+    if error.__cause__ is None and not error.__suppress_context__:
+        handled = error.__context__
+        found.append(handled if handled is not None and _quotes(error, handled) else None)
+    return found
+
+
+def _what_came_before(error: BaseException) -> list[BaseException | None]:
+    shown = None if error.__suppress_context__ else error.__context__
+    return [error.__cause__, shown]
+
+
+def _what_it_holds(error: BaseException) -> list[BaseException | None]:
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [*_what_it_stands_for(error), error.__context__, *members]
+
+
+def _quotes(error: BaseException, other: BaseException) -> bool:
+    """Whether the text of one error repeats how that of another begins, or speaks of memory."""
+    text, said = text_of(error), first_line(other).partition(". ")[0].rstrip(".")
+    if len(said) >= _LEAST_QUOTE and said in text:
+        return True
+    return bool(_SPEAKS_OF_MEMORY.search(text)) and _classify_one(other, set()) is not None
 
 
 def _finish_backward(device: torch.device) -> None:
@@ -319,4 +462,4 @@ def _finish_backward(device: torch.device) -> None:
     except (RuntimeError, MemoryError) as error:
         if classify(error) is not Failure.RETRYABLE:
             raise
-        logger.debug("No memory for an empty backward on %s: %s", device, error)
+        logger.debug("No memory for an empty backward on %s: %s", device, text_of(error))

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from automicro.checks import check_loss
 from automicro.compilation import dynamic_rows, uncompiled
-from automicro.errors import BatchError, LossAverageWarning, LossError
+from automicro.errors import BatchError, LossAverageWarning, LossError, add_note
 from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode
-from automicro.observer import Tell
+from automicro.observer import WHILE_UPDATING, Tell
 from automicro.oom import once_more
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
@@ -24,9 +24,6 @@ from automicro.torch_private import compiler_is_used
 from automicro.transfer import on_device, on_host
 from automicro.warn import warn
 from automicro.weighting import Average, BatchWeights, CutBatch
-
-METRIC_NOTE = "automicro: while updating the metric "
-"""How the note on an error begins that came out of a metric."""
 
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -324,7 +321,7 @@ class Passes:
             try:
                 self._update_metric(metric, outputs, microbatch)
             except Exception as error:
-                error.add_note(f"{METRIC_NOTE}{name!r}")
+                add_note(error, f"{WHILE_UPDATING}{name!r}")
                 raise
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from automicro.batchnorm import batchnorm_buffers, batchnorm_message, find_batchnorm
-from automicro.errors import BatchNormWarning, BufferWarning, UnsplittableModelError
+from automicro.errors import BatchNormWarning, BufferWarning, UnsplittableModelError, add_note
 from automicro.policy import Fixed, Policy
 from automicro.transaction import Buffers
 from automicro.warn import warn
@@ -60,10 +60,11 @@ class SplitGuard:
         """Add to an out-of-memory error that splitting was disabled, where it was."""
         names = self._batchnorm_names() if self._mode == "disable" else []
         if names:
-            error.add_note(
+            add_note(
+                error,
                 f"automicro: batchnorm='disable' keeps batches whole because of {names[0]!r}"
                 f"{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}; "
-                "batchnorm='warn' would split them, with statistics over fewer rows"
+                "batchnorm='warn' would split them, with statistics over fewer rows",
             )
 
     def warn(self, sizes: Sequence[int], buffers: Buffers) -> None:

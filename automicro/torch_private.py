@@ -4,9 +4,10 @@ Private classes, attributes and functions of torch stand here and nowhere else, 
 name of ours, so that a new version of torch can break one file only.
 """
 
+import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 __all__ = [
     "DIRICHLET_DRAW",
     "GAMMA_DRAW",
+    "STEP_HOOKS",
     "AnyBatchNorm",
     "AnyInstanceNorm",
     "FakeTensor",
     "FakeTensorMode",
     "OperationMode",
     "buffer_table",
+    "calls_step_hooks",
     "can_record_memory",
     "compile_in_place",
     "compile_modes",
@@ -35,7 +38,6 @@ __all__ = [
     "compiler_is_loaded",
     "compiler_is_used",
     "dump_memory_snapshot",
-    "forget_step_hooks",
     "forget_workers",
     "inductor_is_deterministic",
     "is_compiled",
@@ -49,6 +51,7 @@ __all__ = [
     "sparse_parts",
     "unmark",
     "version_of",
+    "without_global_step_hooks",
     "without_modes",
 ]
 
@@ -324,13 +327,38 @@ def dump_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
-def forget_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Give a shallow copy of an optimizer no hooks, without taking them from the original.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The attributes in which an optimizer keeps the hooks of its step."""
 
-    >>> forget_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+
+@contextlib.contextmanager
+def without_global_step_hooks() -> Iterator[None]:
+    """Let no hook that stands for all optimizers see the steps inside.
+
+    >>> with without_global_step_hooks():
+    ...     torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
     """
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    home = sys.modules[torch.optim.Optimizer.__module__]
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    hooks = {name: getattr(home, name) for name in names}
+    try:
+        for name in names:
+            setattr(home, name, OrderedDict())
+        yield
+    finally:
+        for name, each in hooks.items():
+            setattr(home, name, each)
+
+
+def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks on the step of an optimizer are called: not of one that was half built.
+
+    >>> calls_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+    True
+    """
+    is_patched = getattr(type(optimizer).step, "hooked", False)
+    tables = [vars(optimizer).get(name) for name in STEP_HOOKS]
+    return bool(is_patched) and all(isinstance(table, OrderedDict) for table in tables)
 
 
 def forget_workers(loader: object) -> None:

@@ -1,5 +1,6 @@
 """Sizes remembered from one run to the next, through the Trainer and the Microbatcher."""
 
+import importlib.metadata
 import io
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from automicro import Evaluator, Halving, Microbatcher, Trainer
+from automicro import Evaluator, Halving, Microbatcher, SizeCacheWarning, Trainer
 from automicro.checkpoints import CheckpointConfig
 from automicro.results import StepResult
 from automicro.size_cache import Entry, RememberedSize, SizeCache
@@ -218,6 +219,69 @@ def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size(
         again, same, _ = run()
     assert (again, same) == (sizes, ooms)
     assert {each.category.__name__ for each in caught} == {"SizeCacheWarning"}
+
+
+def not_installed(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_a_source_tree_without_metadata_remembers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    _, ooms, _ = run()
+    assert sum(ooms) > 0
+    assert sum(run()[1]) == 0
+    assert entries()[0].key.automicro == "source"
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise PermissionError(13, "not \udc80 yours")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("automicro.attempts.phases", "describe_run"),
+        ("automicro.attempts.phases", "describe_shapes"),
+        ("automicro.attempts.recollection.SizeMemory", "settle"),
+        ("automicro.attempts.recollection.SizeMemory", "see"),
+        ("automicro.attempts.recollection.SizeMemory", "__init__"),
+    ],
+)
+def test_nothing_about_remembering_can_stop_a_run(
+    owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit() -> tuple[list[int], list[int]]:
+        lengths = [8, 24, 40, 24]
+        return run(
+            batches=4, train_dataloader=texts(lengths), model=Tokens(), loss_fn=None,
+            memory_limit="300KiB",
+        )[:2]  # fmt: skip
+
+    expected = fit()
+    SizeCache().clear()
+    monkeypatch.setattr(f"{owner}.{name}", broken)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert fit() == expected
+    told = [each for each in caught if issubclass(each.category, SizeCacheWarning)]
+    assert len(told) == 1
+    assert "are not remembered in this run (PermissionError" in str(told[0].message)
+
+
+@pytest.mark.parametrize("place", ["HOME", "XDG_CACHE_HOME", "AUTOMICRO_CACHE_DIR"])
+def test_a_home_that_is_no_folder_is_one_warning(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for name in ("XDG_CACHE_HOME", "AUTOMICRO_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(place, str(file))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert sum(run()[1]) > 0
+    assert {each.category for each in caught} == {SizeCacheWarning}
+    assert len(caught) == 1
 
 
 def test_the_console_says_once_that_a_size_was_remembered() -> None:

@@ -174,9 +174,15 @@ def test_an_optimizer_that_refuses_stand_ins_only_costs_the_reservation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Linear(8, 4)
-    needed = predict_step_memory(Broken(model.parameters(), lr=0.1), list(model.parameters()))
+    optimizer = Broken(model.parameters(), lr=0.1)
+    needed = predict_step_memory(optimizer, list(model.parameters()))
     assert needed.state_bytes == []
-    assert "no memory is reserved" in caplog.text
+    assert needed.unknown == "NotImplementedError: no stand-ins, please"
+    reservation = OptimizerReservation(optimizer)
+    reservation.begin()
+    model.weight.requires_grad_(False)
+    reservation.begin()
+    assert caplog.text.count("no memory is reserved") == 1
 
 
 class TwoHeads(nn.Module):

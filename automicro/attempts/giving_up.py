@@ -5,8 +5,14 @@ from typing import NoReturn
 
 import torch
 
-from automicro.errors import PeerStoppedError, SampleTooLargeError
+from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note
 from automicro.memory import ResidentMemory, allocated_bytes, format_bytes, peak_bytes
+from automicro.observer import bystander
+
+_LESS_BESIDE = (
+    "let it compute and keep less on the device (detach and move to the host what it keeps), take "
+    "it out, or a larger device"
+)
 
 
 def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
@@ -21,10 +27,19 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
             f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on another "
             'rank; microbatch_size="auto" would try smaller ones. The state is as before the step.'
         ) from failure
+    who = bystander(failure)
+    if who is not None:
+        add_note(
+            failure,
+            f"automicro: memory ran out in {who}, while {size} rows of {num_rows} were computed. "
+            f"The state is as before the step. What helps: {_LESS_BESIDE}.",
+        )
+        raise failure
     what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
-    failure.add_note(
+    add_note(
+        failure,
         f"automicro: the microbatch size is fixed, and {what or f'{size} rows of {num_rows} do'} "
-        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.',
     )
     raise failure
 
@@ -35,18 +50,36 @@ def why_nothing_fits(
     min_rows: int,
     residents: ResidentMemory | None,
     device: torch.device,
+    *,
+    who: str | None = None,
 ) -> str:
-    """What there is to say where the smallest size ran out of memory."""
+    """What there is to say where the smallest size ran out of memory.
+
+    Args:
+        num_rows: of the batch.
+        tried: sizes, in order.
+        min_rows: the fewest rows of a slice.
+        residents: what lies on the device at any size.
+        device: where the work ran.
+        who: the callback or metric in which memory ran out at the last size; None for neither.
+    """
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
     text = f"a microbatch of {tried[-1]} of {num_rows} rows does not fit, and "
     state = "The state is as before the step. What helps:"
+    if who is not None:
+        return (
+            f"memory ran out in {who}, with every size {listed} of {num_rows} rows, so that fewer "
+            f"rows do not help. {state} {_LESS_BESIDE}."
+        )
     less_state = "an optimizer with less state, " if _has_state(residents) else ""
+    shared = residents is not None and residents.shared_inputs > 0
+    less_shared = "less in the parts of the batch that are shared by all rows, " * shared
     if residents is not None and residents.limit is not None and residents.leaves_nothing:
         return (
             f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
             f"without any row, and the limit is {format_bytes(residents.limit)}. {state} "
-            f"{less_state}a smaller model, a higher limit, a larger device."
+            f"{less_shared}{less_state}a smaller model, a higher limit, a larger device."
         )
     floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
     text += f"there is no smaller one{floor} {listed}."
@@ -59,8 +92,8 @@ def why_nothing_fits(
         limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
         text += f" Every size needs {format_bytes(residents.total)}{limit} for {residents}."
     return (
-        f"{text} {state} shorter or smaller samples, activation checkpointing, precision='bf16', "
-        f"{less_state}a larger device."
+        f"{text} {state} {less_shared}shorter or smaller samples, activation checkpointing, "
+        f"precision='bf16', {less_state}a larger device."
     )
 
 

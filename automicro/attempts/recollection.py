@@ -1,14 +1,17 @@
 """Starting from the size that an earlier run found, and leaving one for the next."""
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from automicro.attempts.run import Finished
+from automicro.errors import SizeCacheWarning, describe_error
 from automicro.policy import Policy
 from automicro.ranks import OneRank, Ranks, telling
 from automicro.size_cache import RememberedSize, RunKey, SizeCache, SizeMemory
+from automicro.warn import warn
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,9 @@ CHANGE = 0.05
 
 class Recollection:
     """What one phase of a run takes from the cache of sizes, and gives to it.
+
+    Nothing in it can stop a run: whatever goes wrong is one `SizeCacheWarning`, and the run goes
+    on without remembering.
 
     Args:
         describe: ``describe(batch, rows=…)`` is the key of a run, from its first batch.
@@ -70,11 +76,15 @@ class Recollection:
         if self._has_asked:
             is_same = row_cost is not None and row_cost == self._row_cost
             if self._memory is not None and not (self._memory.varies or is_same or batch is None):
-                self._memory.see(self._shapes(batch))
+                with self._going_on():
+                    self._memory.see(self._shapes(batch))
             return None
         self._row_cost = row_cost
         with telling(ranks):
-            size, cost = self._recall(batch, rows) if ranks.rank == 0 else (0.0, 0.0)
+            size, cost = 0.0, 0.0
+            if ranks.rank == 0:
+                with self._going_on():
+                    size, cost = self._recall(batch, rows)
         if not ranks.is_alone:
             size, cost = ranks.from_first([size, cost])
         self._has_asked = True
@@ -108,9 +118,19 @@ class Recollection:
         size, self._size = self._size, finished.microbatch_size
         if self._memory is None or not finished.is_committed or not costs:
             return
+        with self._going_on():
+            self._take_down(self._memory, finished, costs, size)
+
+    def _take_down(
+        self,
+        memory: SizeMemory,
+        finished: Finished[Any],
+        costs: Sequence[float],
+        size: int | None,
+    ) -> None:
         index = max(range(len(costs)), key=lambda each: finished.cuts[each][0] * (costs[each] or 1))
         rows, cost = finished.cuts[index][0], costs[index]
-        if self._memory.varies:
+        if memory.varies:
             is_cut = len(finished.cuts[index]) > 1
             failed = [each * cost for each in finished.failed_sizes]
             if not self._is_news(rows * cost, failed, is_cut=is_cut):
@@ -124,7 +144,21 @@ class Recollection:
             peak_bytes=None if measured is None else measured.peak_bytes,
             seconds=None if measured is None else measured.seconds,
         )
-        self._memory.settle(found, rows=sum(finished.cuts[index]))
+        memory.settle(found, rows=sum(finished.cuts[index]))
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except SizeCacheWarning:  # one of those that the user wants as errors
+            raise
+        except Exception as error:
+            self._memory = None
+            warn(
+                f"microbatch sizes are not remembered in this run ({describe_error(error)}); it "
+                "finds them by itself, and remember_sizes=False says nothing of it",
+                SizeCacheWarning,
+            )
 
     def _is_news(self, elements: float, failed: Sequence[float], *, is_cut: bool) -> bool:
         if is_cut < self._has_cut:

@@ -13,7 +13,7 @@ from automicro.attempts.plan import Bid, Plan, plan_alone, plan_together, propos
 from automicro.attempts.trial import Sharing, Tried, Verdict, try_once
 from automicro.errors import SampleTooLargeError
 from automicro.memory import Measured, Meter, ResidentMemory
-from automicro.observer import Narrator
+from automicro.observer import Narrator, bystander
 from automicro.oom import first_line
 from automicro.policy import Fixed, Outcome, Policy
 from automicro.ranks import Agreement, OneRank, Ranks, telling
@@ -153,7 +153,14 @@ def run_attempts(
                 if isinstance(policy, Fixed):
                     give_up_fixed(failure, plan.num_rows, tried[-1])
                 residents = None if measure_residents is None else measure_residents()
-                text = why_nothing_fits(plan.num_rows, tried, rule.min_rows, residents, device)
+                text = why_nothing_fits(
+                    plan.num_rows,
+                    tried,
+                    rule.min_rows,
+                    residents,
+                    device,
+                    who=bystander(failure),
+                )
                 raise SampleTooLargeError(
                     f"{text} The last failure: {first_line(failure)}"
                 ) from failure

@@ -10,10 +10,10 @@ import torch
 from automicro.attempts.plan import Plan
 from automicro.attempts.telling import highs_of, measured_by_all
 from automicro.batchnorm import needs_two_rows
-from automicro.errors import RollbackError
+from automicro.errors import RollbackError, add_note, describe_error, text_of
 from automicro.memory import Measured, Meter, peak_bytes
 from automicro.observer import Narrator
-from automicro.oom import Failure, classify, first_line, release
+from automicro.oom import Failure, classify, first_line, release, unquoted_shortage
 from automicro.ranks import OneRank, Ranks, Report, Status, StrayedError
 from automicro.transaction import Transaction
 
@@ -119,7 +119,7 @@ def try_once(
         status = _status(error, plan, can_recut=can_recut)
         if status is Status.FATAL and ranks.is_alone:
             _roll_back(transaction, error)
-            _explain_lonely_row(error, plan)
+            _explain(error, plan)
             raise
         failure = error
     # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
@@ -136,7 +136,7 @@ def try_once(
             raise
         _roll_back(transaction, failure, ranks)
         if status is Status.FATAL:
-            _explain_lonely_row(failure, plan)
+            _explain(failure, plan)
             raise failure
         if status is Status.STRAYED:
             return Tried(verdict=Verdict.STRAYED)
@@ -164,23 +164,37 @@ def _leaves_one_alone(plan: Plan) -> bool:
     return plan.num_fillers > 0 or any(sizes[-1] == 1 < sum(sizes) for sizes in plan.cuts)
 
 
+def _explain(error: BaseException, plan: Plan) -> None:
+    _explain_lonely_row(error, plan)
+    shortage = unquoted_shortage(error)
+    if shortage is not None:
+        add_note(
+            error,
+            f"automicro: memory ran out before this ({first_line(shortage)}), in what this error "
+            "neither was raised from nor quotes, so the batch is not tried again with fewer rows; "
+            "if that is what failed, raise it from that error, or let that one through",
+        )
+
+
 def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     if not needs_two_rows(error):
         return
     if sum(map(sum, plan.cuts)) == 1:
         rows = plan.num_global_rows
         who = "the batch has" if rows == 1 else f"of {rows} rows of all ranks this one has"
-        error.add_note(
+        add_note(
+            error,
             f"automicro: BatchNorm cannot train on one row, and {who} no more; use drop_last=True "
-            "in the data loader, which leaves such a last batch out, or another batch size"
+            "in the data loader, which leaves such a last batch out, or another batch size",
         )
         return
     if not _leaves_one_alone(plan):
         return
-    error.add_note(
+    add_note(
+        error,
         f"automicro: BatchNorm cannot train on one row, and slices of at most "
         f"{plan.size} of {sum(map(sum, plan.cuts))} rows leave one alone; use "
-        'another microbatch_size, or "auto", which leaves no row alone'
+        'another microbatch_size, or "auto", which leaves no row alone',
     )
 
 
@@ -218,14 +232,17 @@ def _try_roll_back(transaction: Transaction) -> BaseException | None:
 
 def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
     if classify(cause) is Failure.CONTEXT_LOST:
-        cause.add_note(f"automicro: the device is lost, nothing could be put back ({failure})")
+        add_note(
+            cause,
+            f"automicro: the device is lost, nothing could be put back ({text_of(failure)})",
+        )
         return
     if isinstance(failure, RollbackError):
         raise failure from cause
     if not isinstance(failure, Exception):
-        failure.add_note("automicro: the state before the batch could not be put back")
+        add_note(failure, "automicro: the state before the batch could not be put back")
         raise failure
     raise RollbackError(
-        f"an attempt failed ({type(cause).__name__}: {cause}), and the state before it could not "
-        f"be put back ({type(failure).__name__}: {failure}); continue from a checkpoint"
+        f"an attempt failed ({describe_error(cause)}), and the state before it could not "
+        f"be put back ({describe_error(failure)}); continue from a checkpoint"
     ) from cause

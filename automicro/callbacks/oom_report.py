@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automicro.callbacks.arguments import read_count
-from automicro.errors import AutomicroWarning
+from automicro.errors import AutomicroWarning, describe_error
 from automicro.events import Callback, Run
 from automicro.memory import allocated_bytes
 from automicro.memory.residents import measure_residents
@@ -105,8 +105,13 @@ class OutOfMemoryReport(Callback):
         self._open = None
         if self._written >= self._max_reports:
             return
-        path = self._next_path()
-        report = describe_failure(run, failure, self._batch)
+        path = self._folder
+        try:
+            path = self._next_path()
+            report = describe_failure(run, failure, self._batch)
+        except Exception as error:  # whatever it is, it is not worth the run
+            _say(path, error)
+            return
         if not self._write(path, report):
             return
         self._written += 1
@@ -145,7 +150,7 @@ class OutOfMemoryReport(Callback):
             self._folder.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             part.replace(path)  # never a report that was cut short
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:
             _remove(part)
             _say(path, error)
             return False
@@ -227,7 +232,7 @@ def _largest_parameters(run: Run) -> list[dict[str, Any]]:
 
 def _say(path: Path, error: Exception) -> None:
     warn(
-        f"the report {path} could not be written ({type(error).__name__}: {error}), and the run "
+        f"the report {path} could not be written ({describe_error(error)}), and the run "
         "goes on without it; make room, or name another folder in OutOfMemoryReport(folder)",
         AutomicroWarning,
     )

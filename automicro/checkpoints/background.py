@@ -4,6 +4,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from automicro.errors import text_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,5 +42,5 @@ class Background:
             work()
         except BaseException as error:
             # Whoever asks gets it. It is logged for a process that ends without asking.
-            logger.error("saving in the background failed: %s", error)
+            logger.error("saving in the background failed: %s", text_of(error))
             self._error = error

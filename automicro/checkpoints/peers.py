@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from automicro.errors import CheckpointError, DamagedCheckpointError, RankError
+from automicro.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    RankError,
+    describe_error,
+    text_of,
+)
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -154,12 +160,12 @@ class _Trouble:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "_Trouble":
-        kind, number, text = _OTHER, 0, f"{type(error).__name__}: {error}"
+        kind, number, text = _OTHER, 0, describe_error(error)
         if isinstance(error, OSError):
-            kind, number, text = _DISK, error.errno or errno.EIO, error.strerror or str(error)
+            kind, number, text = _DISK, error.errno or errno.EIO, error.strerror or text_of(error)
         elif isinstance(error, CheckpointError):
             kind = _DAMAGE if isinstance(error, DamagedCheckpointError) else _REFUSAL
-            text = str(error)
+            text = text_of(error)
         return cls(kind=kind, number=number, text=f"rank {rank}: {text}")
 
     def error(self) -> Exception:

@@ -13,7 +13,7 @@ from automicro.checkpoints.peers import ALONE, Peers, from_first, together
 from automicro.checkpoints.share import name_of_own
 from automicro.checkpoints.structure import put_together, tensors_of
 from automicro.checkpoints.writing import list_checkpoints, structure_file
-from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, text_of
 from automicro.oom import is_out_of_memory
 from automicro.warn import warn
 
@@ -273,6 +273,6 @@ def _fill(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def _refusal(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be loaded as plain tensors and values ({type(error).__name__}: "
-        f"{str(error).splitlines()[0] if str(error) else 'no reason given'}); load a checkpoint "
+        f"{next(iter(text_of(error).splitlines()), 'no reason given')}); load a checkpoint "
         "that automicro wrote"
     )

@@ -1,7 +1,6 @@
 """The command ``automicro``: finds the subcommand, runs it, shows what goes wrong."""
 
 import argparse
-import importlib.metadata
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from automicro.cli.results import one_rank_speaks
 from automicro.cli.subcommand import exit_code_lines
 from automicro.cli.suggestions import did_you_mean
 from automicro.cli.warning_lines import warnings_in_one_line
+from automicro.size_cache.key import own_version
 from automicro.synonyms import synonym_of
 
 DESCRIPTION = """\
@@ -111,7 +111,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument(
         "--version",
         action="version",
-        version=f"automicro {importlib.metadata.version('automicro')}",
+        version=f"automicro {own_version()}",
     )
     _add_debug(parser, default=False)
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")

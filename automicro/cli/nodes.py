@@ -9,7 +9,7 @@ from typing import Any
 from automicro.cli.dotted import import_callable
 from automicro.cli.signatures import check_arguments
 from automicro.cli.suggestions import did_you_mean
-from automicro.errors import ConfigError
+from automicro.errors import ConfigError, add_note
 
 NODE_KEYS = ("call", "args")
 FORM = "write {call: dotted.path, args: {name: value}}"
@@ -200,5 +200,5 @@ def _noting(doing: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        error.add_note(doing)
+        add_note(error, doing)
         raise

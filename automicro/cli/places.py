@@ -98,9 +98,9 @@ def is_bug_of_ours(error: BaseException) -> bool:
         return False
     if isinstance(error, AssertionError | NameError):
         return True
-    from automicro.passes import METRIC_NOTE
+    from automicro.observer import WHILE_UPDATING
 
-    is_metrics = any(note.startswith(METRIC_NOTE) for note in getattr(error, "__notes__", ()))
+    is_metrics = any(note.startswith(WHILE_UPDATING) for note in getattr(error, "__notes__", ()))
     return users_place(error) is None and not is_metrics and not _is_of_users_object(error)
 
 

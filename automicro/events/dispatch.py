@@ -4,9 +4,11 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from automicro.errors import add_note
 from automicro.events.callback import Callback
 from automicro.events.run import Run
-from automicro.observer import Observer, Subject
+from automicro.observer import IN_CALLBACK, Observer, Subject
+from automicro.oom import is_out_of_memory
 
 STEP_EVENTS = (
     "attempt_start",
@@ -120,7 +122,9 @@ class Callbacks:
             try:
                 method(run, *subject)
             except BaseException as error:
-                error.add_note(f"automicro: in the callback {type(callback).__name__}, at {event}")
+                add_note(error, f"{IN_CALLBACK}{type(callback).__name__}, at {event}")
+                if event not in STEP_EVENTS:
+                    _explain_shortage(error)
                 raise
 
     def transform(self, run: Run, batch: Any) -> Any:
@@ -129,7 +133,8 @@ class Callbacks:
             try:
                 batch = method(run, batch)
             except BaseException as error:
-                error.add_note(f"automicro: in the callback {type(callback).__name__}, transform")
+                add_note(error, f"{IN_CALLBACK}{type(callback).__name__}, transform")
+                _explain_shortage(error)
                 raise
             if batch is None:
                 raise TypeError(
@@ -147,6 +152,16 @@ class Callbacks:
             self.fire(event, run, subject)
 
         return observe
+
+
+def _explain_shortage(error: BaseException) -> None:
+    if is_out_of_memory(error):
+        add_note(
+            error,
+            "automicro: what a callback does outside of a step is not tried again, for nobody "
+            "knows how far it came; let it need less of the device, or go through "
+            "run.microbatcher(), which finds a size that fits",
+        )
 
 
 def _refuse_foreign_events(callback: Callback) -> None:

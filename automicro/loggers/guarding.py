@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from automicro.errors import describe_error
 from automicro.loggers.base import Logger
 
 MOST_FAILURES = 3  # in a row
@@ -85,7 +86,7 @@ class GuardedLogger:
             self._failures += 1
             if self._failures > 1:
                 return None
-            described = f"{type(error).__name__}: {error}"
+            described = describe_error(error)
             return f"{self._name} could not {what} ({described}): {_consequence(what)}"
         self._failures = 0
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from automicro.byte_sizes import parse_bytes
+from automicro.errors import text_of
 from automicro.memory.device import (
     allocated_bytes,
     begin_lap,
@@ -100,7 +101,7 @@ def _requested_bytes(failure: BaseException) -> int:
     >>> _requested_bytes(MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"))
     20971520
     """
-    found = _REQUEST.search(str(failure))
+    found = _REQUEST.search(text_of(failure))
     if found is None:
         return 0
     try:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.device import limit_memory
@@ -62,7 +62,13 @@ class OccupiedDevice:
                 track_residents(budget, [*self._modules, self._optimizer])
             yield
 
-    def measure(self, *, training: bool, upcoming_bytes: Sequence[int] = ()) -> ResidentMemory:
+    def measure(
+        self,
+        *,
+        training: bool,
+        upcoming_bytes: Sequence[int] = (),
+        shared_inputs: Sequence[Tensor] = (),
+    ) -> ResidentMemory:
         """What lies there at any microbatch size; see `measure_residents`."""
         return measure_residents(
             self._modules,
@@ -70,5 +76,6 @@ class OccupiedDevice:
             self._device,
             training=training,
             upcoming_bytes=upcoming_bytes,
+            shared_inputs=shared_inputs,
             memory_limit=self._memory_limit,
         )

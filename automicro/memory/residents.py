@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.byte_sizes import format_bytes
+from automicro.errors import add_note
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
 from automicro.memory.device import limit_bytes
 from automicro.shards import local
@@ -24,6 +25,7 @@ class ResidentMemory:
         gradients: in training of every parameter that requires one, there already or not.
         optimizer_state: what is there, and what the first step will add.
         buffers: of all modules.
+        shared_inputs: parts of the batch that every microbatch gets whole.
         limit: of the device; None where it is not known.
 
     >>> memory = ResidentMemory(parameters=2048, gradients=2048, buffers=0, limit=4096)
@@ -35,12 +37,14 @@ class ResidentMemory:
     gradients: int = 0
     optimizer_state: int = 0
     buffers: int = 0
+    shared_inputs: int = 0
     limit: int | None = None
 
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return self.parameters + self.gradients + self.optimizer_state + self.buffers
+        held = self.parameters + self.gradients + self.optimizer_state + self.buffers
+        return held + self.shared_inputs
 
     @property
     def leaves_nothing(self) -> bool:
@@ -53,6 +57,7 @@ class ResidentMemory:
             "gradients": self.gradients,
             "optimizer state": self.optimizer_state,
             "buffers": self.buffers,
+            "shared parts of the batch": self.shared_inputs,
         }
         return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held)
 
@@ -64,6 +69,7 @@ def measure_residents(
     *,
     training: bool,
     upcoming_bytes: Sequence[int] = (),
+    shared_inputs: Sequence[Tensor] = (),
     memory_limit: str | int | float | None = None,
 ) -> ResidentMemory:
     """Add up what is on a device at any microbatch size.
@@ -74,6 +80,7 @@ def measure_residents(
         device: where the work runs.
         training: whether all gradients are to come.
         upcoming_bytes: of each tensor of state that the optimizer has yet to build.
+        shared_inputs: parts of the batch that every microbatch gets whole.
         memory_limit: of the device, where no `MemoryBudget` is entered.
 
     >>> linear = nn.Linear(16, 16)
@@ -94,6 +101,7 @@ def measure_residents(
         gradients=_count(gradients),
         optimizer_state=_count(on_device) + sum(map(_rounded, upcoming_bytes)),
         buffers=_count(buffers),
+        shared_inputs=_count(shared_inputs),
         limit=_limit_bytes(device, memory_limit),
     )
 
@@ -111,9 +119,10 @@ def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
     try:
         budget.track(*(each for each in residents if each is not None))
     except torch.OutOfMemoryError as error:
-        error.add_note(
+        add_note(
+            error,
             "automicro: the model and the optimizer's state alone exceed the limit; raise "
-            "memory_limit (or that of the MemoryBudget), or train a smaller model"
+            "memory_limit (or that of the MemoryBudget), or train a smaller model",
         )
         raise
 

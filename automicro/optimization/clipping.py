@@ -7,7 +7,7 @@ multiplies every gradient in place, which cannot: nobody could tell which ones h
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import OptimizerStepError
+from automicro.errors import OptimizerStepError, text_of
 from automicro.oom import Failure, classify, release
 from automicro.optimization.once import run_once
 from automicro.optimization.sharded import (
@@ -90,6 +90,6 @@ def _clip_shards(
         failure = error
     try:
         release(failure, device)
-        raise OptimizerStepError(f"{_HALF_APPLIED} It said: {failure}") from failure
+        raise OptimizerStepError(f"{_HALF_APPLIED} It said: {text_of(failure)}") from failure
     finally:
         failure = None  # it holds this frame: a cycle

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from automicro.errors import OptimizerStepError
+from automicro.errors import OptimizerStepError, text_of
 from automicro.oom import Failure, classify, release
 from automicro.torch_private import OperationMode, schema_of
 
@@ -57,7 +57,7 @@ def run_once(
                 undo()
             if is_retry or has_written:
                 text = half_applied if has_written else refused
-                raise OptimizerStepError(f"{text} It said: {failure}") from failure
+                raise OptimizerStepError(f"{text} It said: {text_of(failure)}") from failure
         finally:
             failure = None  # it holds this frame: a cycle
     return result[0]
@@ -65,7 +65,7 @@ def run_once(
 
 def _try(action: Callable[[], T], watched: bool) -> tuple[list[T], BaseException | None, bool]:
     """The result in a list, or the out-of-memory error and whether it may have written."""
-    watch = _WriteWatch() if watched else None
+    watch = WriteWatch() if watched else None
     try:
         if watch is None:
             return [action()], None, True
@@ -77,8 +77,8 @@ def _try(action: Callable[[], T], watched: bool) -> tuple[list[T], BaseException
         return [], error, watch is None or watch.has_written
 
 
-class _WriteWatch(OperationMode):
-    """Notes before an operation that it will write into a tensor made outside."""
+class WriteWatch(OperationMode):
+    """Notes before an operation that it will write into a tensor made outside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +89,8 @@ class _WriteWatch(OperationMode):
         if not self.has_written:
             written = _tensors(_written(func, args, kwargs))
             self.has_written = not all(map(self._is_from_inside, written))
+            if self.has_written:
+                self.on_first_write(func)
         if self.has_written:
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -100,6 +102,9 @@ class _WriteWatch(OperationMode):
             if id(storage) not in given:
                 self._made_inside[id(storage)] = weakref.ref(storage)
         return output
+
+    def on_first_write(self, func: Any) -> None:
+        """Called before the operation runs; may raise, so that it does not."""
 
     def _is_from_inside(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()

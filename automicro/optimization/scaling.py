@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automicro.checks import innermost_optimizer
 from automicro.optimization.once import run_once
 from automicro.optimization.sharded import has_shards
 from automicro.ranks import OneRank, Ranks
@@ -120,7 +121,7 @@ class GradientScaler:
             overflow = getattr(stepped, "found_inf", None)
             has_stepped = overflow is None or not overflow.item()
 
-        handle = optimizer.register_step_post_hook(note)
+        handle = (innermost_optimizer(optimizer) or optimizer).register_step_post_hook(note)
         try:
             self._scaler.step(optimizer)
         except BaseException:

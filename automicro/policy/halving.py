@@ -13,7 +13,7 @@ from automicro.policy.base import (
     require_size,
 )
 from automicro.policy.frontier import ROUNDING, Failed, Frontier
-from automicro.policy.patience import Patience
+from automicro.policy.patience import Outlier, Patience
 from automicro.policy.peaks import CAUTIOUS_ERROR, ERROR, Measured, Peaks
 from automicro.policy.thrash import Thrash
 
@@ -26,9 +26,11 @@ LEARNED = (
     "_frontier",
     "_peaks",
     "_patience",
+    "_outlier",
     "_thrash",
     "_ceiling",
     "_room",
+    "_is_outlier",
     *FLAGS,
 )
 
@@ -42,7 +44,9 @@ class Halving:
       that they fit. Trials halve the bracket between what fits and what failed, so that all
       failures together are at most ``log2(rows) + 2`` while memory and the cost of rows stay as
       they are. Without measured peaks and a capacity there are no trials.
-    - What was learned holds per cost of a row: a batch of long rows does not slow short ones.
+    - What was learned holds per cost of a row: a batch of long rows does not slow short ones. Nor
+      does a small batch that fails for no reason that was measured slow larger ones that had
+      fitted.
     - *Grow*: a size that failed is tried again when the device reports what it lacked, when peaks
       have fallen, or, where nothing explains the failure, after many batches. With each
       disappointment the wait doubles.
@@ -109,6 +113,8 @@ class Halving:
         self._frontier = Frontier()
         self._peaks = Peaks()
         self._patience = Patience()
+        self._outlier = Outlier()
+        self._is_outlier = False  # whether the batch that is running is one
         self._thrash = Thrash()
         # Rows that may be tried next within a batch that ran out of memory; None between batches.
         self._ceiling: int | None = None
@@ -219,6 +225,9 @@ class Halving:
             most = min(most, self._max)
         if self._thrash.most_elements is not None:
             most = min(most, self._thrash.most_elements / cost + ROUNDING)
+        outlying = self._outlier.most_rows(num_rows, cost, self._patience.batches)
+        if outlying is not None:
+            most = min(most, outlying)
         return cut_size(num_rows, max(1, int(most)), multiple_of=self._multiple_of)
 
     def _known_rows(self, num_rows: int, cost: float) -> int:
@@ -265,6 +274,11 @@ class Halving:
             self._has_probed = self._decide(outcome.num_rows, cost)[1]
         self._ceiling = None
         self._patience.fitted()
+        if self._is_outlier:
+            self._outlier.note(
+                num_rows=outcome.num_rows, fitted=rows, cost=cost, batch=self._patience.batches
+            )
+            self._is_outlier = False
         fell = False
         if outcome.peak_bytes is not None:
             need = max(0, outcome.peak_bytes - (outcome.resident_bytes or 0))
@@ -303,12 +317,18 @@ class Halving:
         rows, need = outcome.microbatch_size, None
         if outcome.peak_bytes is not None:
             need = outcome.peak_bytes - (outcome.resident_bytes or 0)
+        failed = Failed(
+            rows=rows, cost=cost, need=need, room=self._room, batch=self._patience.batches
+        )
+        proven = self._frontier.proven_rows(cost)
+        if not failed.is_explained and proven is not None and outcome.num_rows < proven:
+            self._is_outlier = True
+            self._ceiling = -(-rows // 2)
+            return
         is_beyond = not self._trusts_prediction and rows > ROUNDING + self._frontier.rows_halfway(
             cost
         )
-        regressed = self._frontier.failed(
-            Failed(rows=rows, cost=cost, need=need, room=self._room, batch=self._patience.batches)
-        )
+        regressed = self._frontier.failed(failed)
         self._patience.failed(rows=outcome.num_rows, regressed=regressed, is_beyond=is_beyond)
         self._has_failed = True
         self._may_double = False
@@ -341,6 +361,7 @@ class Halving:
                 "frontier": self._frontier.state_dict(),
                 "peaks": self._peaks.state_dict(),
                 "patience": self._patience.state_dict(),
+                "outlier": [*self._outlier.state_dict(), self._is_outlier],
                 "thrash": self._thrash.state_dict(),
                 "ceiling": self._ceiling,
                 "room": self._room,
@@ -389,6 +410,9 @@ class Halving:
         self._frontier = Frontier.from_state(learned["frontier"])
         self._peaks = Peaks.from_state(learned["peaks"])
         self._patience = Patience.from_state(learned["patience"])
+        if "outlier" in learned:  # not of an older automicro
+            *outlier, is_outlier = learned["outlier"]
+            self._outlier, self._is_outlier = Outlier.from_state(outlier), bool(is_outlier)
         self._thrash = Thrash.from_state(learned["thrash"])
         self._ceiling, self._room = learned["ceiling"], learned["room"]
         for name, flag in zip(FLAGS, learned["flags"], strict=True):

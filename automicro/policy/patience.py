@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from automicro.policy.frontier import ROUNDING
+
 # The first wait after a size that had fitted failed: long enough to see whether memory goes on
 # growing, short enough for a run of a few hundred batches to recover.
 FIRST_WAIT = 16
@@ -117,3 +119,55 @@ class Patience:
         for name, value in zip(COUNTERS, counters, strict=True):
             setattr(patience, name, int(value))
         return patience
+
+
+class Outlier:
+    """A batch that ran out of memory where larger ones had fitted, so that it tells only of itself.
+
+    The last few rows of an epoch fail now and then for what others do with the device. Full
+    batches then go on as before; batches of no more rows keep to what fitted, for a while that
+    doubles each time.
+
+    >>> outlier = Outlier()
+    >>> outlier.note(num_rows=2, fitted=1, cost=1.0, batch=4)
+    >>> outlier.most_rows(num_rows=2, cost=1.0, batch=5), outlier.most_rows(16, 1.0, batch=5)
+    (1, None)
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._fitted = 0.0  # rows × cost
+        self._until = 0
+        self._wait = FIRST_WAIT
+
+    def note(self, *, num_rows: int, fitted: int, cost: float, batch: int) -> None:
+        """Keep what fitted of such a batch.
+
+        Args:
+            num_rows: of the batch.
+            fitted: rows of its microbatches in the end.
+            cost: of a row.
+            batch: its number.
+        """
+        self._num_rows, self._fitted = num_rows, fitted * cost
+        self._until = batch + self._wait
+        self._wait *= 2
+
+    def most_rows(self, num_rows: int, cost: float, batch: int) -> int | None:
+        """Return the most rows that a microbatch should have; None for any."""
+        if num_rows > self._num_rows or batch >= self._until:
+            return None
+        return max(1, int(self._fitted / cost + ROUNDING))
+
+    def state_dict(self) -> list[Any]:
+        """Return all of it."""
+        return [self._num_rows, self._fitted, self._until, self._wait]
+
+    @classmethod
+    def from_state(cls, state: list[Any]) -> "Outlier":
+        """Return what ``state_dict`` described."""
+        outlier = cls()
+        num_rows, fitted, until, wait = state
+        outlier._num_rows, outlier._fitted = int(num_rows), float(fitted)
+        outlier._until, outlier._wait = int(until), int(wait)
+        return outlier

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automicro.errors import describe_error
 from automicro.oom import Failure, classify
 from automicro.probe.averages import Candidate, candidates, named
 from automicro.probe.measured import Measured, loss_error, relative_errors
@@ -104,7 +105,7 @@ def measure_rows(run: Callable[[Sequence[int]], Measured], indices: Sequence[int
         except Exception as error:
             if classify(error) is not Failure.UNRELATED:
                 raise
-            failure = failure or f"{type(error).__name__}: {error}"
+            failure = failure or describe_error(error)
         else:
             return Rows(parts=parts, together=together, alone=alone)
     return failure

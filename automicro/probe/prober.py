@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.errors import AutomicroError, LossAverageWarning
+from automicro.errors import AutomicroError, LossAverageWarning, describe_error
 from automicro.oom import Failure, classify, first_line, release
 from automicro.probe.causes import KEEP_WHOLE, describe_failure, explain, unexplained
 from automicro.probe.look import Seen, evaluation_values, look
@@ -170,7 +170,7 @@ class Prober:
             raise failure
         # Is it the choice of rows, or a mistake in the model?
         evidence.is_done = True
-        text = f"{type(failure).__name__}: {first_line(failure)}"
+        text = next(iter(describe_error(failure).splitlines()))
         release(failure, self._probed.device)
         if choice is None:
             return self._unchecked(f"its rows cannot be read ({text})")

@@ -1,6 +1,5 @@
 """From a model, a device and a batch to the key under which their size is remembered."""
 
-import importlib.metadata
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory import active_budget
-from automicro.size_cache.key import RunKey, sha256_of
+from automicro.size_cache.key import RunKey, own_version, sha256_of
 from automicro.slicing import BatchLayout
 from automicro.torch_private import is_compiled, is_uninitialized
 
@@ -65,7 +64,7 @@ def describe_run(
         rows=rows,
         shapes=describe_shapes(batch, layout=layout),
         world_size=world_size,
-        automicro=importlib.metadata.version("automicro"),
+        automicro=own_version(),
         torch=str(torch.__version__),
     )
 

@@ -96,6 +96,22 @@ class BatchLayout:
         """All tensors in `batch` with their paths, shared ones too."""
         return tensor_leaves(batch)
 
+    def shared(self, batch: Any) -> list[torch.Tensor]:
+        """The tensors that every slice gets whole; none of a batch of one row.
+
+        Raises:
+            BatchError: as `num_rows`.
+
+        >>> len(BatchLayout({"w": "shared"}).shared({"x": torch.ones(4, 2), "w": torch.ones(3)}))
+        1
+        """
+        num_rows = self.num_rows(batch)
+        if num_rows < 2:
+            return []
+        first, rest = map(tensor_leaves, self.split(batch, [1, num_rows - 1]))
+        also = {id(tensor) for _, tensor in rest}
+        return [tensor for _, tensor in first if id(tensor) in also]
+
     def row_dims(self, batch: Any) -> dict[str, int]:
         """In which dimension each plain tensor has the rows, by its path as in `leaves`.
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from automicro.checks import check_optimizer
+from automicro.checks import check_modules, check_optimizer, innermost_optimizer
 from automicro.trainer.arguments import read_flag
 from automicro.trainer.memory_format import to_channels_last
 from automicro.trainer.parameter_groups import (
@@ -30,7 +30,7 @@ def gather_modules(
     >>> len(gather_modules(nn.Linear(2, 2), [], nn.CrossEntropyLoss(weight=torch.ones(2))))
     2
     """
-    gathered = [model, *modules]
+    gathered = [model, *check_modules(modules)]
     if isinstance(loss_fn, nn.Module) and not any(loss_fn is each for each in gathered):
         holds = next(itertools.chain(loss_fn.parameters(), loss_fn.buffers()), None)
         gathered += [] if holds is None else [loss_fn]
@@ -100,10 +100,32 @@ def build_optimizer(
             )
         optimizer = made
         check_group_options(optimizer, groups)
-    check_optimizer(optimizer, modules)
+    innermost = check_optimizer(optimizer, modules)
+    if _only_hands_on(optimizer):
+        optimizer = innermost
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__} around a {type(innermost).__name__}, and "
+            "no torch.optim.Optimizer itself, which the Trainer steps and saves; pass the one "
+            "inside of it"
+        )
     if optimizer is not None and isinstance(loss_fn, nn.Module):
         _warn_of_untrained(loss_fn, optimizer)
     return optimizer
+
+
+def _only_hands_on(optimizer: object) -> bool:
+    """Whether it is a wrapper for another trainer's loop, whose step adds nothing in this one."""
+    homes = {
+        f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(optimizer).__mro__
+    }
+    return not homes.isdisjoint(
+        {
+            "accelerate.AcceleratedOptimizer",
+            "lightning.LightningOptimizer",
+            "pytorch_lightning.LightningOptimizer",
+        }
+    )
 
 
 def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
@@ -156,7 +178,11 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
             f"the callable given as scheduler made a {type(scheduler).__name__}, which has no "
             "step method; return a scheduler of torch.optim.lr_scheduler"
         )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        scheduled = getattr(scheduler, "optimizer", optimizer)
+    else:  # accelerate's wrapper holds the scheduler, and several optimizers
+        scheduled = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", optimizer)
+    if innermost_optimizer(scheduled) is not innermost_optimizer(optimizer):
         raise ValueError(
             "the scheduler belongs to another optimizer; build it from the one given as "
             "optimizer=…, or pass a callable that takes the optimizer"

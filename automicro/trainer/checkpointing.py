@@ -17,6 +17,7 @@ from automicro.checkpoints import (
 from automicro.duration import Duration
 from automicro.errors import CheckpointError, CheckpointWarning, RankError
 from automicro.events import Callbacks, LoopState, Run
+from automicro.oom import once_more
 from automicro.trainer.interval import Interval
 from automicro.trainer.progress import Progress
 from automicro.trainer.snapshot import Snapshot
@@ -171,7 +172,9 @@ class Checkpointer:
 
     def _gather(self) -> dict[str, Any]:
         self._callbacks.fire("checkpoint_start", self._run)
-        return self._snapshot.gather()
+        if self._world_size > 1:  # who would wait for it
+            return self._snapshot.gather()
+        return once_more(self._snapshot.gather, self._run.device, doing="gathering a checkpoint")
 
     def _write(self, snapshot: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> Path:
         own = self._snapshot.own(snapshot)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from automicro.errors import add_note, text_of
 from automicro.torch_private import inductor_is_deterministic, set_inductor_deterministic
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -87,10 +88,11 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
         cudnn.deterministic = True
         yield
     except RuntimeError as error:
-        if any(sign in str(error) for sign in _SIGNS):
-            error.add_note(
+        if any(sign in text_of(error) for sign in _SIGNS):
+            add_note(
+                error,
                 "automicro: deterministic=True asks for this error; replace the operation by one "
-                "that is deterministic, or leave deterministic=True out"
+                "that is deterministic, or leave deterministic=True out",
             )
         raise
     finally:

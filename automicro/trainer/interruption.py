@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from automicro.errors import add_note
 from automicro.ranks import Ranks
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -100,7 +101,7 @@ class Interruption:
         error: BaseException = KeyboardInterrupt()
         if self._first is signal.SIGTERM:
             error = SystemExit(SIGTERM_EXIT_CODE)
-        error.add_note(f"automicro: {self.describe(where=where, checkpoint=checkpoint)}")
+        add_note(error, f"automicro: {self.describe(where=where, checkpoint=checkpoint)}")
         raise error
 
 

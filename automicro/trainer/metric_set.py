@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, add_note
+from automicro.oom import once_more
 from automicro.trainer.metric_gathering import match_peers
 from automicro.trainer.metric_state import MetricState, is_of_torchmetrics
 from automicro.transaction import flatten_metrics
@@ -34,6 +35,7 @@ class MetricSet:
     """
 
     def __init__(self, metrics: Any, device: torch.device) -> None:
+        self._device = device
         if isinstance(metrics, list | tuple):
             raise TypeError(
                 f"metrics is a {type(metrics).__name__}, and metrics need names: pass a mapping "
@@ -139,18 +141,32 @@ class MetricSet:
         match_peers(self._known)
         found: dict[str, float] = {}
         for name, metric in self._by_name.items():
-            value = metric.compute()
+            value = self._compute(name, metric)
             if not name and not isinstance(value, Mapping):
                 name = type(metric).__name__
             found.update(_numbers(name, value))
         return found
 
+    def _compute(self, name: str, metric: Any) -> Any:
+        """One metric's value: computing changes no counts, so that it may be done again."""
+        try:
+            if _has_peers():  # who would wait for it
+                return metric.compute()
+            return once_more(metric.compute, self._device, doing="computing a metric")
+        except Exception as error:
+            add_note(
+                error, f"automicro: while computing the metric {name or type(metric).__name__!r}"
+            )
+            raise
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
 
 def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
-    if is_of_torchmetrics(metric) or not (dist.is_available() and dist.is_initialized()):
-        return
-    if dist.get_world_size() > 1:
+    if not is_of_torchmetrics(metric) and _has_peers():
         raise TypeError(
             f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
             f"{dist.get_world_size()} ranks; make it a torchmetrics.Metric, with add_state"

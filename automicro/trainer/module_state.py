@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from automicro.checkpoints import OpenedCheckpoint, derived_seed, refuse_differences, tensors_of
 from automicro.checkpoints.shards import local_part
 from automicro.checks import unwrapped
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, describe_error
 from automicro.memory import active_budget
 from automicro.shards import is_sharded
 from automicro.torch_private import buffer_table, is_uninitialized
@@ -177,7 +177,7 @@ def _load(module: nn.Module, state: Any) -> None:
     except Exception as error:
         raise CheckpointError(
             f"{type(module).__name__}.load_state_dict refuses what its state_dict gave "
-            f"({type(error).__name__}: {error}); give the model a load_state_dict (or "
+            f"({describe_error(error)}); give the model a load_state_dict (or "
             "set_extra_state) that takes it, or start anew with resume='never'"
         ) from error
 

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from automicro.errors import add_note
 from automicro.memory import active_budget, limit_memory, track_residents
 from automicro.trainer.determinism import deterministic_algorithms
 from automicro.trainer.processes import Place
@@ -91,5 +92,5 @@ def noting(describe: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(f"automicro: {describe()}")
+        add_note(error, f"automicro: {describe()}")
         raise

@@ -14,7 +14,7 @@ from automicro.checkpoints import (
     tensors_of,
 )
 from automicro.checks import unwrapped
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, describe_error
 from automicro.events import Callbacks, Cut, LoopState, PhaseState, Run
 from automicro.memory import active_budget
 from automicro.microbatcher import Microbatcher
@@ -306,7 +306,7 @@ def _load(name: str, part: Any, state: Any) -> None:
     except Exception as error:
         raise CheckpointError(
             f"the state of {name} in the checkpoint cannot be taken over "
-            f"({type(error).__name__}: {error}); use the options of the run that saved it, or "
+            f"({describe_error(error)}); use the options of the run that saved it, or "
             "start anew with resume='never'"
         ) from error
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from automicro.errors import add_note
+
 
 class Part(Protocol):
     """One restorable thing."""
@@ -81,7 +83,7 @@ class Transaction:
                 interruption = interruption or error
             del self._begun[0]
         if interruption is not None:
-            interruption.add_note("automicro: the batch was committed, its gradient is in .grad")
+            add_note(interruption, "automicro: the batch was committed, its gradient is in .grad")
             try:
                 raise interruption
             finally:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from automicro.batchnorm import needs_two_rows
-from automicro.errors import BatchError, LossError, RollbackError
+from automicro.errors import BatchError, LossError, RollbackError, describe_error
 from automicro.forward import choose_convention
 from automicro.oom import Failure, classify
 from automicro.probe.measured import loss_error, relative_errors
@@ -119,7 +119,7 @@ class Examination:
         except Exception as error:
             if classify(error) is not Failure.UNRELATED:
                 raise
-            text = _ONE if needs_two_rows(error) else f"{type(error).__name__}: {error}"
+            text = _ONE if needs_two_rows(error) else describe_error(error)
             failed = Comparison(
                 microbatch_size=size, num_microbatches=count, error=math.nan, failure=text
             )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automicro.errors import text_of
 from automicro.probe.reach import captured_modules
 from automicro.slicing import map_tensors
 
@@ -51,7 +52,7 @@ class Subject:
         try:
             self.copy()
         except Exception as error:
-            first = str(error).partition(". ")[0].partition("\n")[0]
+            first = text_of(error).partition(". ")[0].partition("\n")[0]
             return f"the model cannot be copied ({type(error).__name__}: {first.rstrip('.')})"
         return ""
 

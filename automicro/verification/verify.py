@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from automicro.checks import check_model, check_unwrapped, resolve_device
-from automicro.errors import BatchError, RollbackError
+from automicro.errors import BatchError, RollbackError, describe_error, text_of
 from automicro.forward import choose_convention
 from automicro.oom import Failure, classify
 from automicro.slicing import BatchLayout, check_microbatch_size
@@ -105,7 +105,7 @@ def verify(
         )
         return examination.report(wanted_sizes)
     except (BatchError, RollbackError) as error:
-        return _unverifiable(Finding(kind="batch", text=str(error)))
+        return _unverifiable(Finding(kind="batch", text=text_of(error)))
     except torch.OutOfMemoryError as error:
         error.add_note("automicro: verify needs the whole batch at once; pass one with fewer rows")
         raise
@@ -180,5 +180,4 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    text = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {text}"
+    return next(iter(describe_error(error).splitlines()))

@@ -1,0 +1,352 @@
+"""Memory that runs out beside the model: in callbacks, metrics, checkpoints, loggers, reports."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import (
+    AutomicroWarning,
+    Callback,
+    MemoryBudget,
+    Microbatcher,
+    SampleTooLargeError,
+    Trainer,
+)
+from automicro.callbacks import OutOfMemoryReport
+from automicro.checkpoints import CheckpointConfig
+from automicro.observer import Attempt, OutOfMemory
+from automicro.oom import once_more
+
+STEP = ["attempt_start", "microbatch_start", "forward_start", "forward_end", "loss_end"]
+STEP += ["backward_start", "backward_end", "microbatch_end", "attempt_end"]
+OUTSIDE = ["fit_start", "epoch_start", "batch_start", "batch_end", "gradients_ready", "epoch_end"]
+
+
+def oom() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
+    given: dict[str, Any] = {
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW,
+        "progress": False,
+        "device": "cpu",
+        "callbacks": callbacks,
+    }
+    return Trainer(nn.Linear(4, 3), DataLoader(data, 8), **{**given, **options})
+
+
+class Greedy(Callback):
+    """Needs more than there is at one event."""
+
+    def __init__(self, event: str, fail: Callable[[], None] = oom, *, times: int = 10**9) -> None:
+        self.left = times
+
+        def listen(*_: Any) -> None:
+            if self.left:
+                self.left -= 1
+                fail()
+
+        setattr(self, event, listen)
+
+
+@pytest.mark.parametrize("event", STEP)
+@pytest.mark.parametrize("microbatch_size", ["auto", 4])
+def test_a_callback_inside_a_step_is_named_and_not_the_rows(
+    event: str, microbatch_size: Any
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(Greedy(event), microbatch_size=microbatch_size).fit()
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert f"memory ran out in the callback Greedy, at {event}" in text
+    assert "larger device" in text
+    assert "does not fit" not in text
+    assert "do not fit" not in text
+
+
+def test_a_callback_that_fits_with_fewer_rows_is_retried() -> None:
+    callback = Greedy("forward_end", times=1)
+    one, two = trainer(callback).fit(), trainer().fit()
+    assert callback.left == 0
+    assert one.train_ooms == 1
+    assert one.train_loss == pytest.approx(two.train_loss, rel=1e-6)
+
+
+def test_an_observer_is_named_too() -> None:
+    def watch(event: str, subject: Any) -> None:
+        if event == "forward_end":
+            oom()
+
+    microbatcher = Microbatcher(nn.Linear(4, 3), loss_fn=nn.CrossEntropyLoss(), observer=watch)
+    with pytest.raises(SampleTooLargeError, match=r"in the callback .*watch \(the observer\)"):
+        microbatcher.backward((torch.randn(8, 4), torch.randint(3, (8,))))
+
+
+class Hoards(nn.Module):
+    """A metric that keeps a square of all that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_at, self.computes, self.sum = "update", 0, 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if self.fails_at == "update":
+            oom()
+        self.sum += float(len(outputs))
+
+    def compute(self) -> float:
+        self.computes += 1
+        if self.fails_at == "compute" and self.computes < 2:
+            oom()
+        if self.fails_at == "ever":
+            oom()
+        return self.sum
+
+    def reset(self) -> None:
+        self.sum = 0.0
+
+
+def hoarding(fails_at: str) -> Hoards:
+    metric = Hoards()
+    metric.fails_at = fails_at
+    return metric
+
+
+def test_a_metric_is_named_and_not_the_rows() -> None:
+    with pytest.raises(SampleTooLargeError, match=r"memory ran out in the metric 'hoard'"):
+        trainer(metrics={"hoard": hoarding("update")}).fit()
+
+
+def test_a_metric_is_computed_once_more() -> None:
+    summary = trainer(metrics={"hoard": hoarding("compute")}).fit()
+    assert summary.train_metrics["hoard"] == 32
+
+
+def test_a_metric_that_cannot_be_computed_is_named() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(metrics={"hoard": hoarding("ever")}).fit()
+    assert "automicro: while computing the metric 'hoard'" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("event", OUTSIDE)
+def test_a_callback_outside_of_a_step_is_named_and_called_once(event: str) -> None:
+    callback = Greedy(event, times=1)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(callback).fit()
+    notes = "\n".join(caught.value.__notes__)
+    assert f"automicro: in the callback Greedy, at {event}" in notes
+    assert "run.microbatcher()" in notes
+
+
+def test_other_errors_of_callbacks_are_told_nothing_of_memory() -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as caught:
+        trainer(Greedy("batch_end", fail)).fit()
+    assert "microbatcher" not in "\n".join(caught.value.__notes__)
+
+
+def test_a_transform_that_runs_out_is_named() -> None:
+    class Doubles(Callback):
+        def transform(self, run: Any, batch: Any) -> Any:
+            oom()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(Doubles()).fit()
+    assert "in the callback Doubles, transform" in "\n".join(caught.value.__notes__)
+
+
+def test_a_checkpoint_is_gathered_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automicro.trainer.snapshot import Snapshot
+
+    gather, calls = Snapshot.gather, []
+
+    def gather_or_fail(self: Snapshot) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 2:
+            oom()
+        return gather(self)
+
+    monkeypatch.setattr(Snapshot, "gather", gather_or_fail)
+    trainer(checkpoint=CheckpointConfig(folder=tmp_path)).fit()
+    assert len(calls) == 3
+    assert any(tmp_path.iterdir())
+
+
+def test_a_logger_that_runs_out_costs_no_run() -> None:
+    class Broken:
+        def start(self, run: Any, *, resume_step: int | None) -> None: ...
+        def log(self, values: Any, *, step: int) -> None:
+            oom()
+
+        def close(self) -> None: ...
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(loggers=[Broken()]).fit()
+    assert "OutOfMemoryError: CUDA out of memory" in str(caught[0].message)
+
+
+def test_once_more_gives_back_what_the_first_try_held() -> None:
+    calls: list[int] = []
+    with MemoryBudget("40KiB") as budget:
+        others: list[Tensor] = []
+
+        def action() -> int:
+            calls.append(1)
+            mine = torch.zeros(4000)
+            if len(calls) == 1:
+                others.append(torch.zeros(5000))
+                torch.zeros(5000)
+            return len(mine) + budget.allocated_bytes * 0
+
+        with pytest.raises(torch.OutOfMemoryError):
+            action()
+        calls.clear()
+        others.clear()
+        assert once_more(action) == 4000
+    assert len(calls) == 2
+
+
+def test_once_more_is_not_twice_more() -> None:
+    calls: list[int] = []
+
+    def action() -> None:
+        calls.append(1)
+        oom()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        once_more(action)
+    assert len(calls) == 2
+
+
+def test_once_more_is_for_memory_only() -> None:
+    calls: list[int] = []
+
+    def action() -> None:
+        calls.append(1)
+        raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        once_more(action)
+    assert len(calls) == 1
+
+
+class MuteShortageError(torch.OutOfMemoryError):
+    def __str__(self) -> str:
+        raise AttributeError("gone")
+
+
+def test_a_report_survives_errors_with_odd_texts(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise MuteShortageError
+
+    report = OutOfMemoryReport(tmp_path)
+    trainer(report, Greedy("forward_end", fail, times=1)).fit()
+    assert report.written == 1
+
+
+def test_a_report_that_cannot_be_made_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MuteShortageError
+
+    monkeypatch.setattr("automicro.callbacks.oom_report.describe_failure", fail)
+    report = OutOfMemoryReport(tmp_path)
+    with pytest.warns(AutomicroWarning, match="could not be written"):
+        trainer(report, Greedy("forward_end", times=1)).fit()
+    assert report.written == 0
+
+
+def test_an_error_that_cannot_be_told_ends_the_run_as_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class MuteError(RuntimeError):
+        __str__ = MuteShortageError.__str__
+
+    error = MuteError()
+
+    def fail() -> None:
+        raise error
+
+    caplog.set_level(logging.DEBUG)
+    for event in ("batch_start", "forward_end", "batch_end"):
+        with pytest.raises(MuteError) as caught:
+            trainer(Greedy(event, fail)).fit()
+        assert caught.value is error
+
+
+def test_what_a_callback_is_told_holds_a_text() -> None:
+    told: list[str] = []
+
+    class Listens(Callback):
+        def oom(self, run: Any, failure: OutOfMemory) -> None:
+            assert isinstance(failure.attempt, Attempt)
+            told.append(failure.message)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA out of memory. \udc80")
+
+    trainer(Listens(), Greedy("forward_end", fail, times=1)).fit()
+    assert told == ["CUDA out of memory. \\udc80"]
+
+
+class UsesShared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + table.mean()
+        return out
+
+
+def run_shared(limit: str, table: int) -> str:
+    batch = {"x": torch.randn(8, 4), "table": torch.randn(table), "y": torch.randint(3, (8,))}
+    microbatcher = Microbatcher(
+        UsesShared(),
+        forward=lambda m, b: nn.functional.cross_entropy(m(b["x"], b["table"]), b["y"]),
+        batch_layout={"table": "shared"},
+        loss_average="samples",
+        memory_limit=limit,
+    )
+    with pytest.raises(SampleTooLargeError) as caught:
+        microbatcher.backward(batch)
+    return str(caught.value)
+
+
+def test_a_shared_part_that_fills_the_device_is_named_and_no_smaller_samples_advised() -> None:
+    text = run_shared("64KiB", 20_000)
+    assert "shared parts of the batch 78.50 KiB" in text
+    assert "no size can" in text
+    assert "less in the parts of the batch that are shared by all rows" in text
+    assert "samples" not in text
+
+
+def test_a_shared_part_beside_rows_that_do_not_fit_is_named_first() -> None:
+    text = run_shared("6KiB", 500)
+    assert "shared parts of the batch 2.00 KiB" in text
+    assert text.index("shared by all rows") < text.index("smaller samples")
+
+
+def test_nothing_shared_is_told_of_where_all_has_rows() -> None:
+    from automicro.slicing import BatchLayout
+
+    rows = [{"x": torch.randn(2), "w": torch.randn(3)} for _ in range(4)]
+    assert BatchLayout().shared((torch.randn(4, 3), torch.randn(4))) == []
+    assert BatchLayout().shared(rows) == []
+    assert BatchLayout({"w": "shared"}).shared({"x": torch.randn(1, 2), "w": torch.randn(3)}) == []

@@ -1,0 +1,431 @@
+"""Out of memory in other words, and wrapped: what stands for it, and what only followed it."""
+
+import copy
+import dataclasses
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Microbatcher, SampleTooLargeError
+from automicro.errors import add_note, describe_error, text_of
+from automicro.oom import Failure, classify, first_line, unquoted_shortage
+
+NOTHING: dict[str, str] = {}
+
+
+def oom() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+
+def made(module: str, name: str, base: type[Exception], text: str) -> Exception:
+    """An error of a library that is not installed here."""
+    error: Exception = type(name, (base,), {"__module__": module})(text)
+    return error
+
+
+XLA = "RESOURCE_EXHAUSTED: "
+ASSERT = 'INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1016, please report'
+
+RETRYABLE = [
+    made("jaxlib.xla_extension", "XlaRuntimeError", RuntimeError, XLA + "Out of memory allocating"),
+    RuntimeError(XLA + "Out of memory while trying to allocate 16 bytes."),
+    RuntimeError(XLA + "Failed to allocate request for 2.0GiB (2147483648B) on device ordinal 0"),
+    RuntimeError(XLA + "XLA:TPU compile permanent error. Ran out of memory in memory space hbm."),
+    RuntimeError("INTERNAL: Failed to allocate 8 bytes: CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+    made(
+        "tensorflow.python.framework.errors_impl",
+        "ResourceExhaustedError",
+        Exception,
+        "{{function_node __wrapped__MatMul}} OOM when allocating tensor with shape[8]",
+    ),
+    RuntimeError("Error out of memory at line 384 in file /bnb/csrc/pythonInterface.c"),
+    RuntimeError("/io/build/temp/spconv.cc 52\ncuda failed with error 2".replace("\n", " ")),
+    RuntimeError("/io/build/x.cc(12) cuda execution failed with error 2 out of memory"),
+    RuntimeError("cuda failed with error 2 out of memory. use CUDA_LAUNCH_BLOCKING=1"),
+    made("cupy.cuda.memory", "OutOfMemoryError", MemoryError, "Out of memory allocating 512 bytes"),
+    RuntimeError("cudaErrorMemoryAllocation: out of memory"),
+    RuntimeError("parallel_for failed: cudaErrorMemoryAllocation: out of memory"),
+    made(
+        "numba.cuda.cudadrv.driver",
+        "CudaAPIError",
+        Exception,
+        "[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY",
+    ),
+    made("pycuda._driver", "MemoryError", Exception, "cuMemAlloc failed: out of memory"),
+    RuntimeError("CUDA error (/flash-attention/csrc/fwd_launch.h:88): out of memory"),
+    RuntimeError(f"NVML_SUCCESS == r {ASSERT}"),
+    RuntimeError(f"NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() {ASSERT}"),
+    RuntimeError("CUDA error: CUSPARSE_STATUS_NOT_INITIALIZED when calling `cusparseCreate(h)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(h)`"),
+    RuntimeError(
+        "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`. "
+        "This error may appear if the input matrix contains NaN."
+    ),
+    RuntimeError("MIOpen Error: /src/handlehip.cpp:123: Hip error: out of memory"),
+    RuntimeError("could not create a memory object"),
+    RuntimeError("MKL FFT error: Intel MKL DFTI ERROR: Memory allocation failed"),
+    RuntimeError("std::bad_alloc: out_of_memory: CUDA error at: /rmm/cuda_memory_resource.hpp"),
+    RuntimeError("unable to mmap 4000 bytes from file </torch_1_2>: Cannot allocate memory (12)"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError(
+        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript "
+        '(most recent call last):\n  File "x.py", line 4, in forward\n    return x @ x\n'
+        "           ~~~~~ <--- HERE\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB."
+    ),
+]
+
+UNRELATED = [
+    KeyError("out of memory"),
+    RuntimeError("LSTM out of memory: it has 4 cells"),
+    RuntimeError("DNC out of memory."),
+    RuntimeError("token OOM is not in the vocabulary"),
+    RuntimeError("OOM"),
+    RuntimeError("out of memory"),
+    RuntimeError(XLA + "Received message larger than max (5 vs. 4)"),
+    RuntimeError("the log said: RESOURCE_EXHAUSTED: Out of memory"),
+    RuntimeError("Error out of memory budget at line"),
+    RuntimeError("cuda failed with error 21 something else"),
+    ValueError("cudaErrorMemoryAllocation: out of memory"),
+    RuntimeError("CUDA_ERROR_OUT_OF_MEMORY_SLOTS"),
+    RuntimeError('r == 0 INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":10'),
+    RuntimeError("could not create a primitive descriptor"),
+    RuntimeError("MIOpen Error: miopenStatusBadParm"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXgesvd`"),
+    OSError(errno.ENOENT, "No such file"),
+    RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."),
+    RuntimeError(
+        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript "
+        "(most recent call last):\nRuntimeError: it said: CUDA out of memory."
+    ),
+    ExceptionGroup("both", [MemoryError(), ValueError("a bug")]),
+    ExceptionGroup("bugs", [ValueError("a bug")]),
+    BaseExceptionGroup("stopped", [MemoryError(), KeyboardInterrupt()]),
+    SystemExit("CUDA out of memory."),
+]
+
+
+@pytest.mark.parametrize("error", RETRYABLE, ids=describe_error)
+def test_other_libraries_words_for_it_are_recognised(error: Exception) -> None:
+    assert classify(error) is Failure.RETRYABLE
+
+
+@pytest.mark.parametrize("error", UNRELATED, ids=describe_error)
+def test_words_like_it_are_not_taken_for_it(error: BaseException) -> None:
+    assert classify(error) is Failure.UNRELATED
+
+
+def from_it() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError("layer 3 failed") from error
+
+
+def quoting_it() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(f"layer 3 failed: {error}")  # noqa: B904
+
+
+def quoting_its_beginning() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"layer 3: {str(error)[:40]}…")  # noqa: B904
+
+
+def quoting_its_name() -> None:
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        raise RuntimeError(f"layer 3 failed: {error!r}")  # noqa: B904
+
+
+def in_words_of_its_own() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError:
+        raise RuntimeError("layer 3 ran out of memory")  # noqa: B904
+
+
+def in_a_word() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"layer 3: {type(error).__name__}")  # noqa: B904
+
+
+def quoting_twice() -> None:
+    try:
+        quoting_it()
+    except RuntimeError as error:
+        raise KeyError(f"block 2: {error}")  # noqa: B904
+
+
+def quoting_what_came_from_it() -> None:
+    try:
+        from_it()
+    except RuntimeError as error:
+        raise RuntimeError(f"block 2: {error}")  # noqa: B904
+
+
+def in_a_group() -> None:
+    raise ExceptionGroup("two", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
+
+
+def in_a_nested_group() -> None:
+    try:
+        in_a_group()
+    except ExceptionGroup as group:
+        raise ExceptionGroup("outer", [group])  # noqa: B904
+
+
+def in_a_group_wrapped() -> None:
+    try:
+        from_it()
+    except RuntimeError as error:
+        raise ExceptionGroup("one", [error])  # noqa: B904
+
+
+STANDS_FOR_IT = [
+    from_it,
+    quoting_it,
+    quoting_its_beginning,
+    quoting_its_name,
+    in_words_of_its_own,
+    in_a_word,
+    quoting_twice,
+    quoting_what_came_from_it,
+    in_a_group,
+    in_a_nested_group,
+    in_a_group_wrapped,
+]
+
+
+def of_a_fallback() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError:
+        raise ValueError("the fallback takes no odd lengths")  # noqa: B904
+
+
+def of_a_fallback_in_another_except_block() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError:
+        try:
+            NOTHING["fallback"]
+        except KeyError as error:
+            raise ValueError(f"no fallback: {error}")  # noqa: B904
+
+
+def in_finally() -> None:
+    try:
+        oom()
+    finally:
+        NOTHING["missing"]
+
+
+def from_none() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(f"deliberately: {error}") from None
+
+
+def from_another() -> None:
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(f"quotes {error}") from ValueError("but comes from this")
+
+
+def long_after() -> None:
+    kept = None
+    try:
+        oom()
+    except torch.OutOfMemoryError as error:
+        kept = error
+    raise RuntimeError(f"no longer handled: {kept}")
+
+
+def of_memory_while_something_else_was_handled() -> None:
+    try:
+        raise KeyError("row 3")
+    except KeyError:
+        raise ValueError("the replay buffer is out of memory slots")  # noqa: B904
+
+
+def a_name_that_is_short() -> None:
+    try:
+        raise MemoryError("a")
+    except MemoryError:
+        raise ValueError("a bug")  # noqa: B904
+
+
+FOLLOWED_IT = [
+    of_a_fallback,
+    of_a_fallback_in_another_except_block,
+    in_finally,
+    from_none,
+    from_another,
+    long_after,
+    of_memory_while_something_else_was_handled,
+    a_name_that_is_short,
+]
+
+
+def raised_by(fail: Callable[[], None]) -> Exception:
+    try:
+        fail()
+    except Exception as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+class FailsOnce(nn.Module):
+    def __init__(self, fail: Callable[[], None], *, times: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3).double()
+        self.left = times
+        self.fail = fail
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.left:
+            self.left -= 1
+            self.fail()
+        out: Tensor = self.linear(x)
+        return out
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 4).double(), torch.randint(3, (8,))
+
+
+@pytest.mark.parametrize("fail", STANDS_FOR_IT)
+def test_an_error_that_stands_for_it_is_retried_to_the_exact_gradient(fail) -> None:
+    model, data = FailsOnce(fail), batch()
+    plain = copy.deepcopy(model.linear)
+    nn.CrossEntropyLoss()(plain(data[0]), data[1]).backward()
+    result = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False).backward(data)
+    assert result.ooms == 1
+    torch.testing.assert_close(gradient_of(model), gradient_of(plain), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fail", FOLLOWED_IT)
+def test_an_error_that_only_followed_it_reaches_its_author_unchanged(fail) -> None:
+    model = FailsOnce(fail)
+    expected = raised_by(fail)
+    with pytest.raises(type(expected)) as caught:
+        Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False).backward(batch())
+    assert type(caught.value) is type(expected)
+    assert caught.value.args == expected.args
+    assert model.left == 0
+    assert model.linear.weight.grad is None
+
+
+@pytest.mark.parametrize("fail", [of_a_fallback, of_a_fallback_in_another_except_block, in_finally])
+def test_what_came_before_is_named_with_the_remedy(fail) -> None:
+    with pytest.raises((ValueError, KeyError)) as caught:
+        Microbatcher(FailsOnce(fail), loss_fn=nn.CrossEntropyLoss(), probe=False).backward(batch())
+    assert "raise it from that error" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("fail", [from_none, long_after])
+def test_nothing_is_said_where_nothing_is_shown_to_have_come_before(fail) -> None:
+    assert unquoted_shortage(raised_by(fail)) is None
+
+
+def test_it_is_given_up_by_name_where_even_one_row_is_wrapped() -> None:
+    model = FailsOnce(quoting_it, times=99)
+    with pytest.raises(SampleTooLargeError, match="layer 3 failed: CUDA out of memory"):
+        Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False).backward(batch())
+
+
+def test_a_group_that_refers_to_itself_ends() -> None:
+    member = MemoryError()
+    group = ExceptionGroup("round", [member])
+    member.__cause__ = group
+    assert classify(group) in Failure
+
+
+class MuteError(RuntimeError):
+    def __str__(self) -> str:
+        raise AttributeError("its text needs what is gone")
+
+
+class NoTextError(RuntimeError):
+    def __str__(self) -> Any:
+        return 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses notes."""
+
+    code: int
+
+
+SURROGATE = FileNotFoundError(2, "No such file", "photo\udc80.png")
+
+
+def odd_errors() -> list[Exception]:
+    return [MuteError(), NoTextError(), SURROGATE, RuntimeError("\udcff"), UnicodeError("x")]
+
+
+@pytest.mark.parametrize("error", odd_errors(), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("microbatch_size", ["auto", 2, None])
+def test_errors_with_odd_texts_pass_through_as_they_are(error, microbatch_size) -> None:
+    def fail() -> None:
+        raise error
+
+    model = FailsOnce(fail)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=microbatch_size, probe=False
+    )
+    with pytest.raises(type(error)) as caught:
+        microbatcher.backward(batch())
+    assert caught.value is error
+    assert microbatcher.backward(batch()).ooms == 0
+
+
+def test_an_error_that_refuses_notes_passes_through() -> None:
+    error = FrozenError(3)
+    add_note(error, "automicro: seen")
+    assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize("error", odd_errors(), ids=lambda error: type(error).__name__)
+def test_odd_texts_are_quoted_as_text_that_can_be_written(error) -> None:
+    for text in (text_of(error), describe_error(error), first_line(error)):
+        assert text
+        text.encode()
+
+
+def test_a_mute_out_of_memory_error_is_retried() -> None:
+    class MuteShortage(torch.OutOfMemoryError):
+        __str__ = MuteError.__str__
+
+    def fail() -> None:
+        raise MuteShortage
+
+    result = Microbatcher(FailsOnce(fail), loss_fn=nn.CrossEntropyLoss(), probe=False).backward(
+        batch()
+    )
+    assert result.ooms == 1
+
+
+def test_an_error_without_text_says_where_it_was_raised() -> None:
+    def fail() -> None:
+        raise AssertionError
+
+    assert "in fail, " in describe_error(raised_by(fail))

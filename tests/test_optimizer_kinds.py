@@ -1,0 +1,739 @@
+"""Optimizers that nobody foresaw: training is as in a plain loop, whatever they keep, and where."""
+
+import copy
+import itertools
+import random
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+import transformers
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import Microbatcher, Trainer
+from automicro.checks import check_optimizer, innermost_optimizer
+from automicro.optimization import OptimizerReservation, predict_step_memory
+
+Make = Callable[[nn.Module], Any]
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+class WithAverage(torch.optim.AdamW):
+    """Keeps an average of its weights in a list."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.average = [p.detach().clone() for p in parameters_of(self)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for mean, parameter in zip(self.average, parameters_of(self), strict=True):
+            mean.lerp_(parameter, 0.1)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is on GitHub: shares its groups with the optimizer inside."""
+
+    def __init__(self, base: torch.optim.Optimizer, *, k: int = 2) -> None:
+        super().__init__([p for g in base.param_groups for p in g["params"]], {})
+        self.optimizer, self.k, self.count = base, k, 0
+        self.param_groups = base.param_groups
+        self.slow = [p.detach().clone() for p in parameters_of(self)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for slow, parameter in zip(self.slow, parameters_of(self), strict=True):
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+
+class HalfBuilt(torch.optim.Optimizer):
+    """As timm has it: never calls the base class, so that hooks on its step are not called."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._base_optimizer = base
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self._base_optimizer.step(closure)
+
+
+def alone(model: nn.Module) -> torch.optim.Optimizer:
+    """The same around nothing; torch completes such a class in the first `zero_grad`."""
+
+    class Alone(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            self.param_groups = [{"params": list(params), "lr": 0.1}]
+            self.defaults, self.state = {}, defaultdict(dict)
+            self._optimizer_step_pre_hooks = OrderedDict()
+            self._optimizer_step_post_hooks = OrderedDict()
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for parameter in parameters_of(self):
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+
+    return Alone(model.parameters())
+
+
+class Momentum(torch.optim.Optimizer):
+    """Momentum in a dict, by name, and counters of several kinds."""
+
+    history: list[int] = []  # noqa: RUF012 (for all of the class, as people write it)
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.momenta: dict[int, Tensor] = {}
+        self.counts = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.counts["steps"] += 1
+        self.history.append(self.counts["steps"])
+        for number, parameter in enumerate(parameters_of(self)):
+            if parameter.grad is None:
+                continue
+            momentum = self.momenta.setdefault(number, torch.zeros_like(parameter))
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(momentum, alpha=0.1 / (1 + 0.1 * len(self.history)))
+
+
+def in_a_closure(model: nn.Module) -> torch.optim.Optimizer:
+    calls: list[int] = []
+
+    class Counts(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(1)
+            for group in self.param_groups:
+                group["lr"] = 0.1 / len(calls)
+            return super().step(closure)
+
+    return Counts(model.parameters())
+
+
+def in_a_nonlocal(model: nn.Module) -> torch.optim.Optimizer:
+    calls = 0
+
+    class Counts(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal calls
+            calls += 1
+            for group in self.param_groups:
+                group["lr"] = 0.1 / calls
+            return super().step(closure)
+
+    return Counts(model.parameters())
+
+
+def in_a_closure_of_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
+    factor = torch.ones(())
+
+    class Decays(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            factor.mul_(0.5)
+            for group in self.param_groups:
+                group["lr"] = 0.1 * factor.item()
+            return super().step(closure)
+
+    return Decays(model.parameters())
+
+
+CALLS: dict[str, int] = {}
+
+
+class InAGlobal(torch.optim.Adam):
+    def step(self, closure: Any = None) -> Any:
+        CALLS["steps"] = CALLS.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / CALLS["steps"]
+        return super().step(closure)
+
+
+def in_a_global(model: nn.Module) -> torch.optim.Optimizer:
+    CALLS.clear()
+    return InAGlobal(model.parameters())
+
+
+class OnItsClass(torch.optim.Adam):
+    """Counts on its class, by name."""
+
+    steps = 0
+    history: dict[str, int] = {}  # noqa: RUF012 (as people write it)
+
+    def step(self, closure: Any = None) -> Any:
+        OnItsClass.steps += 1
+        OnItsClass.history[f"step {len(OnItsClass.history)}"] = 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / OnItsClass.steps / len(OnItsClass.history)
+        return super().step(closure)
+
+
+def on_its_class(model: nn.Module) -> torch.optim.Optimizer:
+    OnItsClass.steps = 0
+    OnItsClass.history.clear()
+    return OnItsClass(model.parameters())
+
+
+class ByNumber(torch.optim.Optimizer):
+    """Keeps its state by other keys than parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        table: Any = self.state
+        for number, parameter in enumerate(parameters_of(self)):
+            if parameter.grad is not None:
+                buffer = table[number].setdefault("buffer", torch.zeros_like(parameter))
+                parameter.sub_(buffer.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+class Communicates(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from every generator that there is."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.own = torch.Generator().manual_seed(3)
+        self.python, self.numpy = random.Random(4), np.random.default_rng(5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        noise = random.random() + np.random.rand() + self.python.random() + self.numpy.random()
+        for parameter in parameters_of(self):
+            drawn = torch.randn(parameter.shape, generator=self.own, dtype=parameter.dtype)
+            parameter.add_(drawn + torch.randn_like(parameter), alpha=0.01 * noise)
+
+
+class Projector:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.basis: Any = None
+
+    def project(self, gradient: Tensor) -> Any:
+        if self.basis is None:
+            self.basis = torch.linalg.qr(gradient.T)[0][:, : self.rank]
+        return gradient @ self.basis
+
+    def back(self, low: Tensor) -> Any:
+        return low @ self.basis.T
+
+
+class LowRank(torch.optim.Optimizer):
+    """In the manner of GaLore: a projector beside the moments."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in parameters_of(self):
+            if parameter.grad is None:
+                continue
+            state, gradient = self.state[parameter], parameter.grad
+            if gradient.dim() == 2:
+                projector = state.setdefault("projector", Projector(2))
+                gradient = projector.project(gradient)
+            moment = state.setdefault("moment", torch.zeros_like(gradient))
+            moment.lerp_(gradient, 0.1)
+            parameter.sub_(projector.back(moment) if parameter.dim() == 2 else moment, alpha=0.01)
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """In the manner of Muon."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02, "steps": 3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                buffer = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter))
+                buffer.mul_(0.9).add_(parameter.grad)
+                update = buffer
+                if buffer.dim() == 2:
+                    update = buffer / (buffer.norm() + 1e-7)
+                    for _ in range(group["steps"]):
+                        update = 1.5 * update - 0.5 * update @ update.T @ update
+                parameter.sub_(update, alpha=group["lr"])
+
+
+class EightBit(torch.optim.Optimizer):
+    """In the manner of bitsandbytes: quantized moments with a scale, and a shared table."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.table = torch.linspace(-1, 1, 256, dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in parameters_of(self):
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["codes"] = torch.zeros(parameter.shape, dtype=torch.uint8)
+                state["scale"] = torch.zeros((), dtype=torch.float64)
+            moment = self.table[state["codes"].long()] * state["scale"]
+            moment = moment * 0.9 + parameter.grad
+            state["scale"].copy_(moment.abs().max())
+            scaled = moment / (state["scale"] + 1e-12)
+            state["codes"].copy_(((scaled + 1) * 127.5).round().to(torch.uint8))
+            parameter.sub_(moment, alpha=0.05)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """In the manner of schedule-free: a mode, and weights that are not those evaluated."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0, "is_training": False})
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["is_training"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if not group["is_training"]:
+                raise RuntimeError("call train() first")
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "z" not in state:
+                    state["z"] = parameter.clone()
+                state["z"].sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(state["z"], 1 / group["k"])
+
+
+def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = ScheduleFree(model.parameters())
+    optimizer.train()
+    return optimizer
+
+
+class HoldsTheModel(torch.optim.SGD):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.model = model
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.99)
+        return super().step(closure)
+
+
+class Patched:
+    """An optimizer whose step was replaced on the instance, as many libraries do."""
+
+    def __new__(cls, model: nn.Module) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        inner, slow = optimizer.step, [p.detach().clone() for p in model.parameters()]
+
+        def step(closure: Any = None) -> Any:
+            result = inner(closure)
+            with torch.no_grad():
+                for each, parameter in zip(slow, model.parameters(), strict=True):
+                    parameter.copy_(each.lerp_(parameter, 0.5))
+            return result
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return optimizer
+
+
+class Duck:
+    """A wrapper that is no optimizer of torch, as deepspeed and apex have."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def accelerated(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return accelerate.Accelerator(cpu=True).prepare(optimizer)
+
+
+MAKE: dict[str, Make] = {
+    "list": lambda m: WithAverage(m.parameters(), lr=0.1),
+    "lookahead": lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
+    "lookahead of adam": lambda m: Lookahead(torch.optim.Adam(m.parameters(), lr=0.1)),
+    "lookahead of a list": lambda m: Lookahead(WithAverage(m.parameters(), lr=0.1)),
+    "lookahead twice": lambda m: Lookahead(Lookahead(torch.optim.Adam(m.parameters(), lr=0.1))),
+    "half built": lambda m: HalfBuilt(torch.optim.Adam(m.parameters(), lr=0.1)),
+    "half built, alone": alone,
+    "dict and counters": lambda m: Momentum(m.parameters()),
+    "closure": in_a_closure,
+    "nonlocal": in_a_nonlocal,
+    "closure of a tensor": in_a_closure_of_a_tensor,
+    "global": in_a_global,
+    "on its class": on_its_class,
+    "by number": lambda m: ByNumber(m.parameters()),
+    "communicates": lambda m: Communicates(m.parameters(), lr=0.1),
+    "noise": lambda m: Noisy(m.parameters(), lr=0.1, momentum=0.9),
+    "low rank": lambda m: LowRank(m.parameters()),
+    "orthogonal": lambda m: Orthogonal(m.parameters()),
+    "eight bit": lambda m: EightBit(m.parameters()),
+    "schedule free": schedule_free,
+    "holds the model": HoldsTheModel,
+    "patched": Patched,
+    "duck": lambda m: Duck(torch.optim.Adam(m.parameters(), lr=0.1)),
+    "duck of lookahead": lambda m: Duck(Lookahead(torch.optim.Adam(m.parameters(), lr=0.1))),
+    "accelerate": accelerated,
+    "adafactor": lambda m: transformers.Adafactor(m.parameters(), lr=0.01, relative_step=False),
+    "adafactor of torch": lambda m: torch.optim.Adafactor(m.parameters()),
+    "tensor lr": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.1), foreach=False),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True),
+    "radam": lambda m: torch.optim.RAdam(m.parameters(), lr=0.1),
+}
+
+
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.uses_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.late(x) if self.uses_late else out
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(8, 3, generator=generator, dtype=torch.float64)
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def attributes(optimizer: Any) -> list[Any]:
+    """Everything that an optimizer and those inside hold, as plain values."""
+    found: list[Any] = []
+    for _ in range(3):
+        own = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | list | dict)}
+        own.pop("param_groups", None)
+        found.append(re.sub(r"0x\w+|id=\d+|at \w+", "", repr(own)))
+        inside = innermost_optimizer(optimizer)
+        if inside is None or inside is optimizer:
+            return found
+        optimizer = inside
+    return found
+
+
+def train(make: Make, *, ours: bool, late: bool) -> tuple[list[Tensor], Any]:
+    seed()
+    Momentum.history.clear()
+    model = TwoBranches().double()
+    optimizer = make(model)
+    loss_fn = nn.MSELoss()
+    microbatcher = Microbatcher(model, loss_fn=loss_fn, optimizer=optimizer) if ours else None
+    for number in range(6):
+        model.uses_late = not late or number >= 3
+        if microbatcher is None:
+            x, y = batch(number)
+            loss_fn(model(x), y).backward()
+        else:
+            microbatcher.backward(batch(number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()], optimizer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+@pytest.mark.parametrize("late", [False, True], ids=["", "late branch"])
+@pytest.mark.parametrize("name", MAKE)
+def test_training_is_as_in_a_plain_loop(name: str, late: bool) -> None:
+    plain, before = train(MAKE[name], ours=False, late=late)
+    given, after = train(MAKE[name], ours=True, late=late)
+    for one, other in zip(plain, given, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    if name != "accelerate":  # holds a device and a state of its own
+        kept = [re.sub(r"_optimizer_step_pre_hooks.*", "", each) for each in attributes(before)]
+        assert kept == [
+            re.sub(r"_optimizer_step_pre_hooks.*", "", each) for each in attributes(after)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("closure", "uses 'calls', a list that lies outside of the optimizer"),
+        ("nonlocal", "writes 'calls', which lies outside of it"),
+        ("closure of a tensor", "uses 'factor', a Tensor that lies outside of the optimizer"),
+        ("global", "uses 'CALLS', a dict that lies outside of the optimizer"),
+        ("holds the model", "it holds a TwoBranches, which cannot be copied"),
+        ("communicates", "step communicates with other processes"),
+        ("half built, alone", "its step calls no hooks"),
+    ],
+)
+def test_what_cannot_be_run_beside_training_is_named(
+    name: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(MAKE[name], ours=True, late=True)
+    assert caplog.text.count("no memory is reserved") == 1
+    assert why in caplog.text
+
+
+PREDICTED = [
+    "list",
+    "lookahead of adam",
+    "lookahead twice",
+    "half built",
+    "low rank",
+    "orthogonal",
+    "eight bit",
+    "schedule free",
+    "duck",
+    "accelerate",
+    "adafactor",
+    "tensor lr",
+    "patched",
+    "on its class",
+    "by number",
+]
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_the_state_of_such_optimizers_is_predicted(name: str) -> None:
+    model = TwoBranches().double()
+    optimizer = check_optimizer(MAKE[name](model), [model])
+    assert optimizer is not None
+    predicted = predict_step_memory(optimizer, list(model.parameters()))
+    assert predicted.unknown is None
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    values = itertools.chain(*(state.values() for state in optimizer.state.values()))
+    assert sum(predicted.state_bytes) == sum(v.nbytes for v in values if isinstance(v, Tensor))
+
+
+def test_state_by_other_keys_is_held_before_the_first_step_only() -> None:
+    model = TwoBranches().double()
+    optimizer = ByNumber(model.parameters())
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
+    held = []
+    for number in range(3):
+        microbatcher.backward(batch(number))
+        held.append(microbatcher._reservation.reserved_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert held[0] > 0
+    assert held[1:] == [0, 0]
+
+
+def test_no_hook_hears_of_the_dry_run() -> None:
+    heard: list[str] = []
+    model = TwoBranches().double()
+    optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1))
+    everyone = [
+        register_optimizer_step_pre_hook(lambda *_: heard.append("every pre")),
+        register_optimizer_step_post_hook(lambda *_: heard.append("every post")),
+    ]
+    for each in (optimizer, optimizer.optimizer):
+        each.register_step_pre_hook(lambda *_: heard.append("pre"))
+        each.register_step_post_hook(lambda *_: heard.append("post"))
+    try:
+        Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer).backward(batch(0))
+        assert heard == []
+        optimizer.step()
+        assert len(heard) == 8
+    finally:
+        for handle in everyone:
+            handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "Adafactor"])
+def test_no_scheduler_hears_of_the_dry_run(kind: str) -> None:
+    model = TwoBranches().double()
+    optimizer: Any = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = copy.deepcopy({k: v for k, v in vars(scheduler).items() if k != "optimizer"})
+    called = getattr(optimizer, "_opt_called", None)
+    Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer).backward(batch(0))
+    assert {k: v for k, v in vars(scheduler).items() if k != "optimizer"} == before
+    assert getattr(optimizer, "_opt_called", None) == called
+    optimizer.step()
+    scheduler.step()  # would warn, had it been told of no step
+
+
+def test_lightnings_wrapper_is_taken_for_what_is_inside() -> None:
+    model = TwoBranches().double()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    outer = LightningOptimizer(inner)
+    assert check_optimizer(outer, [model]) is inner
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=outer)  # type: ignore[arg-type]
+    microbatcher.backward(batch(0))
+    assert microbatcher._reservation.reserved_bytes > 0
+    inner.step()
+    assert microbatcher._reservation.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("wrap", [LightningOptimizer, None], ids=["lightning", "accelerate"])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_trainer_trains_with_wrappers_of_other_trainers(wrap: Any, late: bool) -> None:
+    def fit(wrapped: bool) -> list[Tensor]:
+        seed()
+        model = nn.Linear(4, 3)
+
+        def make(parameters: Any) -> Any:
+            inner = torch.optim.AdamW(parameters, lr=0.1)
+            if not wrapped:
+                return inner
+            return wrap(inner) if wrap else accelerate.Accelerator(cpu=True).prepare(inner)
+
+        data = TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
+        Trainer(
+            model,
+            DataLoader(data, 8),
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=make if late else make(list(model.parameters())),
+            scheduler=torch.optim.lr_scheduler.ConstantLR,
+            progress=False,
+            device="cpu",
+        ).fit()
+        return [p.detach() for p in model.parameters()]
+
+    assert all(map(torch.equal, fit(False), fit(True)))
+
+
+def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
+    model = nn.Linear(4, 3)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accelerator = accelerate.Accelerator(cpu=True)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(inner)
+    outer, wrapped = accelerator.prepare(inner, scheduler)
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}
+    data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 3)), 4)
+    for each in (scheduler, wrapped):
+        Trainer(model, data, optimizer=outer, scheduler=each, **options)
+    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        Trainer(model, data, optimizer=outer, scheduler=other, **options)
+
+
+def test_the_trainer_names_a_wrapper_that_it_cannot_step() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(TypeError, match=r"a Duck around a Adam.*pass the one inside"):
+        Trainer(
+            model,
+            [(torch.randn(8, 4), torch.randn(8, 3))],
+            loss_fn=nn.MSELoss(),
+            optimizer=Duck(torch.optim.Adam(model.parameters())),  # type: ignore[arg-type]
+            progress=False,
+            device="cpu",
+        )
+
+
+def test_parameters_of_another_model_are_named_inside_of_wrappers() -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 2)
+    optimizer = Duck(torch.optim.Adam([*model.parameters(), *other.parameters()]))
+    with pytest.raises(ValueError, match=r"2 of the optimizer's 4 .*\(2, 4\), \(2,\).*modules="):
+        Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)  # type: ignore[arg-type]
+    check_optimizer(optimizer, [model, other])
+
+
+def test_leaves_outside_of_modules_are_named_with_where_to_put_them() -> None:
+    model, scale = nn.Linear(4, 3), torch.ones((), requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    with pytest.raises(ValueError, match=r"nn\.ParameterList"):
+        Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("given", [nn.Parameter(torch.ones(3)), [nn.Parameter(torch.ones(3))]])
+def test_a_bare_parameter_among_modules_is_told_where_to_go(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"ParameterList\(\[…\]\)"):
+        Microbatcher(nn.Linear(4, 3), loss_fn=nn.MSELoss(), modules=given)
+    with pytest.raises(TypeError, match=r"ParameterList\(\[…\]\)"):
+        Trainer(nn.Linear(4, 3), loss_fn=nn.MSELoss(), modules=given, device="cpu")
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), [nn.Linear], ["head"], 3])
+def test_what_is_no_list_of_modules_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match="modules"):
+        Microbatcher(nn.Linear(4, 3), loss_fn=nn.MSELoss(), modules=given)
+
+
+def test_lbfgs_works_in_its_closure_without_being_named() -> None:
+    def fit(ours: bool) -> Tensor:
+        seed()
+        model = nn.Linear(4, 3).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+        microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3)
+        x, y = batch(0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            if ours:
+                return microbatcher.backward((x, y)).loss
+            loss: Tensor = nn.MSELoss()(model(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return model.weight.detach()
+
+    torch.testing.assert_close(fit(True), fit(False), rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="inside the closure"):
+        check_optimizer(torch.optim.LBFGS(nn.Linear(2, 2).parameters()), [])
+
+
+def test_an_error_without_words_has_a_reason_that_can_be_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Asserts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert closure is not None
+
+    model = nn.Linear(4, 3)
+    OptimizerReservation(Asserts(model.parameters(), lr=0.1)).begin()
+    assert re.search(r"\(AssertionError(: \S| in step, .*py:\d+: assert closure)", caplog.text)
