@@ -20,6 +20,7 @@ from automicro.splitting import SplitGuard
 from automicro.transaction import (
     BufferMemory,
     Buffers,
+    Gradients,
     RandomState,
     Transaction,
     find_generators,
@@ -74,6 +75,7 @@ class TrainingWork:
         *,
         watch: InputWatch,
         buffers: Buffers,
+        gradients: Gradients,
         metrics: Any,
         probes: bool,
         narrator: Narrator | None,
@@ -86,6 +88,7 @@ class TrainingWork:
             denominators: of the whole batches, where ranks have agreed on them.
             watch: guards the batches.
             buffers: as they were before.
+            gradients: that add up.
             metrics: updated with every row.
             probes: whether to look at the batch, because it could be split.
             narrator: tells of every microbatch.
@@ -107,6 +110,7 @@ class TrainingWork:
             metrics=metrics,
             weights=weights,
             ranks=self._ranks,
+            gradients=gradients,
             fillers=self._spare.fillers(plan, batches, self._phase),
             narrator=narrator,
         )
