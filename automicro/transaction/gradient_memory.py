@@ -128,18 +128,21 @@ class GradientMemory:
                 "and they see parts of the gradient; register them once, before training"
             )
 
-    def warn_of_backward(self, left: Sequence[tuple[Tensor, Tensor]]) -> None:
+    @property
+    def could_warn_of_backward(self) -> bool:
+        """Whether nobody has been told yet."""
+        return "backward" not in self._told
+
+    def warn_of_backward(self, leaves: Iterable[Tensor]) -> None:
         """Warn, once, of a backward inside the forward whose gradients stay.
 
         Warns:
             GradientWarning
         """
-        if "backward" in self._told:
-            return
         self._told.add("backward")
         self._tell(
             f"the forward runs a backward of its own and leaves its gradient in .grad, for "
-            f"{self._names([leaf for leaf, _ in left])}. Each microbatch adds its own, weighted as "
+            f"{self._names(leaves)}. Each microbatch adds its own, weighted as "
             "its loss is, which is right only if that backward averages over the same as the "
             "loss. Return its loss as a part of the loss; or, where the gradient is not meant to "
             "count, use torch.autograd.grad or clear it (model.zero_grad())"

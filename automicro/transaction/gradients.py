@@ -181,7 +181,7 @@ class Gradients:
             return
         self._bring_back(weight)
         if self._num_backwards < self._looks:
-            self._outside.notice(loss, self._known)
+            self._notice(loss)
         else:
             self._went_unseen = True
         if self._hooks:
@@ -278,8 +278,8 @@ class Gradients:
         for leaf, total in zip(self._leaves, self._sums, strict=False):
             leaf.grad = total
         self._sums = []
-        if left:
-            self._memory.warn_of_backward(left)
+        if left and self._memory.could_warn_of_backward and _any_counts(left):
+            self._memory.warn_of_backward([leaf for leaf, _ in left])
         for leaf, gradient in left:
             self._add(leaf, gradient if weight is None else gradient * weight)
 
@@ -359,6 +359,19 @@ class Gradients:
 
     # Leaves that nobody listed
 
+    def _notice(self, loss: Tensor) -> None:
+        self._outside.notice(loss, self._known)
+        if self._outside and self._memory.is_alone and not self._has_restarted:
+            hooked = self._outside.with_hooks()
+            if hooked:  # they must not run yet
+                for leaf in hooked:
+                    self._memory.remember(leaf)
+                self._restart()
+
+    def _restart(self) -> None:
+        self._has_restarted = True
+        raise TouchedGradientsError("the forward reaches leaves that no module lists")
+
     def _take_in(self) -> None:
         """Know those that outlived their microbatch; from now on, and for this attempt."""
         needs_restart = False
@@ -372,14 +385,14 @@ class Gradients:
                 self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))
             now = leaf.grad
             self._first.append((leaf, now, 0 if now is None else version_of(now)))
-            needs_restart |= bool(HeldHooks([leaf])) or leaf.dtype in NARROW or self._is_isolated
+            needs_restart |= leaf.dtype in NARROW or self._is_isolated
         if needs_restart and self._memory.is_alone and not self._has_restarted:
-            self._has_restarted = True
-            raise TouchedGradientsError("the forward reaches parameters that no module lists")
+            self._restart()
 
     # Committing, or not
 
     def prepare(self) -> None:
+        self._first = []  # they hold the sums
         self._narrow_totals()
         hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
         copied: set[int] = set()
@@ -502,6 +515,12 @@ class Gradients:
                 leaf.grad_dtype = self._narrow[id(leaf)]
                 if total is not None:
                     leaf.grad = total.to(leaf.grad_dtype)
+
+
+def _any_counts(left: list[tuple[Tensor, Tensor]]) -> bool:
+    """Tell whether a gradient is anything but zeros, with one look at the device."""
+    highest = [gradient.detach().to_dense().abs().max() for _, gradient in left if gradient.numel()]
+    return bool(torch.stack([each.double().cpu() for each in highest]).any())
 
 
 def _is_lost(sum_of_earlier: Tensor, now: Tensor | None) -> bool:

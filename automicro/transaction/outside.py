@@ -7,6 +7,7 @@ from torch.utils.weak import TensorWeakRef
 
 from automicro.errors import RollbackError
 from automicro.torch_private import is_accumulation
+from automicro.transaction.hooks import has_hooks
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
@@ -60,6 +61,11 @@ class OutsideLeaves:
             if id(leaf) not in known and id(leaf) not in mine:
                 self._found.append((TensorWeakRef(leaf), leaf.grad))
                 leaf.grad = None
+
+    def with_hooks(self) -> list[Tensor]:
+        """Those whose gradients somebody waits for."""
+        alive = [leaf for reference, _ in self._found if (leaf := reference()) is not None]
+        return [leaf for leaf in alive if has_hooks(leaf)]
 
     def take_survivors(self) -> list[tuple[Tensor, Tensor | None]]:
         """Those that are still alive, each with the gradient that it had."""
