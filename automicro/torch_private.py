@@ -56,6 +56,8 @@ __all__ = [
     "sparse_parts",
     "unmark",
     "version_of",
+    "versions_of",
+    "with_hooks",
     "without_modes",
 ]
 
@@ -289,6 +291,15 @@ def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:
     return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
+def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Those of many tensors that somebody registered a hook on for their gradient.
+
+    >>> with_hooks([nn.Parameter(torch.ones(2))])
+    []
+    """
+    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+
+
 def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) -> None:
     """Let a tensor have other hooks. None leaves those of its kind as they are."""
     # Set to None, the hooks after accumulation would go on running.
@@ -321,6 +332,15 @@ def is_accumulation(node: Any) -> bool:
     True
     """
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The same of many tensors; 0 for None.
+
+    >>> versions_of([torch.zeros(2).add_(1), None])
+    [1, 0]
+    """
+    return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:

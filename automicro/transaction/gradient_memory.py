@@ -1,13 +1,12 @@
 """What is known of a model's gradients from one batch to the next."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from automicro.errors import GradientWarning
-from automicro.torch_private import node_hooks
-from automicro.transaction.hooks import has_hooks
+from automicro.torch_private import node_hooks, with_hooks
 from automicro.warn import warn
 
 _LOOKED_BATCHES = (1, 2, 4, 8)
@@ -53,10 +52,9 @@ class GradientMemory:
         self._has_looked_at_nodes = False
         self._told: set[str] = set()
 
-    def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
-        """A new batch begins, for these parameters."""
+    def next_batch(self, ids: list[int]) -> None:
+        """A new batch begins, for parameters of these ids."""
         self._num_batches += 1
-        ids = list(parameters)
         if ids != self._known:  # layers were added, or replaced
             self._known = ids
             self._num_batches = 1
@@ -102,7 +100,7 @@ class GradientMemory:
         """
         if "ranks" in self._told:
             return
-        found = [leaf for leaf in leaves if has_hooks(leaf)]
+        found = with_hooks(leaves)
         if found:
             self._told.add("ranks")
             self._tell(
@@ -120,7 +118,7 @@ class GradientMemory:
         if "late" in self._told:
             return
         known = set(map(id, held))
-        found = [leaf for leaf in leaves if has_hooks(leaf) and id(leaf) not in known]
+        found = [leaf for leaf in with_hooks(leaves) if id(leaf) not in known]
         if found:
             self._told.add("late")
             self._tell(

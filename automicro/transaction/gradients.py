@@ -13,6 +13,7 @@ On several ranks wrappers have hooks and ways of their own, so there all of it i
 """
 
 import logging
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,14 @@ from torch import Tensor
 
 from automicro.errors import LossError, RollbackError
 from automicro.oom import Failure, classify
-from automicro.torch_private import version_of
+from automicro.torch_private import version_of, versions_of
 from automicro.transaction.gradient_memory import GradientMemory, TouchedGradientsError
 from automicro.transaction.hooks import HeldHooks, deliver
 from automicro.transaction.outside import OutsideLeaves, refuse_unknown_part
 
 logger = logging.getLogger(__name__)
 
-NARROW = (torch.bfloat16, torch.float16)
+NARROW = frozenset({torch.bfloat16, torch.float16})
 Backward = Callable[[Tensor], Any]
 Weight = float | Tensor | None
 
@@ -80,10 +81,11 @@ class Gradients:
         inputs: Iterable[Tensor] = (),
     ) -> None:
         self._memory = memory or GradientMemory()
-        self._parameters = {id(each): each for each in parameters}
+        self._known = {id(each): each for each in parameters}
+        self._parameters = list(self._known)
         self._inputs = {id(each): each for each in inputs}
+        self._known |= self._inputs
         self._leaves: list[Tensor] = []
-        self._known: set[int] = set()
         self._earlier: list[_Earlier] = []
         self._finals: list[tuple[_Earlier, Tensor]] = []
         self._begun = False
@@ -95,9 +97,9 @@ class Gradients:
     def _forget(self) -> None:
         self._hooks = HeldHooks()
         self._outside = OutsideLeaves()
-        self._narrow: dict[int, torch.dtype] = {}
-        self._sums: list[Tensor | None] = []  # put away while a forward runs
-        self._first: list[tuple[Tensor, Tensor | None, int]] = []  # after the first backward
+        self._narrow: list[tuple[Tensor, torch.dtype]] = []
+        self._sums: list[Tensor | None] = []  # put away while a forward runs, or to compare with
+        self._versions: list[int] = []  # of the same after the first backward
         self._num_forwards = self._num_backwards = 0
         self._splits = self._is_isolated = self._is_steady = False
         self._looks = 0
@@ -108,11 +110,11 @@ class Gradients:
     def begin(self) -> None:
         self._attempts += 1
         self._forget()
-        leaves = self._parameters | self._inputs
         if self._attempts == 1:
             self._memory.next_batch(self._parameters)
-        leaves |= {id(leaf): leaf for leaf in self._memory.outside()}
-        self._leaves, self._known = list(leaves.values()), set(leaves)
+        for leaf in self._memory.outside():
+            self._known[id(leaf)] = leaf
+        self._leaves = list(self._known.values())
         self._earlier = [
             _Earlier(
                 leaf,
@@ -137,14 +139,14 @@ class Gradients:
             if self._splits:
                 memory.look_at_nodes(self._leaves)
                 if memory.sums_in_float32:
-                    self._narrow = {
-                        id(leaf): leaf.dtype
+                    self._narrow = [
+                        (leaf, leaf.dtype)
                         for leaf in self._leaves
                         if leaf.dtype in NARROW
                         and id(leaf) not in self._inputs
                         # It may be somebody's who adds up in float32 already.
                         and leaf.grad_dtype is leaf.dtype
-                    }
+                    ]
             self._is_isolated = self._splits and (memory.is_touched or bool(self._narrow))
         elif self._splits:
             memory.warn_of_hooks(self._leaves)
@@ -230,15 +232,25 @@ class Gradients:
         """
         if self._outside:
             self._take_in()
-        most = self._num_backwards - 1
-        for leaf, gradient, version in self._first:
-            if gradient is None:
-                continue
-            now = leaf.grad
-            if now is not gradient or version_of(gradient) - version > most:
-                self._touched()
-        if self._memory.is_alone and self._splits:
+        if not (self._memory.is_alone and self._splits):
+            return
+        now = [leaf.grad for leaf in self._leaves]
+        if self._is_isolated:
+            self._require_kept(now)
+        else:
+            self._require_unseen(now)
+        if self._looks:
             self._memory.warn_of_late_hooks(self._leaves, self._hooks.leaves)
+
+    def _require_unseen(self, now: list[Tensor | None]) -> None:
+        """Show that each gradient is the first backward's, with one addition for each other one."""
+        most = self._num_backwards - 1
+        additions = list(map(operator.sub, versions_of(now), self._versions))
+        if all(map(operator.is_, now, self._sums)) and max(additions, default=0) <= most:
+            return
+        for each, first, added in zip(now, self._sums, additions, strict=True):
+            if first is not None and (each is not first or added > most):
+                self._touched()
 
     def _touched(self) -> None:
         self._memory.is_touched = True
@@ -257,10 +269,21 @@ class Gradients:
             each.leaf.grad = each.gradient
 
     def _put_away(self) -> None:
-        self._sums = [leaf.grad for leaf in self._leaves]
+        sums = [leaf.grad for leaf in self._leaves]
+        self._require_kept(sums)
+        self._sums = sums
         for leaf in self._leaves:
             leaf.grad = None
         self._narrow_again()
+
+    def _require_kept(self, sums: list[Tensor | None]) -> None:
+        """Show that the last backward added to the gradients that there were."""
+        for before, now in zip(self._sums, sums, strict=False):
+            if now is not before and before is not None and _is_lost(before, now):
+                raise LossError(
+                    "backward= clears gradients or replaces them, so that those of earlier "
+                    "microbatches are lost; clear them after the optimizer's step"
+                )
 
     def _bring_back(self, weight: Weight) -> None:
         """Put the attempt's own gradients back, with what the forward has left in ``.grad``."""
@@ -271,13 +294,14 @@ class Gradients:
                 self._end_of_showing()
             return
         left = self._what_is_left()
-        for leaf in self._leaves:
+        for leaf, _ in left:
             leaf.grad = None
-            if id(leaf) in self._narrow:
-                leaf.grad_dtype = torch.float32
+        for each in self._earlier:
+            each.leaf.grad = None
+        for leaf, _ in self._narrow:
+            leaf.grad_dtype = torch.float32
         for leaf, total in zip(self._leaves, self._sums, strict=False):
             leaf.grad = total
-        self._sums = []
         if left and self._memory.could_warn_of_backward and _any_counts(left):
             self._memory.warn_of_backward([leaf for leaf, _ in left])
         for leaf, gradient in left:
@@ -299,6 +323,8 @@ class Gradients:
 
     def _what_is_left(self) -> list[tuple[Tensor, Tensor]]:
         """Gradients that a backward inside the forward left behind, by leaf."""
+        if not self._earlier:
+            return [(leaf, left) for leaf in self._leaves if (left := leaf.grad) is not None]
         shown = {id(each.leaf): each for each in self._earlier}
         found = []
         for leaf in self._leaves:
@@ -338,24 +364,12 @@ class Gradients:
             leaf.grad = leaf.grad + gradient
 
     def _after_backward(self) -> None:
-        if not self._splits:
+        if not self._splits or self._is_isolated:
             return
-        if self._is_isolated:
-            for leaf, gradient, _ in self._first:
-                if gradient is not None and _is_lost(gradient, leaf.grad):
-                    raise LossError(
-                        "backward= clears gradients or replaces them, so that those of earlier "
-                        "microbatches are lost; clear them after the optimizer's step"
-                    )
-        if self._is_isolated or not self._first:
-            self._first = [
-                (leaf, gradient, 0 if gradient is None else version_of(gradient))
-                for leaf in self._leaves
-                for gradient in (leaf.grad,)
-            ]
-        self._is_steady = not (
-            self._is_isolated or self._hooks or self._num_backwards <= self._looks
-        )
+        if self._num_backwards == 1:
+            self._sums = [leaf.grad for leaf in self._leaves]
+            self._versions = versions_of(self._sums)
+        self._is_steady = not self._hooks and self._num_backwards > self._looks
 
     # Leaves that nobody listed
 
@@ -379,12 +393,13 @@ class Gradients:
             if gradient is not None and self._attempts > 1 and self._went_unseen:
                 refuse_unknown_part()
             self._memory.remember(leaf)
-            self._known.add(id(leaf))
+            self._known[id(leaf)] = leaf
             self._leaves.append(leaf)
             if gradient is not None:
                 self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))
-            now = leaf.grad
-            self._first.append((leaf, now, 0 if now is None else version_of(now)))
+            if not self._is_isolated:
+                self._sums.append(leaf.grad)
+                self._versions += versions_of([leaf.grad])
             needs_restart |= leaf.dtype in NARROW or self._is_isolated
         if needs_restart and self._memory.is_alone and not self._has_restarted:
             self._restart()
@@ -392,7 +407,7 @@ class Gradients:
     # Committing, or not
 
     def prepare(self) -> None:
-        self._first = []  # they hold the sums
+        self._sums = []  # nobody else is to hold them
         self._narrow_totals()
         hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
         copied: set[int] = set()
@@ -502,19 +517,16 @@ class Gradients:
 
     def _narrow_again(self) -> None:
         """Let gradients have the type of their parameters, where there are none just now."""
-        if self._narrow:
-            for leaf in self._leaves:
-                if id(leaf) in self._narrow:
-                    leaf.grad_dtype = self._narrow[id(leaf)]
+        for leaf, dtype in self._narrow:
+            leaf.grad_dtype = dtype
 
     def _narrow_totals(self) -> None:
         """Round the sums, one parameter after the other, so that no second set is needed."""
-        for leaf in self._leaves:
-            if id(leaf) in self._narrow:
-                total, leaf.grad = leaf.grad, None
-                leaf.grad_dtype = self._narrow[id(leaf)]
-                if total is not None:
-                    leaf.grad = total.to(leaf.grad_dtype)
+        for leaf, dtype in self._narrow:
+            total, leaf.grad = leaf.grad, None
+            leaf.grad_dtype = dtype
+            if total is not None:
+                leaf.grad = total.to(dtype)
 
 
 def _any_counts(left: list[tuple[Tensor, Tensor]]) -> bool:

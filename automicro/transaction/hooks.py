@@ -9,21 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.torch_private import Hooks, gradient_hooks, set_gradient_hooks
+from automicro.torch_private import Hooks, gradient_hooks, set_gradient_hooks, with_hooks
 
 _NOTE = -1  # no id of a hook of anybody's
-
-
-def has_hooks(leaf: Tensor) -> bool:
-    """Tell whether somebody registered a hook for a leaf's gradient.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> handle = weight.register_hook(print)
-    >>> has_hooks(weight)
-    True
-    """
-    before, after = gradient_hooks(leaf)
-    return bool(before) or bool(after)
 
 
 class HeldHooks:
@@ -36,7 +24,7 @@ class HeldHooks:
     """
 
     def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
-        self.leaves = [leaf for leaf in leaves if has_hooks(leaf)]
+        self.leaves = with_hooks(leaves)
         self._order: dict[int, Tensor] = {}
         self._away: list[tuple[Tensor, tuple[Any, Any], tuple[Any, Any]]] = []
 

@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from automicro.errors import RollbackError
-from automicro.torch_private import is_accumulation
-from automicro.transaction.hooks import has_hooks
+from automicro.torch_private import is_accumulation, with_hooks
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
@@ -64,8 +63,7 @@ class OutsideLeaves:
 
     def with_hooks(self) -> list[Tensor]:
         """Those whose gradients somebody waits for."""
-        alive = [leaf for reference, _ in self._found if (leaf := reference()) is not None]
-        return [leaf for leaf in alive if has_hooks(leaf)]
+        return with_hooks(leaf for reference, _ in self._found if (leaf := reference()) is not None)
 
     def take_survivors(self) -> list[tuple[Tensor, Tensor | None]]:
         """Those that are still alive, each with the gradient that it had."""
