@@ -5,6 +5,7 @@ in between or not, of every size, and with an out-of-memory error in between.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,7 +164,7 @@ def _as_dict(hooks: Any) -> Any:
 def test_a_failure_leaves_gradients_hooks_and_types_as_they_were(
     call: int, when: str, earlier: bool, dtype: torch.dtype
 ) -> None:
-    model = Mlp().to(dtype)
+    model: Any = Mlp().to(dtype)
     model[0].weight.register_hook(lambda gradient: gradient * 2)
     model[0].bias.register_post_accumulate_grad_hook(lambda parameter: None)
     removed = model[2].weight.register_hook(lambda gradient: gradient * 2)
@@ -196,7 +197,7 @@ def test_a_failure_leaves_gradients_hooks_and_types_as_they_were(
 
 @pytest.mark.parametrize("size", [3, 20])
 def test_a_hook_that_raises_leaves_no_trace(size: int) -> None:
-    model = Mlp()
+    model: Any = Mlp()
 
     def fail(_: Any) -> None:
         raise ZeroDivisionError
@@ -217,7 +218,7 @@ def test_a_hook_that_raises_leaves_no_trace(size: int) -> None:
 
 
 def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None:
-    model = Mlp()
+    model: Any = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def fail(_: Any) -> None:
@@ -230,7 +231,7 @@ def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None
 
 
 def test_hooks_run_once_in_the_end_and_not_in_attempts_that_failed() -> None:
-    model = Mlp()
+    model: Any = Mlp()
     seen: list[int] = []
     model[0].weight.register_hook(lambda gradient: seen.append(1))
     forward = FailingOnce(loss_of, 2, "in the backward")
@@ -242,7 +243,7 @@ def test_hooks_run_once_in_the_end_and_not_in_attempts_that_failed() -> None:
 
 
 def test_a_declined_step_runs_no_hook() -> None:
-    model = Mlp()
+    model: Any = Mlp()
     seen: list[int] = []
     model[0].weight.register_hook(lambda gradient: seen.append(1))
     microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4)
@@ -252,7 +253,7 @@ def test_a_declined_step_runs_no_hook() -> None:
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
 def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
-    model = Mlp()
+    model: Any = Mlp()
     node = torch.autograd.graph.get_gradient_edge(model[0].weight).node
     getattr(node, kind)(lambda *_: None)
     Microbatcher(model, forward=loss_of, microbatch_size=None).backward((x(), y()))
@@ -263,7 +264,7 @@ def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
 
 
 def test_a_graph_that_somebody_keeps_is_no_hook_on_a_node() -> None:
-    model = Mlp()
+    model: Any = Mlp()
     kept = loss_of(model, (x(), y()))
     Microbatcher(model, forward=loss_of, microbatch_size=4).backward((x(), y()))
     kept.backward()
@@ -282,7 +283,7 @@ def test_hooks_that_the_forward_registers_are_named() -> None:
 
 
 def test_a_backward_that_clears_gradients_is_refused() -> None:
-    model = Mlp()
+    model: Any = Mlp()
 
     def backward(loss: Tensor) -> None:
         model.zero_grad()
@@ -295,7 +296,8 @@ def test_a_backward_that_clears_gradients_is_refused() -> None:
 
 
 def test_gradients_written_to_for_the_first_time_in_a_later_batch_are_refused_on_failure() -> None:
-    model, writes = Mlp(), []
+    model: Any = Mlp()
+    writes: list[bool] = []
 
     def forward(model: Any, batch: Any) -> Tensor:
         if writes:
@@ -338,7 +340,7 @@ def test_two_microbatchers_on_one_model_take_turns() -> None:
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     torch.manual_seed(1)
-    model = Mlp()
+    model: Any = Mlp()
     other = lambda model, batch: model(batch[0]).pow(2).mean(1).mean()  # noqa: E731
     losses = [loss_of, other]
     wanted = turn(model, lambda index, batch: losses[index](model, batch).backward())
@@ -391,13 +393,11 @@ def narrow_errors(dtype: torch.dtype, num_microbatches: int, **options: Any) -> 
         probe=False,
         **options,
     ).backward((inputs, targets))
-    wrong = sum(
-        float((p.grad.double() - q.grad).pow(2).sum())  # type: ignore[union-attr,operator]
-        for p, q in zip(model.parameters(), wide.parameters(), strict=True)
-    )
+    pairs: Any = list(zip(model.parameters(), wide.parameters(), strict=True))
+    wrong = sum(float((p.grad.double() - q.grad).pow(2).sum()) for p, q in pairs)
     assert all(p.grad is not None and p.grad.dtype is dtype for p in model.parameters())
-    whole = sum(float(q.grad.pow(2).sum()) for q in wide.parameters())  # type: ignore[union-attr]
-    return (wrong / whole) ** 0.5
+    whole = sum(float(q.grad.pow(2).sum()) for _, q in pairs)
+    return math.sqrt(wrong / whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -412,7 +412,7 @@ def test_narrow_parameters_have_the_error_of_one_whole_batch(
 
 
 def test_what_the_forward_sees_of_narrow_parameters_is_their_own_type() -> None:
-    model = Mlp().bfloat16()
+    model: Any = Mlp().bfloat16()
     seen: set[Any] = set()
     model[2].weight.register_hook(lambda gradient: seen.add(gradient.dtype))
     model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
@@ -431,7 +431,7 @@ def test_what_the_forward_sees_of_narrow_parameters_is_their_own_type() -> None:
 
 
 def test_somebody_who_adds_up_in_float32_already_keeps_that() -> None:
-    model = Mlp().bfloat16()
+    model: Any = Mlp().bfloat16()
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
     microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4, probe=False)
@@ -460,12 +460,12 @@ def test_a_sum_that_is_not_known_is_refused() -> None:
 
 
 def test_whole_batches_of_narrow_parameters_are_left_to_torch() -> None:
-    model = Mlp().bfloat16()
+    model: Any = Mlp().bfloat16()
     seen: list[Any] = []
 
     def forward(model: Any, batch: Any) -> Tensor:
         loss = loss_of(model, batch)
-        loss.register_hook(lambda _: seen.append(model[0].weight.grad_dtype))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda _: seen.append(model[0].weight.grad_dtype))
         return loss
 
     Microbatcher(model, forward=forward, microbatch_size=Fixed(None)).backward(

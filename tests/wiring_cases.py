@@ -5,6 +5,7 @@ A `Wired` is one training, made anew for plain torch and for a `Microbatcher`.
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,10 +69,15 @@ def never_cleared() -> Wired:
 # Hooks
 
 
+def clamp_and_note(wired: Wired, name: str, gradient: Tensor) -> Tensor:
+    wired.log.append(name)
+    return gradient.clamp(-0.01, 0.01)
+
+
 def clamping_hooks() -> Wired:
     wired = plain()
     for name, parameter in wired.model.named_parameters():
-        parameter.register_hook(lambda g, n=name: (wired.log.append(n), g.clamp(-0.01, 0.01))[1])
+        parameter.register_hook(functools.partial(clamp_and_note, wired, name))
     return wired
 
 
@@ -142,7 +148,7 @@ def hooks_on_a_shared_parameter() -> Wired:
     first, second = nn.Linear(6, 6).double(), nn.Linear(6, 5).double()
     model = nn.Sequential(first, nn.Tanh(), first, second)
     wired = Wired(model=model, forward=loss_of)
-    first.weight.register_hook(lambda g: (wired.log.append("w"), g.clamp(-0.01, 0.01))[1])
+    first.weight.register_hook(functools.partial(clamp_and_note, wired, "weight"))
     return wired
 
 
@@ -198,7 +204,7 @@ def cleared_in_place_without_a_backward() -> Wired:
 
 def one_parameter_cleared() -> Wired:
     def forward(model: nn.Module, batch: Batch) -> Tensor:
-        model[2].bias.grad = None  # type: ignore[index,union-attr]
+        model[2].bias.grad = None  # type: ignore[index]
         return loss_of(model, batch)
 
     return Wired(model=Mlp(), forward=forward)
@@ -237,7 +243,7 @@ def attack_under_hooks() -> Wired:
 def gradient_in_the_forward() -> Wired:
     """As for forces: a gradient with respect to the input is part of the loss."""
 
-    def forward(model: nn.Module, batch: Batch) -> Tensor:
+    def forward(model: nn.Module, batch: Batch) -> Any:
         inputs = batch[0].detach().requires_grad_()
         outputs = model(inputs)
         (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
@@ -288,7 +294,7 @@ def loss_with_the_model() -> Wired:
 def one_leaf_twice() -> Wired:
     inputs = x().requires_grad_()
 
-    def forward(model: nn.Module, batch: Any) -> Tensor:
+    def forward(model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch["a"]) + model(batch["b"] * 2), batch["y"])
 
     batch = {"a": inputs, "b": inputs, "y": y()}
@@ -300,7 +306,7 @@ def one_leaf_twice() -> Wired:
 def closure_parameters() -> Wired:
     scales, encoder = nn.Parameter(torch.zeros(2).double()), nn.Linear(6, 6).double()
 
-    def forward(model: nn.Module, batch: Batch) -> Tensor:
+    def forward(model: nn.Module, batch: Batch) -> Any:
         outputs = model(encoder(batch[0]))
         fit = F.cross_entropy(outputs, batch[1])
         size = outputs.pow(2).mean(1).mean()
@@ -316,7 +322,7 @@ def closure_parameters() -> Wired:
 def closure_parameters_with_hooks() -> Wired:
     wired = closure_parameters()
     for name, leaf in wired.leaves.items():
-        leaf.register_hook(lambda g, n=name: (wired.log.append(n), g.clamp(-0.01, 0.01))[1])
+        leaf.register_hook(functools.partial(clamp_and_note, wired, name))
     return wired
 
 
@@ -363,9 +369,8 @@ def parameters_of_some_rows() -> Wired:
             return out.index_put((rare,), self.rare(inputs[rare])) if rare.any() else out
 
     wired = Wired(model=Model(), forward=loss_of)
-    for parameter in wired.model.parameters():
-        parameter.register_hook(lambda g: (wired.log.append(tuple(g.shape)), g * 2)[1])
-    wired.log = []
+    for name, parameter in wired.model.named_parameters():
+        parameter.register_hook(functools.partial(clamp_and_note, wired, name))
     return wired
 
 
