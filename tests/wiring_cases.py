@@ -34,6 +34,7 @@ class Wired:
         batches: of the training.
         clears: before which batches the gradients are cleared.
         warns: the warning that splitting gives.
+        is_ordered: whether hooks come in one order: not where microbatches reach other leaves.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Wired:
     batches: Sequence[Any] = dataclasses.field(default_factory=lambda: batches())
     clears: Sequence[int] = (2,)
     warns: str | None = None
+    is_ordered: bool = True
 
     @property
     def all_leaves(self) -> dict[str, Tensor]:
@@ -368,7 +370,7 @@ def parameters_of_some_rows() -> Wired:
             out = self.usual(inputs)
             return out.index_put((rare,), self.rare(inputs[rare])) if rare.any() else out
 
-    wired = Wired(model=Model(), forward=loss_of)
+    wired = Wired(model=Model(), forward=loss_of, is_ordered=False)
     for name, parameter in wired.model.named_parameters():
         parameter.register_hook(functools.partial(clamp_and_note, wired, name))
     return wired

@@ -230,11 +230,13 @@ def attack() -> Subject:
 
 
 def _attacked(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    inputs = microbatch[0].detach().clone().requires_grad_()
-    nn.functional.cross_entropy(model(inputs), microbatch[1]).backward()
-    assert inputs.grad is not None
-    inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
-    model.zero_grad()
+    inputs = microbatch[0]
+    if torch.is_grad_enabled():
+        inputs = inputs.detach().clone().requires_grad_()
+        nn.functional.cross_entropy(model(inputs), microbatch[1]).backward()
+        assert inputs.grad is not None
+        inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
+        model.zero_grad()
     logits = model(inputs)
     return nn.functional.cross_entropy(logits, microbatch[1]), logits
 
