@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automicro.checks import refuse_constant
 from automicro.filling import Fillers
 from automicro.forward import outputs_with_rows
 from automicro.inputs import InputWatch
@@ -13,6 +14,7 @@ from automicro.observer import Narrator
 from automicro.passes import Losses, Passes
 from automicro.ranks import Ranks
 from automicro.slicing import concat_rows
+from automicro.transaction import Gradients
 from automicro.transfer import on_device
 from automicro.weighting import BatchWeights, CutBatch, Weight, add_up
 
@@ -26,6 +28,7 @@ def accumulate_gradients(
     metrics: Any,
     weights: BatchWeights,
     ranks: Ranks,
+    gradients: Gradients,
     fillers: Fillers | None = None,
     narrator: Narrator | None = None,
 ) -> Losses:
@@ -39,8 +42,13 @@ def accumulate_gradients(
         metrics: updated with every row; None for none.
         weights: of the microbatches.
         ranks: that run as many.
+        gradients: that add up.
         fillers: for those that this rank has no rows for; None for none.
         narrator: tells of every microbatch.
+
+    Raises:
+        LossError: no microbatch has a loss that can be differentiated.
+        TouchedGradientsError: the same again, please.
 
     Warns:
         LossAverageWarning: no target counts.
@@ -49,6 +57,7 @@ def accumulate_gradients(
     num_real = len(microbatches)
     if fillers is not None:
         microbatches += fillers.microbatches()
+    gradients.expect(len(microbatches))
     losses = []
     is_alone = ranks.is_alone  # one process pays for nothing that several need
     for index, microbatch in enumerate(on_device(microbatches, device, isolate=watch.isolate)):
@@ -62,14 +71,17 @@ def accumulate_gradients(
             tell("microbatch_start")
         used = passes.tensors(microbatch) if watch.compares else ()
         if is_alone:
-            losses.append(passes.train(microbatch, weights, index, metrics, tell))
+            losses.append(passes.train(microbatch, weights, index, metrics, gradients, tell))
         else:
             with ranks.microbatch(index, weightless=weights.is_nothing(index)):
-                losses.append(passes.train(microbatch, weights, index, metrics, tell))
+                losses.append(passes.train(microbatch, weights, index, metrics, gradients, tell))
         if watch.compares:
             watch.compare(passes.tensors(microbatches[index]), used)
         if tell is not None:
             tell("microbatch_end")
+    if num_real and not gradients.is_reached:
+        refuse_constant()
+    gradients.require_untouched()
     passes.warn_of_nothing(weights)
     return add_up(losses)
 

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from automicro.synonyms import PRECISION_SYNONYMS
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What autocast computes in, by the name of a precision; None for the model's own types."""
+
+GRADIENT_SUMS = ("fp32", "native")
+"""What the gradients of parameters in bf16 or fp16 add up in."""
 
 _FP16 = ("fp16", "float16", "half")
 
@@ -269,8 +272,12 @@ def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:
         raise ValueError(f"the state lacks {missing}; pass what Microbatcher.state_dict() returned")
 
 
-def check_loss(loss: object) -> Tensor:
+def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
     """The loss, if it can be differentiated.
+
+    Args:
+        loss: what the forward gave.
+        may_be_zero: whether a zero without a graph will do, as of rows without any target.
 
     Raises:
         LossError: not one scalar, not floating point, or cut off from every parameter.
@@ -290,13 +297,22 @@ def check_loss(loss: object) -> Tensor:
             f"the loss is of dtype {loss.dtype} and cannot be differentiated; return a floating "
             "point loss, not a count or an index"
         )
-    if not loss.requires_grad:
-        raise LossError(
-            "the loss does not depend on any parameter that requires a gradient: all parameters "
-            "are frozen, or the forward detaches (no_grad, .detach(), .item()); unfreeze some "
-            "with requires_grad_(True), or remove the detaching call"
-        )
+    if not loss.requires_grad and not (may_be_zero and float(loss) == 0.0):
+        refuse_constant()
     return loss
+
+
+def refuse_constant() -> NoReturn:
+    """Say that a loss has nothing to go backward through.
+
+    Raises:
+        LossError: always.
+    """
+    raise LossError(
+        "the loss does not depend on any parameter that requires a gradient: all parameters "
+        "are frozen, or the forward detaches (no_grad, .detach(), .item()); unfreeze some "
+        "with requires_grad_(True), or remove the detaching call"
+    )
 
 
 def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:

@@ -23,6 +23,7 @@
     AutomicroWarning (UserWarning)
     ├── BatchNormWarning                        statistics over the batch see fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
+    ├── GradientWarning                         something sees the parts of a gradient
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
@@ -163,6 +164,10 @@ class BatchNormWarning(AutomicroWarning):
 
 class BufferWarning(AutomicroWarning):
     """A training forward changes buffers, so they depend on the number of microbatches."""
+
+
+class GradientWarning(AutomicroWarning):
+    """Something sees, or adds to, the gradients of microbatches one by one."""
 
 
 class LossAverageWarning(AutomicroWarning):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from automicro.accumulation import accumulate_outputs
 from automicro.attempts import make_phases
 from automicro.checks import (
+    GRADIENT_SUMS,
     PRECISIONS,
     check_choice,
     check_model,
@@ -44,7 +45,7 @@ from automicro.sharing import SharedLosses
 from automicro.slicing import BatchLayout, Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
-from automicro.transaction import Gradients, Parameters
+from automicro.transaction import GradientMemory, Gradients, Parameters
 from automicro.weighting import LossAverage, is_declared, read_average
 
 _COMMUNICATES = (
@@ -96,6 +97,10 @@ class Microbatcher:
         strict_divisible: refuse a batch that is not a multiple of the microbatch size.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. ``"fp16"`` needs a ``backward`` that scales the loss.
+        gradient_sums: what the gradients of parameters in bf16 or fp16 add up in, where a batch is
+            split: ``"fp32"``, which rounds once, as a whole batch does, and holds four bytes for
+            each number meanwhile; or ``"native"``, the parameters' own type. On several ranks it
+            is always their own.
         batch_layout: which dimension holds the rows, and which parts are shared; see
             `split_batch`.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
@@ -132,6 +137,7 @@ class Microbatcher:
         memory_limit: str | int | float | None = None,
         strict_divisible: bool = False,
         precision: str = "fp32",
+        gradient_sums: str = "fp32",
         batch_layout: int | Mapping[str, Any] = 0,
         update_metric: Callable[[Any, Any, Any], None] | None = None,
         probe: bool = True,
@@ -207,7 +213,19 @@ class Microbatcher:
             ranks=self._ranks,
             spare=self._spare,
         )
-        self._memory = OccupiedDevice(self._device, self._modules, innermost, memory_limit)
+        self._gradients = GradientMemory(
+            self._modules,
+            sums_in_float32=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS) == "fp32",
+            is_alone=self._ranks.is_alone,
+            can_look=not self._ranks.communicates_in_forward,
+        )
+        self._memory = OccupiedDevice(
+            self._device,
+            self._modules,
+            innermost,
+            memory_limit,
+            sums_in_float32=self._gradients.sums_in_float32 and self._ranks.is_alone,
+        )
         self._reservation = OptimizerReservation(innermost)
         self.wants_to_stop = False
 
@@ -306,9 +324,11 @@ class Microbatcher:
                     self._passes.materialize(batches[0])
                 if could_split and not self._prober.is_done and batches:
                     self._prober.look(batches[0], rows[0])
-                parameters = [p for module in self._modules for p in module.parameters()]
+                # Once, however many modules hold them.
+                parameters = list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
             watch = self._train.watch(contents)
             buffers, narrator = self._train.buffers(), self._train.narrator()
+            gradients = Gradients(parameters, self._gradients, inputs=watch.requiring_grad)
             try:
                 finished = self._train.run(
                     lambda plan: self._work.attempt(
@@ -317,15 +337,16 @@ class Microbatcher:
                         denominators,
                         watch=watch,
                         buffers=buffers,
+                        gradients=gradients,
                         metrics=metrics,
                         narrator=narrator,
                     ),
                     [
-                        Gradients([*parameters, *watch.requiring_grad]),
                         Parameters(parameters),
                         watch,
                         self._reservation,
                         buffers,
+                        gradients,  # the last: hooks at its commit may change all others
                     ],
                     batches=batches,
                     rows=rows,

@@ -21,6 +21,7 @@ from automicro.oom import once_more
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.torch_private import compiler_is_used
+from automicro.transaction import Gradients
 from automicro.transfer import on_device, on_host
 from automicro.warn import warn
 from automicro.weighting import Average, BatchWeights, CutBatch
@@ -189,6 +190,7 @@ class Passes:
         weights: BatchWeights,
         index: int,
         metrics: Any,
+        gradients: Gradients,
         tell: Tell | None = None,
     ) -> Losses:
         """Forward and backward of one microbatch; its weighted losses, detached.
@@ -201,21 +203,28 @@ class Passes:
         is_nothing = weights.is_nothing(index)
         if is_nothing:
             microbatch = map_tensors(microbatch, _cut_off)
+        gradients.before_forward()
         output = self._forward(self._convention.train, microbatch, tell)
         loss, parts = weights.apply(
-            index, check_loss(output.loss), output.losses, has_total=output.has_total
+            index,
+            check_loss(output.loss, may_be_zero=True),
+            output.losses,
+            has_total=output.has_total,
         )
         if tell is not None:
             tell("loss_end", loss.detach())
             tell("backward_start", loss.detach())
-        if not self._is_alone:
+        weight = weights.of_all(index)
+        if not loss.requires_grad:
+            gradients.skip(weight=weight)
+        elif not self._is_alone:
             # Undone where wrappers average gradients over ranks.
             with self.zeroing_gradients() if is_nothing else _NOTHING:
-                self._run_backward(loss * self._ranks.world_size)
+                gradients.run(self._run_backward, loss * self._ranks.world_size)
         elif is_nothing:
-            self._backward_for_nothing(loss)
+            gradients.run_for_nothing(self._run_backward, loss, weight=weight)
         else:
-            self._run_backward(loss)
+            gradients.run(self._run_backward, loss, weight=weight)
         if tell is not None:
             tell("backward_end", loss.detach())
         if metrics is not None:
@@ -225,9 +234,10 @@ class Passes:
     def fill(self, microbatch: Any) -> Losses:
         """Forward and backward that count for nothing, for the sake of other ranks' collectives."""
         output = self._forward(self._convention.train, map_tensors(microbatch, _cut_off))
-        loss = check_loss(output.loss)
-        with self.zeroing_gradients():
-            self._run_backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
+        loss = check_loss(output.loss, may_be_zero=True)
+        if loss.requires_grad:
+            with self.zeroing_gradients():
+                self._run_backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
         return torch.zeros_like(loss), {n: torch.zeros_like(p) for n, p in output.losses.items()}
 
     @contextlib.contextmanager
@@ -244,23 +254,6 @@ class Passes:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _backward_for_nothing(self, loss: Tensor) -> None:
-        """Run a backward whose gradients are known to be zero, although they may compute as NaN.
-
-        A mean over no target divides by zero. The backward still runs, because hooks and
-        collectives hang on it, and leaves zeros where there was no gradient yet.
-        """
-        parameters = [p for module in self._modules for p in module.parameters()]
-        earlier = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        self._run_backward(loss)
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient
-            elif parameter.grad is not None:
-                parameter.grad = torch.zeros_like(parameter.grad)
 
     def evaluate(self, microbatch: Any, metrics: Any, tell: Tell | None = None) -> Output:
         """Forward of one microbatch for evaluation."""

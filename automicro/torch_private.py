@@ -27,6 +27,7 @@ __all__ = [
     "AnyInstanceNorm",
     "FakeTensor",
     "FakeTensorMode",
+    "Hooks",
     "OperationMode",
     "buffer_table",
     "calls_step_hooks",
@@ -39,18 +40,24 @@ __all__ = [
     "compiler_is_used",
     "dump_memory_snapshot",
     "forget_workers",
+    "gradient_hooks",
     "inductor_is_deterministic",
+    "is_accumulation",
     "is_compiled",
     "is_uninitialized",
     "is_wrapper",
     "mark_dynamic",
+    "node_hooks",
     "record_memory_history",
     "run_backward",
     "schema_of",
+    "set_gradient_hooks",
     "set_inductor_deterministic",
     "sparse_parts",
     "unmark",
     "version_of",
+    "versions_of",
+    "with_hooks",
     "without_global_step_hooks",
     "without_modes",
 ]
@@ -274,6 +281,70 @@ def version_of(tensor: Tensor) -> int:
     1
     """
     return tensor._version
+
+
+Hooks = dict[int, Any]
+
+
+def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:
+    """The hooks of a tensor that run before its gradient is added, and after; None: never any.
+
+    >>> gradient_hooks(nn.Parameter(torch.ones(2)))
+    (None, None)
+    """
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+
+
+def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Those of many tensors that somebody registered a hook on for their gradient.
+
+    >>> with_hooks([nn.Parameter(torch.ones(2))])
+    []
+    """
+    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+
+
+def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) -> None:
+    """Let a tensor have other hooks. None leaves those of its kind as they are."""
+    # Set to None, the hooks after accumulation would go on running.
+    if before is not None:
+        leaf._backward_hooks = before
+    if after is not None:
+        leaf._post_accumulate_grad_hooks = after
+
+
+def node_hooks(leaf: Tensor) -> int:
+    """How many hooks in Python hang on the node of autograd that adds up a leaf's gradient.
+
+    >>> node_hooks(nn.Parameter(torch.ones(2)))
+    0
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    found = 0
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)  # it shares the list of all others
+        hooks = handle.hooks_dict_ref()
+        found += 0 if hooks is None else len(hooks) - 1
+        handle.remove()
+    return found
+
+
+def is_accumulation(node: Any) -> bool:
+    """Tell whether a node of autograd adds to the ``.grad`` of a leaf, its ``variable``.
+
+    >>> is_accumulation(nn.Parameter(torch.ones(2)).sum().grad_fn.next_functions[0][0])
+    True
+    """
+    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The same of many tensors; 0 for None.
+
+    >>> versions_of([torch.zeros(2).add_(1), None])
+    [1, 0]
+    """
+    return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from automicro.passes import Losses, Passes
 from automicro.ranks import Ranks
 from automicro.slicing import BatchLayout
 from automicro.splitting import SplitGuard
-from automicro.transaction import Buffers
+from automicro.transaction import Buffers, Gradients
 
 
 class TrainingWork:
@@ -58,6 +58,7 @@ class TrainingWork:
         *,
         watch: InputWatch,
         buffers: Buffers,
+        gradients: Gradients,
         metrics: Any,
         narrator: Narrator | None,
     ) -> Losses:
@@ -69,6 +70,7 @@ class TrainingWork:
             denominators: of the whole batches, where ranks have agreed on them.
             watch: guards the batches.
             buffers: as they were before.
+            gradients: that add up.
             metrics: updated with every row.
             narrator: tells of every microbatch.
         """
@@ -87,6 +89,7 @@ class TrainingWork:
             metrics=metrics,
             weights=weights,
             ranks=self._ranks,
+            gradients=gradients,
             fillers=self._spare.fillers(plan, batches, self._phase),
             narrator=narrator,
         )

@@ -85,6 +85,7 @@ PUBLIC_NAMES = [
     "Evaluator",
     "FitSummary",
     "Fixed",
+    "GradientWarning",
     "Halving",
     "LoggerWarning",
     "LossAverageWarning",

@@ -217,7 +217,7 @@ def test_once_more_gives_back_what_the_first_try_held() -> None:
             action()
         calls.clear()
         others.clear()
-        assert once_more(action) == 4000
+        assert once_more(action, doing="trying") == 4000
     assert len(calls) == 2
 
 
@@ -229,7 +229,7 @@ def test_once_more_is_not_twice_more() -> None:
         oom()
 
     with pytest.raises(torch.OutOfMemoryError):
-        once_more(action)
+        once_more(action, doing="trying")
     assert len(calls) == 2
 
 
@@ -241,7 +241,7 @@ def test_once_more_is_for_memory_only() -> None:
         raise ValueError("x")
 
     with pytest.raises(ValueError, match="x"):
-        once_more(action)
+        once_more(action, doing="trying")
     assert len(calls) == 1
 
 

@@ -15,7 +15,7 @@ from automicro.memory import Measured, Meter, peak_bytes
 from automicro.observer import Narrator
 from automicro.oom import Failure, classify, first_line, release, unquoted_shortage
 from automicro.ranks import OneRank, Ranks, Report, Status, StrayedError
-from automicro.transaction import Transaction
+from automicro.transaction import TouchedGradientsError, Transaction
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Verdict(enum.Enum):
     DECLINED = "it went through, and nobody wants it"
     OUT_OF_MEMORY = "memory ran out"
     NEEDS_TWO_ROWS = "BatchNorm cannot train on the one row of a slice"
-    STRAYED = "the collectives of several ranks have to be watched"
+    STRAYED = "collectives of several ranks, or gradients, have to be watched"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def try_once(
 def _status(error: BaseException, plan: Plan, *, can_recut: bool) -> Status:
     if can_recut and _leaves_one_alone(plan) and needs_two_rows(error):
         return Status.TWO_ROWS
-    if isinstance(error, StrayedError):
+    if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED
     return Status.OUT_OF_MEMORY if classify(error) is Failure.RETRYABLE else Status.FATAL
 

@@ -37,6 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Precision and numerics": (
         "precision",
+        "gradient_sums",
         "grad_clip_norm",
         "non_finite",
         "channels_last",

@@ -10,7 +10,7 @@ from typing import Any
 
 import omegaconf
 
-from automicro.checks import PRECISIONS
+from automicro.checks import GRADIENT_SUMS, PRECISIONS
 from automicro.cli.config import SECTIONS, CallConfig, RunConfig
 from automicro.cli.key_names import KEYS
 from automicro.cli.nodes import show
@@ -58,6 +58,7 @@ _IN_WORDS = {
     "loss_average": f"{', '.join(LOSS_AVERAGES)}, a node, or a mapping of these by name",
     "batchnorm": one_of(BATCHNORM_MODES),
     "precision": one_of(PRECISIONS),
+    "gradient_sums": one_of(GRADIENT_SUMS),
     "non_finite": one_of(NON_FINITE_MODES),
     "parallel": "ddp, fsdp or null",
     "batch_layout": "a whole number or a mapping",

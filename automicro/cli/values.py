@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from automicro.checkpoints import CheckpointConfig
-from automicro.checks import check_choice, check_precision_name
+from automicro.checks import GRADIENT_SUMS, check_choice, check_precision_name
 from automicro.cli.config import EvaluatorConfig, RunConfig
 from automicro.cli.keys import LOSS_AVERAGES
 from automicro.cli.nodes import is_node, show
@@ -172,6 +172,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "loss_average": _check_loss_average,
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
     "precision": check_precision_name,
+    "gradient_sums": lambda value: check_choice("gradient_sums", value, GRADIENT_SUMS),
     "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
     "parallel": read_parallel,

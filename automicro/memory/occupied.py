@@ -19,6 +19,7 @@ class OccupiedDevice:
         modules: everything that takes part.
         optimizer: whose state lies there; None for none.
         memory_limit: what `limit_memory` takes; None for all that there is.
+        sums_in_float32: whether gradients of parameters in bf16 or fp16 add up in float32.
 
     Raises:
         TypeError, ValueError: what cannot be a limit.
@@ -35,11 +36,14 @@ class OccupiedDevice:
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | None,
         memory_limit: str | int | float | None,
+        *,
+        sums_in_float32: bool = False,
     ) -> None:
         self._device = device
         self._modules = modules
         self._optimizer = optimizer
         self._memory_limit = memory_limit
+        self._sums_in_float32 = sums_in_float32
         self._budget: MemoryBudget | None = None
         if memory_limit is not None:
             limit = limit_memory(memory_limit, device)
@@ -78,4 +82,5 @@ class OccupiedDevice:
             upcoming_bytes=upcoming_bytes,
             shared_inputs=shared_inputs,
             memory_limit=self._memory_limit,
+            sums_in_float32=self._sums_in_float32,
         )

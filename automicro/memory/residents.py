@@ -71,6 +71,7 @@ def measure_residents(
     upcoming_bytes: Sequence[int] = (),
     shared_inputs: Sequence[Tensor] = (),
     memory_limit: str | int | float | None = None,
+    sums_in_float32: bool = False,
 ) -> ResidentMemory:
     """Add up what is on a device at any microbatch size.
 
@@ -82,6 +83,7 @@ def measure_residents(
         upcoming_bytes: of each tensor of state that the optimizer has yet to build.
         shared_inputs: parts of the batch that every microbatch gets whole.
         memory_limit: of the device, where no `MemoryBudget` is entered.
+        sums_in_float32: whether gradients of parameters in bf16 or fp16 have four bytes a number.
 
     >>> linear = nn.Linear(16, 16)
     >>> measure_residents([linear], None, torch.device("cpu"), training=True).gradients
@@ -91,14 +93,17 @@ def measure_residents(
     parameters = _distinct(p for module in modules for p in module.parameters())
     buffers = _distinct(b for module in modules for b in module.buffers())
     if training:
-        gradients = [parameter for parameter in parameters if parameter.requires_grad]
+        gradients = _count(
+            [parameter for parameter in parameters if parameter.requires_grad],
+            least_itemsize=4 if sums_in_float32 else 0,
+        )
     else:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = _count([each.grad for each in parameters if each.grad is not None])
     state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
     on_device = [each for each in state if each.device.type == device.type]
     return ResidentMemory(
         parameters=_count(parameters),
-        gradients=_count(gradients),
+        gradients=gradients,
         optimizer_state=_count(on_device) + sum(map(_rounded, upcoming_bytes)),
         buffers=_count(buffers),
         shared_inputs=_count(shared_inputs),
@@ -137,10 +142,10 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _count(tensors: Iterable[Tensor]) -> int:
+def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
     # Not nbytes, which sparse tensors do not have.
     known = (local(each) for each in tensors if not is_uninitialized(each))
-    return sum(_rounded(each.numel() * each.itemsize) for each in known)
+    return sum(_rounded(each.numel() * max(each.itemsize, least_itemsize)) for each in known)
 
 
 def _rounded(num_bytes: int) -> int:

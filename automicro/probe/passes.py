@@ -25,6 +25,8 @@ from automicro.probe.surroundings import Surroundings, foreign_states
 from automicro.slicing import BatchLayout
 from automicro.torch_private import AnyBatchNorm
 from automicro.transaction import BufferMemory, Buffers, RandomState, Transaction, find_generators
+from automicro.transaction.hooks import HeldHooks
+from automicro.transaction.outside import leaves_of
 from automicro.transfer import on_device
 from automicro.weighting import Average, BatchWeights
 
@@ -165,10 +167,10 @@ class ExtraPasses:
             losses.update({name: float(part.detach()) for name, part in parts.items()})
         del parts
         if loss.requires_grad and not weights.is_nothing(index):
-            found = _leaves_of(loss)
+            found = leaves_of(loss)
             self._reached.append({id(leaf) for leaf in found})
             self._set_aside(found)
-            with self.silence, _hooks_held(self.leaves):
+            with self.silence, HeldHooks(self.leaves).held():
                 loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
@@ -233,28 +235,6 @@ def _roll_back(transaction: Transaction) -> None:
                 raise failure
     finally:
         del failure  # it holds this frame: a cycle
-
-
-def _leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaves to which the backward of a loss would add a gradient."""
-    found: dict[int, Tensor] = {}
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found[id(leaf)] = leaf
-        waiting += [following for following, _ in node.next_functions]
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def _hooks_held(leaves: Sequence[Tensor]) -> Iterator[None]:
-    yield
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ def values(run: Run) -> dict[str, Any]:
     for name, parameter in run.model.named_parameters():
         found[f"parameter {name}"] = freeze(parameter)
         found[f"gradient {name}"] = freeze(parameter.grad)
+    for index, leaf in enumerate(run.leaves):
+        found[f"gradient of leaf {index}"] = freeze(leaf.grad)
     for name, buffer in run.model.named_buffers():
         found[f"buffer {name}"] = freeze(buffer)
     for name, module in run.model.named_modules():

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automicro.errors import AutomicroWarning
 from automicro.microbatcher import Microbatcher
@@ -50,6 +50,7 @@ class Subject:
         first_size: rows of a microbatch before anything fails; half of it has to be possible.
         clip_norm: the largest norm of a gradient, where clipping is disturbed.
         scaler: of the loss, for fp16; its ``backward`` has to be in the options too.
+        leaves: tensors that get a gradient although no module lists them.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Subject:
     first_size: int = 2
     clip_norm: float = 0.5
     scaler: GradientScaler | None = None
+    leaves: Sequence[Tensor] = ()
 
 
 MakeSubject = Callable[[], Subject]
@@ -80,6 +82,7 @@ class Run:
     keeps_gradient: bool = False
     clip_norm: float = 0.5
     scaler: GradientScaler | None = None
+    leaves: Sequence[Tensor] = ()
 
     def step(self) -> bool:
         """Step the optimizer, and the scaler if there is one."""
@@ -147,6 +150,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
         subject.keeps_gradient,
         subject.clip_norm,
         subject.scaler,
+        subject.leaves,
     )
 
 

@@ -29,6 +29,7 @@ class TrainerConfig:
     probe: bool = True
     remember_sizes: bool = True
     precision: str = "fp32"
+    gradient_sums: str = "fp32"
     grad_clip_norm: float | None = None
     parameter_groups: Any = ()
     non_finite: str = "stop"

@@ -105,6 +105,9 @@ class Trainer:
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. With ``"fp16"`` the loss is scaled, and a step whose gradients overflow is
             skipped and the scale lowered.
+        gradient_sums: what the gradients of parameters in bf16 or fp16 add up in, where a batch is
+            split: ``"fp32"``, or ``"native"`` for the parameters' own type, which needs less
+            memory. On several ranks it is always their own.
         grad_clip_norm: the largest norm of the gradient of all the optimizer's parameters
             together; larger gradients are scaled down to it.
         non_finite: what to do where the loss of a batch, or the norm of its gradient where that
@@ -166,6 +169,7 @@ class Trainer:
         memory_limit: str | int | float | None = None,
         strict_divisible: bool = False,
         precision: str = "fp32",
+        gradient_sums: str = "fp32",
         grad_clip_norm: float | None = None,
         non_finite: str = "stop",
         channels_last: bool = False,
@@ -235,6 +239,7 @@ class Trainer:
                 "batchnorm": batchnorm,
                 "strict_divisible": strict_divisible,
                 "precision": precision,
+                "gradient_sums": gradient_sums,
                 "batch_layout": batch_layout,
                 "update_metric": update_metric,
                 "probe": probe,

@@ -5,6 +5,7 @@ generators, metrics. All parts begin together, and then either all commit or all
 """
 
 from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.gradient_memory import GradientMemory, TouchedGradientsError
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
@@ -14,11 +15,13 @@ from automicro.transaction.transaction import Part, Transaction
 __all__ = [
     "BufferMemory",
     "Buffers",
+    "GradientMemory",
     "Gradients",
     "Metrics",
     "Parameters",
     "Part",
     "RandomState",
+    "TouchedGradientsError",
     "Transaction",
     "find_generators",
     "flatten_metrics",

@@ -1,18 +1,63 @@
-"""Gradients: set aside while an attempt runs, added to when it commits."""
+"""Gradients: set aside while an attempt runs, added to when it commits.
+
+Between the two they are the attempt's own. Microbatches add theirs up in ``.grad``, the cheapest
+place there is, where the user's forward could see and clear them and hooks would see parts. So
+
+- hooks are kept from running, and run once at the commit, with the whole gradient;
+- one look at the end tells whether only our own backwards have added to ``.grad``. If somebody
+  else has, the batch is run again *isolated*: what there is is put away while the user's forward
+  runs, and what a backward in there leaves behind is added as one loss among others;
+- parameters in bf16 or fp16 add up in float32, isolated as well: nobody sees it.
+
+On several ranks wrappers have hooks and ways of their own, so there all of it is left to them.
+"""
 
 import logging
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from automicro.errors import LossError, RollbackError
 from automicro.oom import Failure, classify
+from automicro.torch_private import version_of, versions_of
+from automicro.transaction.gradient_memory import GradientMemory, TouchedGradientsError
+from automicro.transaction.hooks import HeldHooks, deliver
+from automicro.transaction.outside import OutsideLeaves, refuse_unknown_part
 
 logger = logging.getLogger(__name__)
 
+NARROW = frozenset({torch.bfloat16, torch.float16})
+Backward = Callable[[Tensor], Any]
+Weight = float | Tensor | None
+
+
+@dataclass(slots=True)
+class _Earlier:
+    """A gradient that was there before.
+
+    Attributes:
+        leaf: whose it is.
+        gradient: the tensor, which others may hold as well.
+        copy: of its values, where somebody might write to them.
+        version: of the tensor, so that it shows.
+        is_cleared: whether the forward cleared it, so that it does not count any more.
+        is_gone: whether the forward let go of the tensor itself.
+    """
+
+    leaf: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+    version: int
+    is_cleared: bool = False
+    is_gone: bool = False
+
 
 class Gradients:
-    """The ``.grad`` of parameters, and of inputs that require one.
+    """The ``.grad`` of parameters, of inputs that require one, and of whatever a loss reaches.
 
     An attempt starts with no gradients at all. Rolling back drops what it made and puts the
     earlier tensors back. Committing adds into these *same* tensors, so that whoever holds them
@@ -21,32 +66,396 @@ class Gradients:
 
     A gradient that is a view of a larger storage is cloned too: whatever owns that storage (DDP's
     ``gradient_as_bucket_view``) may write into it during the attempt.
+
+    Args:
+        parameters: any of them twice, too.
+        memory: what is known of them from one batch to the next.
+        inputs: tensors of the batch that gather a gradient.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._earlier: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        memory: GradientMemory | None = None,
+        *,
+        inputs: Iterable[Tensor] = (),
+    ) -> None:
+        self._memory = memory or GradientMemory()
+        self._known = {id(each): each for each in parameters}
+        self._parameters = list(self._known)
+        self._inputs = {id(each): each for each in inputs}
+        self._known |= self._inputs
+        self._leaves: list[Tensor] = []
+        self._earlier: list[_Earlier] = []
+        self._finals: list[tuple[_Earlier, Tensor]] = []
         self._begun = False
+        self._attempts = 0
+        self._has_restarted = False
+        self._went_unseen = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._hooks = HeldHooks()
+        self._outside = OutsideLeaves()
+        self._narrow: list[tuple[Tensor, torch.dtype]] = []
+        self._sums: list[Tensor | None] = []  # put away while a forward runs, or to compare with
+        self._versions: list[int] = []  # of the same after the first backward
+        self._num_forwards = self._num_backwards = 0
+        self._splits = self._is_isolated = self._is_steady = False
+        self._looks = 0
+        self._finals = []
+
+    # One attempt
 
     def begin(self) -> None:
+        self._attempts += 1
+        self._forget()
+        if self._attempts == 1:
+            self._memory.next_batch(self._parameters)
+        for leaf in self._memory.outside():
+            self._known[id(leaf)] = leaf
+        self._leaves = list(self._known.values())
         self._earlier = [
-            (parameter, gradient, gradient.clone() if _shares_storage(gradient) else None)
-            for parameter in self._parameters
-            if (gradient := parameter.grad) is not None
+            _Earlier(
+                leaf,
+                gradient,
+                gradient.clone() if _shares_storage(gradient) else None,
+                version_of(gradient),
+            )
+            for leaf in self._leaves
+            if (gradient := leaf.grad) is not None
         ]
         self._begun = True
-        for parameter, _, _ in self._earlier:
-            parameter.grad = None
+        for each in self._earlier:
+            each.leaf.grad = None
+
+    def expect(self, num_microbatches: int) -> None:
+        """Say how many microbatches the attempt has, before the first."""
+        memory = self._memory
+        self._splits = num_microbatches > 1
+        self._looks = memory.num_looks(is_retry=self._attempts > 1)
+        if memory.is_alone:
+            self._hooks = HeldHooks(self._leaves)
+            if self._splits:
+                memory.look_at_nodes(self._leaves)
+                if memory.sums_in_float32:
+                    self._narrow = [
+                        (leaf, leaf.dtype)
+                        for leaf in self._leaves
+                        if leaf.dtype in NARROW
+                        and id(leaf) not in self._inputs
+                        # It may be somebody's who adds up in float32 already.
+                        and leaf.grad_dtype is leaf.dtype
+                    ]
+            self._is_isolated = self._splits and (memory.is_touched or bool(self._narrow))
+        elif self._splits:
+            memory.warn_of_hooks(self._leaves)
+
+    def before_forward(self) -> None:
+        """Call it before the forward of every microbatch."""
+        if self._is_steady:
+            return
+        if self._outside:
+            self._take_in()
+        self._num_forwards += 1
+        if not self._memory.is_alone:
+            return
+        if self._num_forwards > 1 and self._is_isolated:
+            self._put_away()
+        if self._num_forwards == 1 or self._is_isolated:
+            self._show_earlier()
+
+    def run(self, backward: Backward, loss: Tensor, *, weight: Weight = None) -> None:
+        """Run the backward of a microbatch.
+
+        Args:
+            backward: of a loss, weighted already.
+            loss: that it is given.
+            weight: of the microbatch in the whole, for what the forward added to ``.grad``.
+
+        Raises:
+            TouchedGradientsError: the same attempt again, please.
+            LossError: ``backward`` clears gradients.
+        """
+        if self._is_steady:
+            backward(loss)
+            self._num_backwards += 1
+            return
+        self._bring_back(weight)
+        if self._num_backwards < self._looks:
+            self._notice(loss)
+        else:
+            self._went_unseen = True
+        if self._hooks:
+            with self._hooks.held():
+                backward(loss)
+        else:
+            backward(loss)
+        self._num_backwards += 1
+        if self._memory.is_alone:
+            self._after_backward()
+
+    def run_for_nothing(self, backward: Backward, loss: Tensor, *, weight: Weight = None) -> None:
+        """Run a backward whose gradients are known to be zero, although they may compute as NaN.
+
+        A mean over no target divides by zero. The backward still runs, because hooks and
+        collectives hang on it, and leaves zeros where there was no gradient yet.
+        """
+
+        def backward_aside(loss: Tensor) -> None:
+            sums = [leaf.grad for leaf in self._leaves]
+            for leaf in self._leaves:
+                leaf.grad = None
+            backward(loss)
+            for leaf, total in zip(self._leaves, sums, strict=True):
+                if total is not None:
+                    leaf.grad = total
+                elif leaf.grad is not None:
+                    leaf.grad = torch.zeros_like(leaf.grad)
+
+        self.run(backward_aside, loss, weight=weight)
+
+    def skip(self, *, weight: Weight = None) -> None:
+        """Call it in place of `run` where a loss has nothing to go backward through."""
+        self._bring_back(weight)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether any microbatch had a backward."""
+        return self._num_backwards > 0
+
+    def require_untouched(self) -> None:
+        """Show that nobody but our backwards added to ``.grad``. Call it after the last microbatch.
+
+        Raises:
+            TouchedGradientsError: the same attempt again, please.
+        """
+        if self._outside:
+            self._take_in()
+        if not (self._memory.is_alone and self._splits):
+            return
+        now = [leaf.grad for leaf in self._leaves]
+        if self._is_isolated:
+            self._require_kept(now)
+        else:
+            self._require_unseen(now)
+        if self._looks:
+            self._memory.warn_of_late_hooks(self._leaves, self._hooks.leaves)
+
+    def _require_unseen(self, now: list[Tensor | None]) -> None:
+        """Show that each gradient is the first backward's, with one addition for each other one."""
+        most = self._num_backwards - 1
+        additions = list(map(operator.sub, versions_of(now), self._versions))
+        if all(map(operator.is_, now, self._sums)) and max(additions, default=0) <= most:
+            return
+        for each, first, added in zip(now, self._sums, additions, strict=True):
+            if first is not None and (each is not first or added > most):
+                self._touched()
+
+    def _touched(self) -> None:
+        self._memory.is_touched = True
+        raise TouchedGradientsError("the forward touches gradients: they are kept from it")
+
+    # Around the user's forward
+
+    def _show_earlier(self) -> None:
+        """Let the forward see the gradients of earlier batches, as for a whole batch."""
+        for each in self._earlier:
+            if each.is_gone:
+                continue
+            if each.copy is None and self._memory.writes_to_gradients is not False:
+                each.copy = each.gradient.clone()
+            each.version = version_of(each.gradient)
+            each.leaf.grad = each.gradient
+
+    def _put_away(self) -> None:
+        sums = [leaf.grad for leaf in self._leaves]
+        self._require_kept(sums)
+        self._sums = sums
+        for leaf in self._leaves:
+            leaf.grad = None
+        self._narrow_again()
+
+    def _require_kept(self, sums: list[Tensor | None]) -> None:
+        """Show that the last backward added to the gradients that there were."""
+        for before, now in zip(self._sums, sums, strict=False):
+            if now is not before and before is not None and _is_lost(before, now):
+                raise LossError(
+                    "backward= clears gradients or replaces them, so that those of earlier "
+                    "microbatches are lost; clear them after the optimizer's step"
+                )
+
+    def _bring_back(self, weight: Weight) -> None:
+        """Put the attempt's own gradients back, with what the forward has left in ``.grad``."""
+        if not self._memory.is_alone:
+            return
+        if not self._is_isolated:
+            if self._num_forwards == 1 and self._earlier:
+                self._end_of_showing()
+            return
+        left = self._what_is_left()
+        for leaf, _ in left:
+            leaf.grad = None
+        for each in self._earlier:
+            each.leaf.grad = None
+        for leaf, _ in self._narrow:
+            leaf.grad_dtype = torch.float32
+        for leaf, total in zip(self._leaves, self._sums, strict=False):
+            leaf.grad = total
+        if left and self._memory.could_warn_of_backward and _any_counts(left):
+            self._memory.warn_of_backward([leaf for leaf, _ in left])
+        for leaf, gradient in left:
+            self._add(leaf, gradient if weight is None else gradient * weight)
+
+    def _end_of_showing(self) -> None:
+        """Take earlier gradients away again, where the forward is not isolated."""
+        left = [
+            (each.leaf, gradient)
+            for each in self._earlier
+            if (gradient := self._left_in(each)) is not None
+        ]
+        if left and self._splits:
+            self._touched()
+        for each in self._earlier:
+            each.leaf.grad = None
+        for leaf, gradient in left:
+            leaf.grad = gradient
+
+    def _what_is_left(self) -> list[tuple[Tensor, Tensor]]:
+        """Gradients that a backward inside the forward left behind, by leaf."""
+        if not self._earlier:
+            return [(leaf, left) for leaf in self._leaves if (left := leaf.grad) is not None]
+        shown = {id(each.leaf): each for each in self._earlier}
+        found = []
+        for leaf in self._leaves:
+            each = shown.get(id(leaf))
+            gradient = leaf.grad if each is None else self._left_in(each)
+            if gradient is not None:
+                found.append((leaf, gradient))
+        return found
+
+    def _left_in(self, each: _Earlier) -> Tensor | None:
+        """What a forward added to a gradient that it was shown; and note whether it cleared it."""
+        now = each.leaf.grad
+        if each.is_gone:
+            return now
+        if now is not each.gradient:
+            if now is not None and now.requires_grad:  # a backward that can be differentiated
+                return now - each.gradient
+            each.is_cleared = each.is_gone = True
+            return now
+        if version_of(now) == each.version:
+            return None
+        if each.copy is None:
+            raise _cannot_undo()
+        is_zero = not bool(now.to_dense().any())
+        added = None if is_zero else now - each.copy
+        now.copy_(each.copy)
+        each.is_cleared |= is_zero
+        self._memory.writes_to_gradients = True
+        return added
+
+    def _add(self, leaf: Tensor, gradient: Tensor) -> None:
+        if leaf.grad is None:
+            leaf.grad = gradient.to(leaf.grad_dtype or gradient.dtype)
+        elif leaf.grad.layout is gradient.layout:
+            leaf.grad.add_(gradient)
+        else:
+            leaf.grad = leaf.grad + gradient
+
+    def _after_backward(self) -> None:
+        if not self._splits or self._is_isolated:
+            return
+        if self._num_backwards == 1:
+            self._sums = [leaf.grad for leaf in self._leaves]
+            self._versions = versions_of(self._sums)
+        self._is_steady = not self._hooks and self._num_backwards > self._looks
+
+    # Leaves that nobody listed
+
+    def _notice(self, loss: Tensor) -> None:
+        self._outside.notice(loss, self._known)
+        if self._outside and self._memory.is_alone and not self._has_restarted:
+            hooked = self._outside.with_hooks()
+            if hooked:  # they must not run yet
+                for leaf in hooked:
+                    self._memory.remember(leaf)
+                self._restart()
+
+    def _restart(self) -> None:
+        self._has_restarted = True
+        raise TouchedGradientsError("the forward reaches leaves that no module lists")
+
+    def _take_in(self) -> None:
+        """Know those that outlived their microbatch; from now on, and for this attempt."""
+        needs_restart = False
+        for leaf, gradient in self._outside.take_survivors():
+            if gradient is not None and self._attempts > 1 and self._went_unseen:
+                refuse_unknown_part()
+            self._memory.remember(leaf)
+            self._known[id(leaf)] = leaf
+            self._leaves.append(leaf)
+            if gradient is not None:
+                self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))
+            if not self._is_isolated:
+                self._sums.append(leaf.grad)
+                self._versions += versions_of([leaf.grad])
+            needs_restart |= leaf.dtype in NARROW or self._is_isolated
+        if needs_restart and self._memory.is_alone and not self._has_restarted:
+            self._restart()
+
+    # Committing, or not
 
     def prepare(self) -> None:
-        for parameter, earlier, copy in self._earlier:
-            value = earlier if copy is None else copy
-            if parameter.grad is None:  # the batch did not reach this parameter
-                parameter.grad = value
-            elif parameter.grad.layout is value.layout:
-                parameter.grad.add_(value)  # into the attempt's own gradient
+        self._sums = []  # nobody else is to hold them
+        self._narrow_totals()
+        hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
+        copied: set[int] = set()
+        delivered: dict[int, Tensor] = {}
+        for leaf in self._hooks.leaves:
+            if id(leaf) in hooked:
+                assert leaf.grad is not None
+                delivered[id(leaf)] = leaf.grad
+                leaf.grad = None
+        for each in self._earlier:
+            leaf = each.leaf
+            if id(leaf) in delivered:
+                if not each.is_gone:
+                    value = self._unshared(each)
+                    leaf.grad = torch.zeros_like(value) if each.is_cleared else value.clone()
+                    copied.add(id(leaf))
+            elif leaf.grad is None:  # the batch did not reach this parameter
+                self._keep(each)
+            elif each.is_cleared:
+                pass
+            elif leaf.grad.layout is each.gradient.layout:
+                leaf.grad.add_(self._unshared(each))  # into the attempt's own gradient
             else:
-                parameter.grad = value + parameter.grad
+                leaf.grad = self._unshared(each) + leaf.grad
+        if delivered:
+            order = [leaf for leaf in self._hooks.in_order() if id(leaf) in delivered]
+            totals = [delivered.pop(id(leaf)) for leaf in order]
+            deliver(order, totals)
+        self._finals = [
+            (each, total)
+            for each in self._earlier
+            if not each.is_gone
+            and (total := each.leaf.grad) is not None
+            and total is not each.gradient
+            # A hook may have cleared or replaced it, which is final.
+            and (id(each.leaf) not in hooked or id(each.leaf) in copied)
+        ]
+
+    def _unshared(self, each: _Earlier) -> Tensor:
+        """The values of an earlier gradient, whoever writes to it."""
+        return each.gradient if each.copy is None else each.copy
+
+    def _keep(self, each: _Earlier) -> None:
+        """Leave an earlier gradient as the forward left it, where the batch added nothing."""
+        if not each.is_cleared:
+            each.leaf.grad = self._unshared(each)
+        elif not each.is_gone:
+            each.leaf.grad = torch.zeros_like(each.gradient)
 
     def commit(self) -> None:
         # Copying complete totals needs no memory of its own and can be repeated.
@@ -58,8 +467,9 @@ class Gradients:
             failures.append(failure)
         else:
             logger.warning("not all earlier .grad tensors could be kept (%s)", failures[-1])
-        self._earlier = []
-        self._begun = False
+        if self._earlier and self._memory.writes_to_gradients is None:
+            self._memory.writes_to_gradients = False
+        self._end()
         try:
             for failure in failures:
                 if classify(failure) is not Failure.RETRYABLE:
@@ -70,10 +480,10 @@ class Gradients:
 
     def _copy_totals(self) -> BaseException | None:
         try:
-            for parameter, earlier, _ in self._earlier:
-                if parameter.grad is not None and parameter.grad is not earlier:
-                    earlier.copy_(parameter.grad)
-                    parameter.grad = earlier
+            for each, total in self._finals:
+                if each.leaf.grad is total:
+                    each.gradient.copy_(total)
+                    each.leaf.grad = each.gradient
         except BaseException as error:
             return error
         return None
@@ -81,14 +491,63 @@ class Gradients:
     def roll_back(self) -> None:
         if not self._begun:
             return
-        for parameter in self._parameters:
-            parameter.grad = None
-        for parameter, gradient, copy in self._earlier:
-            if copy is not None:
-                gradient.copy_(copy)
-            parameter.grad = gradient
-        self._earlier = []
+        self._hooks.give_back()
+        for leaf in self._leaves:
+            leaf.grad = None
+        self._narrow_again()
+        self._outside.roll_back()
+        is_lost = False
+        for each in self._earlier:
+            if each.copy is not None:
+                each.gradient.copy_(each.copy)
+            elif self._memory.is_alone and version_of(each.gradient) != each.version:
+                is_lost = True
+            each.leaf.grad = each.gradient
+        self._end()
+        if is_lost:
+            self._memory.writes_to_gradients = True
+            raise _cannot_undo()
+
+    def _end(self) -> None:
+        self._earlier, self._leaves = [], []
         self._begun = False
+        self._forget()
+
+    # Sums in float32
+
+    def _narrow_again(self) -> None:
+        """Let gradients have the type of their parameters, where there are none just now."""
+        for leaf, dtype in self._narrow:
+            leaf.grad_dtype = dtype
+
+    def _narrow_totals(self) -> None:
+        """Round the sums, one parameter after the other, so that no second set is needed."""
+        for leaf, dtype in self._narrow:
+            total, leaf.grad = leaf.grad, None
+            leaf.grad_dtype = dtype
+            if total is not None:
+                leaf.grad = total.to(dtype)
+
+
+def _any_counts(left: list[tuple[Tensor, Tensor]]) -> bool:
+    """Tell whether a gradient is anything but zeros, with one look at the device."""
+    highest = [gradient.detach().to_dense().abs().max() for _, gradient in left if gradient.numel()]
+    return bool(torch.stack([each.double().cpu() for each in highest]).any())
+
+
+def _is_lost(sum_of_earlier: Tensor, now: Tensor | None) -> bool:
+    if now is None:
+        return True
+    is_plain = now.layout is torch.strided is sum_of_earlier.layout and not now.requires_grad
+    return is_plain and now is not sum_of_earlier
+
+
+def _cannot_undo() -> RollbackError:
+    return RollbackError(
+        "the forward wrote into .grad tensors of earlier batches, which earlier steps had not "
+        "shown, so this batch cannot be tried again; clear gradients with "
+        "zero_grad(set_to_none=True), after the optimizer's step"
+    )
 
 
 def _shares_storage(gradient: Tensor) -> bool:

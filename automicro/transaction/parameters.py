@@ -38,6 +38,6 @@ class Parameters:
             self._versions = None
             raise RollbackError(
                 "the forward or backward changed parameters, and such a change cannot be rolled "
-                "back; step the optimizer after backward() returns and not in a hook of the "
-                "backward, and constrain parameters after the step"
+                "back; step the optimizer after backward() returns or, in one process, in a "
+                "post-accumulate hook that cannot fail, and constrain parameters after the step"
             )

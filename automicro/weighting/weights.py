@@ -127,6 +127,10 @@ class BatchWeights:
         """Whether a microbatch is known to contribute nothing, because it counts no target."""
         return self._is_nothing[index]
 
+    def of_all(self, index: int) -> Weight | None:
+        """What a microbatch weighs, where all its losses weigh the same; else None, for one."""
+        return None if self._only is None else self._only[index]
+
     def apply(
         self, index: int, loss: Tensor, losses: Mapping[str, Tensor], *, has_total: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:

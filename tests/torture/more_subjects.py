@@ -208,6 +208,60 @@ def in_place() -> Subject:
     return classify(InPlace(), 4)
 
 
+def hooks() -> Subject:
+    """Hooks of every kind, which see the gradient of the whole batch, once."""
+    subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
+    first, *others = subject.model.parameters()
+    first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for parameter in others:
+        parameter.register_post_accumulate_grad_hook(_halve)
+    return dataclasses.replace(subject, keeps_gradient=True)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def attack() -> Subject:
+    """A backward in the forward, whose gradients are cleared."""
+    subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
+    return dataclasses.replace(subject, options={"forward": _attacked, "batchnorm": "ignore"})
+
+
+def _attacked(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    inputs = microbatch[0]
+    if torch.is_grad_enabled():
+        inputs = inputs.detach().clone().requires_grad_()
+        nn.functional.cross_entropy(model(inputs), microbatch[1]).backward()
+        assert inputs.grad is not None
+        inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
+        model.zero_grad()
+    logits = model(inputs)
+    return nn.functional.cross_entropy(logits, microbatch[1]), logits
+
+
+def outside_leaf() -> Subject:
+    """A learned scale that is in no module, with a gradient that nobody clears."""
+    scale = torch.ones(3, requires_grad=True)
+
+    def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = model(microbatch[0]) * scale
+        return nn.functional.cross_entropy(logits, microbatch[1]), logits
+
+    subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
+    options = {"forward": forward, "batchnorm": "ignore"}
+    return dataclasses.replace(subject, options=options, leaves=[scale])
+
+
+def bf16() -> Subject:
+    """Parameters in bf16, whose gradients add up in float32."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
+    subject = classify(model, 4)
+    batches = [(inputs.bfloat16(), targets) for inputs, targets in subject.batches]
+    return dataclasses.replace(subject, batches=batches, keeps_gradient=True)
+
+
 def gpt2() -> Subject:
     from transformers import GPT2Config, GPT2LMHeadModel  # seconds to import
 
@@ -269,4 +323,8 @@ SUBJECTS: dict[str, MakeSubject] = {
     "frozen part": frozen_part,
     "parameter without gradient": no_gradient,
     "in-place forward": in_place,
+    "hooks": hooks,
+    "attack": attack,
+    "leaf outside of the model": outside_leaf,
+    "bf16": bf16,
 }

@@ -1,0 +1,479 @@
+"""Hooks, attacks, shared and foreign leaves: every step leaves what plain torch leaves.
+
+Compared are the gradients, the parameters and what hooks took down, over several batches, cleared
+in between or not, of every size, and with an out-of-memory error in between.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import (
+    Fixed,
+    GradientWarning,
+    Halving,
+    LossError,
+    MemoryBudget,
+    Microbatcher,
+    RollbackError,
+)
+from automicro.torch_private import gradient_hooks
+from tests.models import Mlp, numbers, x, y
+from tests.wiring_cases import WIRINGS, Wired, copied, loss_of
+
+SIZES = [1, 3, 4, 20]
+
+
+def snapshot(wired: Wired) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for name, leaf in wired.all_leaves.items():
+        found[name] = leaf.detach().clone()
+        gradient = leaf.grad
+        found[f"{name}.grad"] = None if gradient is None else gradient.detach().to_dense().clone()
+    return found
+
+
+def train(wired: Wired, step: Callable[[Any], Any]) -> list[dict[str, Tensor | None]]:
+    found = []
+    for index, batch in enumerate(wired.batches):
+        if index in wired.clears:
+            for leaf in wired.all_leaves.values():
+                leaf.grad = None
+        step(copied(batch))
+        found.append(snapshot(wired))
+    return found
+
+
+def made(name: str) -> Wired:
+    torch.manual_seed(1)
+    return WIRINGS[name]()
+
+
+def expected(name: str) -> tuple[list[dict[str, Tensor | None]], list[Any]]:
+    wired = made(name)
+    return train(wired, lambda batch: wired.forward(wired.model, batch).backward()), wired.log
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert len(one) == len(other)
+    for index, (first, second) in enumerate(zip(one, other, strict=True)):
+        for name in second:
+            given, wanted = first[name], second[name]
+            assert (given is None) is (wanted is None), (index, name)
+            if given is not None:
+                error = float((given - wanted).abs().max())
+                assert error < 1e-9, (index, name, error)
+
+
+def assert_same_log(wired: Wired, log: list[Any]) -> None:
+    found, wanted = rounded(wired.log), rounded(log)
+    assert found == wanted if wired.is_ordered else sorted(found) == sorted(wanted)
+
+
+def rounded(log: Any) -> Any:
+    if isinstance(log, float):
+        return round(log, 8)
+    return [rounded(each) for each in log] if isinstance(log, list) else log
+
+
+@contextlib.contextmanager
+def warned(text: str | None) -> Iterator[None]:
+    if text is None:
+        yield
+        return
+    with pytest.warns(GradientWarning, match=text) as caught:
+        yield
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", WIRINGS)
+@pytest.mark.filterwarnings("ignore:Using backward.*create_graph:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*use_reentrant:UserWarning")
+def test_every_step_leaves_what_plain_torch_leaves(name: str, size: int) -> None:
+    wanted, log = expected(name)
+    wired = made(name)
+    options = {"forward": wired.forward, **wired.options}
+    microbatcher = Microbatcher(wired.model, microbatch_size=size, probe=False, **options)
+    with warned(wired.warns if size < 11 else None):
+        found = train(wired, microbatcher.backward)
+    assert_same(found, wanted)
+    assert_same_log(wired, log)
+
+
+class FailingOnce:
+    """A forward that runs out of memory in one of its calls, before or after its work."""
+
+    def __init__(self, forward: Callable[[Any, Any], Any], call: int, when: str) -> None:
+        self.forward, self.call, self.when, self.calls = forward, call, when, 0
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        self.calls += 1
+        fails = self.calls == self.call
+        if fails and self.when == "before":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = self.forward(model, batch)
+        if fails and self.when == "after":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if fails and not loss.requires_grad:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if fails:
+            loss.register_hook(out_of_memory)
+        return loss
+
+
+def out_of_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    ("call", "when"),
+    [(1, "after"), (2, "in the backward"), (3, "before"), (5, "in the backward"), (9, "after")],
+)
+@pytest.mark.parametrize("name", WIRINGS)
+@pytest.mark.filterwarnings("ignore:Using backward.*create_graph:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*use_reentrant:UserWarning")
+def test_an_out_of_memory_error_changes_nothing(name: str, call: int, when: str) -> None:
+    wanted, log = expected(name)
+    wired = made(name)
+    forward = FailingOnce(wired.forward, call, when)
+    options = {**wired.options, "forward": forward, "loss_fn": None}
+    microbatcher = Microbatcher(
+        wired.model, microbatch_size=Halving(initial=4), probe=False, **options
+    )
+    with warned(wired.warns):
+        found = train(wired, microbatcher.backward)
+    assert forward.calls > call
+    assert_same(found, wanted)
+    assert_same_log(wired, log)
+
+
+def hooks(model: nn.Module) -> list[Any]:
+    return [(*map(_as_dict, gradient_hooks(p)), p.grad_dtype) for p in model.parameters()]
+
+
+def _as_dict(hooks: Any) -> Any:
+    return None if hooks is None else (id(hooks), dict(hooks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "in the backward"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_failure_leaves_gradients_hooks_and_types_as_they_were(
+    call: int, when: str, earlier: bool, dtype: torch.dtype
+) -> None:
+    model: Any = Mlp().to(dtype)
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    removed = model[2].weight.register_hook(lambda gradient: gradient * 2)
+    removed.remove()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if earlier else None
+    before = hooks(model), [p.grad for p in model.parameters()]
+
+    class Interrupted(FailingOnce):
+        def __call__(self, model: Any, batch: Any) -> Any:
+            try:
+                return super().__call__(model, batch)
+            except torch.OutOfMemoryError:
+                raise KeyboardInterrupt from None
+
+    forward = Interrupted(loss_of, call, when)
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=4, probe=False)
+    with pytest.raises((KeyboardInterrupt, torch.OutOfMemoryError)):
+        microbatcher.backward((x().to(dtype), y()))
+    assert hooks(model) == before[0]
+    for parameter, gradient in zip(model.parameters(), before[1], strict=True):
+        assert parameter.grad is gradient
+        assert gradient is None or bool((gradient == 1).all())
+    microbatcher.backward((x().to(dtype), y()))
+    assert hooks(model) == before[0]
+
+
+# Hooks
+
+
+@pytest.mark.parametrize("size", [3, 20])
+def test_a_hook_that_raises_leaves_no_trace(size: int) -> None:
+    model: Any = Mlp()
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    model[2].weight.register_hook(lambda gradient: gradient * 2)
+    handle = model[0].weight.register_hook(fail)
+    model[0].bias.grad = earlier = torch.ones_like(model[0].bias)
+    before = hooks(model)
+    microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=size)
+    with pytest.raises(ZeroDivisionError):
+        microbatcher.backward((x(), y()))
+    assert hooks(model) == before
+    assert model[0].bias.grad is earlier
+    assert bool((earlier == 1).all())
+    assert all(p.grad is None for p in model.parameters() if p is not model[0].bias)
+    handle.remove()
+    microbatcher.backward((x(), y()))
+
+
+def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None:
+    model: Any = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    model[0].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RollbackError, match="changed parameters"):
+        Microbatcher(model, forward=loss_of, microbatch_size=3).backward((x(), y()))
+
+
+def test_hooks_run_once_in_the_end_and_not_in_attempts_that_failed() -> None:
+    model: Any = Mlp()
+    seen: list[int] = []
+    model[0].weight.register_hook(lambda gradient: seen.append(1))
+    forward = FailingOnce(loss_of, 2, "in the backward")
+    microbatcher = Microbatcher(
+        model, forward=forward, microbatch_size=Halving(initial=4), probe=False
+    )
+    result = microbatcher.backward((x(), y()))
+    assert (result.ooms, seen) == (1, [1])
+
+
+def test_a_declined_step_runs_no_hook() -> None:
+    model: Any = Mlp()
+    seen: list[int] = []
+    model[0].weight.register_hook(lambda gradient: seen.append(1))
+    microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4)
+    result = microbatcher.accumulate([(x(), y())], accept=lambda loss: False)
+    assert (result.is_committed, seen) == (False, [])
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
+    model: Any = Mlp()
+    node = torch.autograd.graph.get_gradient_edge(model[0].weight).node
+    getattr(node, kind)(lambda *_: None)
+    Microbatcher(model, forward=loss_of, microbatch_size=None).backward((x(), y()))
+    microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4)
+    with pytest.warns(GradientWarning, match=r"AccumulateGrad node of '0\.weight' see"):
+        microbatcher.backward((x(), y()))
+    microbatcher.backward((x(), y()))  # said once
+
+
+def test_a_graph_that_somebody_keeps_is_no_hook_on_a_node() -> None:
+    model: Any = Mlp()
+    kept = loss_of(model, (x(), y()))
+    Microbatcher(model, forward=loss_of, microbatch_size=4).backward((x(), y()))
+    kept.backward()
+
+
+def test_hooks_that_the_forward_registers_are_named() -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        model[0].weight.register_hook(lambda gradient: gradient * 2)
+        return loss_of(model, batch)
+
+    with pytest.warns(GradientWarning, match=r"registers hooks on '0\.weight'"):
+        Microbatcher(Mlp(), forward=forward, microbatch_size=4, probe=False).backward((x(), y()))
+
+
+# What cannot be made exact
+
+
+def test_a_backward_that_clears_gradients_is_refused() -> None:
+    model: Any = Mlp()
+
+    def backward(loss: Tensor) -> None:
+        model.zero_grad()
+        loss.backward()
+
+    microbatcher = Microbatcher(model, forward=loss_of, backward=backward, microbatch_size=4)
+    with pytest.raises(LossError, match="backward= clears gradients"):
+        microbatcher.backward((x(), y()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_written_to_for_the_first_time_in_a_later_batch_are_refused_on_failure() -> None:
+    model: Any = Mlp()
+    writes: list[bool] = []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        if writes:
+            model.zero_grad(set_to_none=False)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss_of(model, batch)
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=Halving(initial=4))
+    for _ in range(3):
+        microbatcher.backward((x(), y()))
+    writes.append(True)
+    with pytest.raises(RollbackError, match=r"wrote into \.grad tensors of earlier batches"):
+        microbatcher.backward((x(), y()))
+
+
+def test_a_loss_without_any_graph_is_refused_as_before() -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        return torch.zeros(()).double()
+
+    for size in (4, None):
+        with pytest.raises(LossError, match="does not depend on any parameter"):
+            Microbatcher(Mlp(), forward=forward, microbatch_size=size).backward((x(), y()))
+
+
+def test_a_constant_that_is_not_zero_is_refused_as_before() -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        return loss_of(model, batch) if len(batch[0]) == 4 else torch.ones(()).double()
+
+    with pytest.raises(LossError, match="does not depend on any parameter"):
+        Microbatcher(Mlp(), forward=forward, microbatch_size=4, probe=False).backward((x(), y()))
+
+
+# Leaves, shared or foreign
+
+
+def test_two_microbatchers_on_one_model_take_turns() -> None:
+    def turn(model: Any, step: Callable[[int, Any], Any]) -> list[Tensor]:
+        for index, seed in enumerate((0, 1, 2, 3)):
+            step(index % 2, (numbers(11, 6, seed=seed), y()))
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    torch.manual_seed(1)
+    model: Any = Mlp()
+    other = lambda model, batch: model(batch[0]).pow(2).mean(1).mean()  # noqa: E731
+    losses = [loss_of, other]
+    wanted = turn(model, lambda index, batch: losses[index](model, batch).backward())
+    model.zero_grad()
+    several = [Microbatcher(model, forward=each, microbatch_size=3) for each in losses]
+    found = turn(model, lambda index, batch: several[index].backward(batch))
+    for one, another in zip(found, wanted, strict=True):
+        assert float((one - another).abs().max()) < 1e-9
+
+
+def test_a_leaf_first_reached_in_a_later_attempt_is_refused_where_it_cannot_be_told() -> None:
+    late = nn.Parameter(torch.ones(()).double())
+    calls: list[int] = []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        calls.append(len(batch[0]))
+        if len(calls) > 10:
+            if len(calls) == 13:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss_of(model, batch) * late
+        return loss_of(model, batch)
+
+    microbatcher = Microbatcher(
+        Mlp(), forward=forward, microbatch_size=Halving(initial=6, refine=False), probe=False
+    )
+    for _ in range(5):
+        microbatcher.backward((x(), y()))
+    assert len(calls) == 10
+    late.grad = torch.ones_like(late)  # of somebody's, or of the failed attempt?
+    batch = numbers(18, 6), torch.cat([y(), y()])[:18]
+    with pytest.raises(RollbackError, match="first time in an attempt that failed"):
+        microbatcher.backward(batch)
+
+
+# bf16 and fp16
+
+
+def narrow_errors(dtype: torch.dtype, num_microbatches: int, **options: Any) -> float:
+    """The relative error of the gradient, against float64 of the same weights and rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 4)).to(dtype)
+    inputs, targets = torch.randn(1024, 32).to(dtype), torch.randint(4, (1024,))
+    wide = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 4)).double()
+    wide.load_state_dict(model.state_dict())
+    F.cross_entropy(wide(inputs.double()), targets).backward()
+    Microbatcher(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        microbatch_size=1024 // num_microbatches,
+        probe=False,
+        **options,
+    ).backward((inputs, targets))
+    pairs: Any = list(zip(model.parameters(), wide.parameters(), strict=True))
+    wrong = sum(float((p.grad.double() - q.grad).pow(2).sum()) for p, q in pairs)
+    assert all(p.grad is not None and p.grad.dtype is dtype for p in model.parameters())
+    whole = sum(float(q.grad.pow(2).sum()) for _, q in pairs)
+    return math.sqrt(wrong / whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_microbatches", [16, 128])
+def test_narrow_parameters_have_the_error_of_one_whole_batch(
+    dtype: torch.dtype, num_microbatches: int
+) -> None:
+    whole = narrow_errors(dtype, 1)
+    assert narrow_errors(dtype, num_microbatches) < 1.3 * whole
+    if num_microbatches == 128:
+        assert narrow_errors(dtype, num_microbatches, gradient_sums="native") > 2 * whole
+
+
+def test_what_the_forward_sees_of_narrow_parameters_is_their_own_type() -> None:
+    model: Any = Mlp().bfloat16()
+    seen: set[Any] = set()
+    model[2].weight.register_hook(lambda gradient: seen.add(gradient.dtype))
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        seen.update(gradient.dtype for gradient in gradients)
+        seen.update(parameter.grad_dtype for parameter in model.parameters())
+        return loss + sum(gradient.pow(2).sum() for gradient in gradients)
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=4, probe=False)
+    for _ in range(2):
+        microbatcher.backward((x().bfloat16(), y()))
+    assert seen == {torch.bfloat16}
+
+
+def test_somebody_who_adds_up_in_float32_already_keeps_that() -> None:
+    model: Any = Mlp().bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4, probe=False)
+    microbatcher.backward((x().bfloat16(), y()))
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize(("sums", "most"), [("fp32", 2.6), ("native", 1.6)])
+def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: float) -> None:
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12))).bfloat16()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.MSELoss(), microbatch_size=1, probe=False, gradient_sums=sums
+    )
+    with MemoryBudget(None) as budget:
+        budget.track(model)
+        before = budget.allocated_bytes
+        microbatcher.backward((torch.randn(4, 128).bfloat16(), torch.randn(4, 128).bfloat16()))
+        assert budget.peak_bytes - before < most * size
+        assert sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == size
+
+
+def test_a_sum_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"gradient_sums='fp64' is not known"):
+        Microbatcher(Mlp(), forward=loss_of, gradient_sums="fp64")
+
+
+def test_whole_batches_of_narrow_parameters_are_left_to_torch() -> None:
+    model: Any = Mlp().bfloat16()
+    seen: list[Any] = []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.register_hook(lambda _: seen.append(model[0].weight.grad_dtype))
+        return loss
+
+    Microbatcher(model, forward=forward, microbatch_size=Fixed(None)).backward(
+        (x().bfloat16(), y())
+    )
+    assert seen == [torch.bfloat16]
