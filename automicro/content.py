@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from automicro.torch_private import sparse_parts
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
@@ -18,10 +21,23 @@ def same_content(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     one, other = one.detach(), other.detach().to(one.device)
+    if one.is_nested or one.layout is not torch.strided:
+        return all(map(same_content, _dense_parts(one), _dense_parts(other)))
     same = one == other
     if one.is_floating_point() or one.is_complex():
         same |= (one != one) & (other != other)
     return bool(same.all())
+
+
+def _dense_parts(value: Tensor) -> list[Tensor]:
+    """What a nested or sparse tensor is made of."""
+    if value.is_nested:
+        return list(value.unbind())
+    if value.layout is torch.sparse_coo:
+        return sparse_parts(value)
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    return [value.ccol_indices(), value.row_indices(), value.values()]
 
 
 def same_values(one: Any, other: Any) -> bool:

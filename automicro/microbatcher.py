@@ -36,6 +36,7 @@ from automicro.passes import Passes
 from automicro.policy import Policy
 from automicro.probing import Prober
 from automicro.ranks import Agreement, Ranks, telling
+from automicro.reach import Reach
 from automicro.results import EvalResult, StepResult, unevaluated, untrained
 from automicro.sharing import SharedLosses
 from automicro.slicing import BatchLayout
@@ -138,6 +139,15 @@ class Microbatcher:
         self._ranks = find_ranks(self._modules)
         self._device = resolve_device(device, model)
         self._layout = BatchLayout(batch_layout)
+        reach = Reach(
+            {
+                **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
+                "forward": forward,
+                "loss_fn": loss_fn,
+                "backward": backward,
+                "update_metric": update_metric,
+            }
+        )
         self._train, self._eval = make_phases(
             self._modules,
             self._device,
@@ -150,11 +160,12 @@ class Microbatcher:
             layout=self._layout,
             observer=observer,
             ranks=self._ranks,
+            reach=reach,
         )
         adapts = self._train.adapts or self._eval.adapts
         refuse_cuda_graphs(self._modules, sizes_change=adapts)
         self._split_guard = SplitGuard(
-            self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
+            self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
         )
         convention = choose_convention(unwrapped(model), forward=forward, loss_fn=loss_fn)
         averages = read_average(

@@ -30,6 +30,7 @@ __all__ = [
     "OperationMode",
     "buffer_table",
     "can_record_memory",
+    "children_of",
     "compile_in_place",
     "compile_modes",
     "compile_options",
@@ -288,6 +289,15 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
     return module._buffers
+
+
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """The modules right inside a module, without hashing them: metrics hash all that they hold.
+
+    >>> children_of(nn.Sequential(nn.Identity()))
+    [Identity()]
+    """
+    return [each for each in module._modules.values() if each is not None]
 
 
 def schema_of(operation: Any) -> Any:

@@ -17,13 +17,7 @@ from automicro.probing import Prober
 from automicro.ranks import Ranks
 from automicro.slicing import BatchLayout
 from automicro.splitting import SplitGuard
-from automicro.transaction import (
-    BufferMemory,
-    Buffers,
-    RandomState,
-    Transaction,
-    find_generators,
-)
+from automicro.transaction import Buffers
 
 
 class TrainingWork:
@@ -116,10 +110,11 @@ class TrainingWork:
         return result
 
     def _probe(self, prober: Prober, batch: Any, num_rows: int) -> None:
-        undo = Transaction(
-            [
-                Buffers(BufferMemory(self._modules)),
-                RandomState(self._device, find_generators(self._modules)),
-            ]
+        prober.look(
+            batch,
+            num_rows,
+            self._layout,
+            self._passes.losses_of_rows,
+            self._phase.undoing(),
+            self._device,
         )
-        prober.look(batch, num_rows, self._layout, self._passes.losses_of_rows, undo, self._device)

@@ -24,6 +24,7 @@ LAYERS = (
         "observer",
         "oom",
         "ranks",
+        "reach",
         "results",
         "slicing",
         "warn",

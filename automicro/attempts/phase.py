@@ -17,14 +17,15 @@ from automicro.memory import Meter, ResidentMemory
 from automicro.observer import Narrator, Observer
 from automicro.policy import Fixed, Policy
 from automicro.ranks import Agreement, OneRank, Ranks
+from automicro.reach import Reach
 from automicro.transaction import (
     BufferMemory,
     Buffers,
+    Growth,
     Metrics,
     Part,
     RandomState,
     Transaction,
-    find_generators,
     flatten_metrics,
 )
 
@@ -43,6 +44,8 @@ class Phase:
         observer: told of every attempt; None for nobody.
         recollection: of sizes that earlier runs found; None for none.
         ranks: that run steps together.
+        reach: modules and generators that the caller's functions get at by themselves.
+        buffers: what is known of the modules' buffers; both phases share it.
 
     Attributes:
         policy: as given.
@@ -60,6 +63,8 @@ class Phase:
         observer: Observer | None = None,
         recollection: Recollection | None = None,
         ranks: Ranks | None = None,
+        reach: Reach | None = None,
+        buffers: BufferMemory | None = None,
     ) -> None:
         self.policy = policy
         self.size: int | None = None
@@ -71,8 +76,9 @@ class Phase:
         self._is_new = True
         self._rule = CutRule(strict_divisible=strict_divisible)
         self._meter = Meter(device)
-        self._buffers = BufferMemory(modules)
-        self._generators = find_generators(modules)
+        self._reach = reach or Reach({"": modules})
+        self._buffers = buffers or BufferMemory(modules, self._reach.modules)
+        self._growth = Growth()
         self._inputs = InputGuard()
 
     @property
@@ -105,11 +111,16 @@ class Phase:
 
     def undoing(self) -> Transaction:
         """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
-        return Transaction([Buffers(self._buffers), RandomState(self._device, self._generators)])
+        return Transaction(
+            [Buffers(self._buffers), RandomState(self._device, self._reach.generators)]
+        )
 
     def buffers(self) -> Buffers:
         """The buffers of the modules, for one step."""
         return Buffers(self._buffers)
+
+    def _random_state(self) -> RandomState:
+        return RandomState(self._device, self._reach.generators)
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""
@@ -163,6 +174,7 @@ class Phase:
                 ranks=self._ranks,
             )
         self._is_new = False
+        self._reach.step()
         finished = run_attempts(
             attempt,
             rows=rows,
@@ -172,8 +184,8 @@ class Phase:
             transaction=Transaction(
                 [
                     *parts,
-                    RandomState(self._device, self._generators),
-                    Metrics(flatten_metrics(metrics)),
+                    self._random_state(),
+                    Metrics(flatten_metrics(metrics), self._growth),
                 ]
             ),
             device=self._device,

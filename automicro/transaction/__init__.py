@@ -8,18 +8,24 @@ from automicro.transaction.buffers import BufferMemory, Buffers
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
-from automicro.transaction.rng import RandomState, find_generators
+from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
+from automicro.transaction.rng import OwnGenerators, RandomState, find_generators, state_of
 from automicro.transaction.transaction import Part, Transaction
 
 __all__ = [
     "BufferMemory",
     "Buffers",
+    "CannotRememberError",
     "Gradients",
+    "Growth",
     "Metrics",
+    "OwnGenerators",
     "Parameters",
     "Part",
     "RandomState",
+    "Remembered",
     "Transaction",
     "find_generators",
     "flatten_metrics",
+    "state_of",
 ]

@@ -22,12 +22,13 @@ from automicro.transaction import (
     BufferMemory,
     Buffers,
     Gradients,
+    OwnGenerators,
     Part,
     RandomState,
     Transaction,
 )
 from automicro.verification.compare import Measured
-from automicro.verification.restore import Attributes, OwnGenerators
+from automicro.verification.restore import Attributes
 from automicro.verification.silence import Silence
 from automicro.verification.state import named_modules, own_generators
 from automicro.verification.subject import Subject, cast

@@ -1,52 +1,19 @@
 """Putting back what a run changed in the caller's own modules, where no copy could be taken."""
 
-import functools
-import random
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterable
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from automicro.verification.state import OF_EVERY_MODULE, is_generator, state_of
-
-_DEPTH = 5
-
-
-class OwnGenerators:
-    """Generators that are not torch's global one, put back. A part of a transaction."""
-
-    def __init__(self, generators: Sequence[Any]) -> None:
-        self._generators = generators
-        self._states: list[Any] = []
-
-    def begin(self) -> None:
-        self._states = [state_of(generator) for generator in self._generators]
-
-    def prepare(self) -> None:
-        """Nothing here can fail."""
-
-    def commit(self) -> None:
-        self._states = []
-
-    def roll_back(self) -> None:
-        for generator, state in zip(self._generators, self._states, strict=False):
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
-        self._states = []
+from automicro.reach import OF_EVERY_MODULE
+from automicro.transaction import CannotRememberError, Remembered
 
 
 class Attributes:
     """The plain attributes of modules: replaced or changed inside, all is put back.
 
     Containers, tensors, arrays and objects stay the same ones; what they held comes back into them.
-    A part of a transaction.
+    A part of a transaction. What cannot be copied stays as it is.
 
     Example:
         >>> module = nn.Linear(2, 2)
@@ -61,72 +28,27 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._undo: list[Callable[[], Any]] = []
-        self._seen: set[int] = set()
+        self._tables: list[tuple[nn.Module, dict[str, object]]] = []
+        self._remembered = Remembered()
 
     def begin(self) -> None:
         for module in self._modules:
-            self._remember_table(vars(module))
+            self._tables.append((module, dict(vars(module))))
             for name, value in vars(module).items():
-                if name not in OF_EVERY_MODULE:
-                    self._remember(value, _DEPTH)
-        self._seen.clear()
+                if name not in OF_EVERY_MODULE and not isinstance(value, nn.Module):
+                    with contextlib.suppress(CannotRememberError):
+                        self._remembered.add(value)
 
     def prepare(self) -> None:
         """Nothing here can fail."""
 
     def commit(self) -> None:
-        self._undo.clear()
+        self._tables.clear()
+        self._remembered = Remembered()
 
     def roll_back(self) -> None:
-        with torch.no_grad():
-            for undo in self._undo:
-                undo()
-        self._undo.clear()
-
-    def _remember(self, value: Any, depth: int) -> None:
-        known_elsewhere = isinstance(value, nn.Module | type) or is_generator(value)
-        if depth == 0 or id(value) in self._seen or known_elsewhere or callable(value):
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            self._remember_tensor(value)
-        elif isinstance(value, np.ndarray):
-            copied = value.copy()
-            self._undo.append(lambda: np.copyto(value, copied))
-        elif isinstance(value, list | deque):
-            self._remember_sequence(value)
-        elif isinstance(value, set):
-            self._undo.append(functools.partial(_refill, value.update, value.clear, set(value)))
-        elif isinstance(value, dict):
-            self._remember_table(value)
-        elif hasattr(value, "__dict__"):
-            self._remember_table(vars(value))
-        for part in _parts(value):
-            self._remember(part, depth - 1)
-
-    def _remember_tensor(self, tensor: Tensor) -> None:
-        copied = tensor.detach().clone()
-        self._undo.append(lambda: tensor.copy_(copied) if tensor.shape == copied.shape else None)
-
-    def _remember_sequence(self, sequence: Any) -> None:
-        elements = list(sequence)
-        self._undo.append(functools.partial(_refill, sequence.extend, sequence.clear, elements))
-
-    def _remember_table(self, table: dict[Any, Any]) -> None:
-        self._undo.append(functools.partial(_refill, table.update, table.clear, dict(table)))
-
-
-def _refill(fill: Callable[[Any], None], clear: Callable[[], None], contents: Any) -> None:
-    clear()
-    fill(contents)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Tensor | np.ndarray | str | bytes):
-        return ()
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple | deque):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+        self._remembered.put_back()
+        for module, table in self._tables:
+            vars(module).clear()
+            vars(module).update(table)
+        self.commit()

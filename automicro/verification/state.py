@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from automicro.content import same_content
+from automicro.reach import OF_EVERY_MODULE, is_generator
+from automicro.transaction import state_of
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -56,12 +57,6 @@ class Frozen:
                 yield path
         elif self.content != other.content and self.content == self.content:
             yield path
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers of its own."""
-    kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-    return isinstance(value, kinds)
 
 
 def freeze_attributes(roots: Mapping[str, nn.Module]) -> dict[tuple[str, str], Frozen]:
@@ -113,16 +108,6 @@ def own_generators(roots: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
         for name, value in vars(module).items()
         if is_generator(value)
     ]
-
-
-def state_of(generator: Any) -> Any:
-    """What a generator is at, to be set again."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    state = generator.get_state()
-    return state.clone() if isinstance(state, Tensor) else state
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automicro.reach import captured_modules
 from automicro.slicing import map_tensors
-from automicro.verification.reach import captured_modules
 
 
 @dataclass(frozen=True, kw_only=True)
