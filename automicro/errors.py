@@ -23,6 +23,8 @@
     AutomicroWarning (UserWarning)
     ├── BatchNormWarning                        statistics over the batch see fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
+    ├── MetricWarning                           a metric depends on the microbatch size, or is
+    │                                           added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
@@ -117,6 +119,10 @@ class BatchNormWarning(AutomicroWarning):
 
 class BufferWarning(AutomicroWarning):
     """A training forward changes buffers, so they depend on the number of microbatches."""
+
+
+class MetricWarning(AutomicroWarning):
+    """A metric depends on the microbatch size, or stands among the losses and is added to them."""
 
 
 class LossAverageWarning(AutomicroWarning):

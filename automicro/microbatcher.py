@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.accumulation import accumulate_outputs
-from automicro.attempts import make_phases
+from automicro.attempts import Plan, make_phases
 from automicro.checks import (
     PRECISIONS,
     check_choice,
@@ -29,6 +29,7 @@ from automicro.finding_ranks import find_ranks
 from automicro.forward import choose_convention
 from automicro.inputs import cost_of_row
 from automicro.memory import OccupiedDevice
+from automicro.metric_guard import MetricGuard
 from automicro.model_modes import evaluation_mode, is_lazy
 from automicro.observer import Observer
 from automicro.optimization import OptimizerReservation
@@ -42,7 +43,7 @@ from automicro.sharing import SharedLosses
 from automicro.slicing import BatchLayout
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
-from automicro.transaction import Gradients, Parameters
+from automicro.transaction import Gradients, Parameters, RandomState
 from automicro.weighting import LossAverage, read_average
 
 
@@ -175,6 +176,12 @@ class Microbatcher:
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
+        self._metric_guard = MetricGuard(
+            update_metric or convention.update_metric,
+            self._layout,
+            lambda: [RandomState(self._device, reach.generators)],
+            is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
+        )
         self._passes = Passes(
             self._modules,
             convention,
@@ -183,7 +190,7 @@ class Microbatcher:
             device=self._device,
             autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
-            update_metric=update_metric or convention.update_metric,
+            update_metric=self._metric_guard.update,
             ranks=self._ranks,
         )
         self._spare = SpareRows(self._layout, self._ranks)
@@ -195,6 +202,7 @@ class Microbatcher:
             modules=self._modules,
             prober=Prober(averages, convention.targets) if probe else None,
             split_guard=self._split_guard,
+            metric_guard=self._metric_guard,
             ranks=self._ranks,
             spare=self._spare,
         )
@@ -379,8 +387,10 @@ class Microbatcher:
                 tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._eval.watch([each for batch in tensors for each in batch])
             narrator = self._eval.narrator()
-            finished = self._eval.run(
-                lambda plan: accumulate_outputs(
+
+            def attempt(plan: Plan) -> Any:
+                self._metric_guard.expect(metrics, plan.cuts)
+                return accumulate_outputs(
                     self._passes,
                     self._passes.cut(batches, plan.cuts, sizes_change=self._eval.adapts),
                     watch=watch,
@@ -391,7 +401,10 @@ class Microbatcher:
                     fillers=self._spare.fillers(plan, batches, self._eval),
                     predicts=predicts,
                     narrator=narrator,
-                ),
+                )
+
+            finished = self._eval.run(
+                attempt,
                 [watch, self._eval.buffers()],
                 batches=batches,
                 rows=rows,

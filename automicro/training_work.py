@@ -11,6 +11,7 @@ from automicro.attempts import Phase, Plan
 from automicro.checks import check_history
 from automicro.filling import SpareRows
 from automicro.inputs import InputWatch
+from automicro.metric_guard import MetricGuard
 from automicro.observer import Narrator
 from automicro.passes import Losses, Passes
 from automicro.probing import Prober
@@ -31,6 +32,7 @@ class TrainingWork:
         modules: everything that takes part.
         prober: looks at the first batches; None for none.
         split_guard: warns where splitting changes the model.
+        metric_guard: warns where it changes a metric.
         ranks: that run as many microbatches.
         spare: rows for fillers.
     """
@@ -45,6 +47,7 @@ class TrainingWork:
         modules: Sequence[nn.Module],
         prober: Prober | None,
         split_guard: SplitGuard,
+        metric_guard: MetricGuard,
         ranks: Ranks,
         spare: SpareRows,
     ) -> None:
@@ -57,6 +60,7 @@ class TrainingWork:
         probes = ranks.rank == 0 and not ranks.communicates_in_forward
         self._prober = prober if probes else None
         self._split_guard = split_guard
+        self._metric_guard = metric_guard
         self._ranks = ranks
         self._spare = spare
 
@@ -89,6 +93,7 @@ class TrainingWork:
                 check_history(self._layout.leaves(batch))
         if self._prober is not None and probes and not self._prober.is_done:
             self._probe(self._prober, batches[0], sum(plan.cuts[0]))
+        self._metric_guard.expect(metrics, plan.cuts)
         cut = self._passes.cut(batches, plan.cuts, sizes_change=self._phase.adapts)
         weights = self._passes.weights(cut, plan.totals)
         if plan.totals is not None:
