@@ -87,9 +87,9 @@ class MetricGuard:
         weights = [_weight_of(each) for each in looked_at]
         self._update(metric, outputs, microbatch)
         for each, weight in zip(looked_at, weights, strict=True):
-            if weight is not None and _weight_of(each) == weight + 1:
-                if self._layout.num_rows(microbatch) > 1:
-                    self._warn(each, "counts updates rather than rows")
+            got_one = weight is not None and _weight_of(each) == weight + 1
+            if got_one and self._layout.num_rows(microbatch) > 1:
+                self._warn(each, "counts updates rather than rows")
 
     def _may_look(self, metric: Any) -> bool:
         known, looks = self._looks.get(id(metric), (None, 0))

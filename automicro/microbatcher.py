@@ -4,6 +4,7 @@
 transaction, commit or roll back, and try smaller slices after running out of memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -296,7 +297,7 @@ class Microbatcher:
                 if not self._ranks.is_alone:
                     denominators = self._passes.denominators(batches, rows)
                 elif is_lazy(self._modules):
-                    self._passes.materialize(batches[0])
+                    self._materialize(batches[0])
                 parameters = [p for module in self._modules for p in module.parameters()]
                 tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._train.watch([each for batch in tensors for each in batch])
@@ -374,6 +375,16 @@ class Microbatcher:
         """
         return self._without_gradients(batch, None, keep_outputs=True, predicts=True).outputs
 
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Evaluation mode for several batches, with one change of modes around all of them.
+
+        Example:
+            >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
+            >>> with microbatcher.evaluating():
+            ...     outputs = [microbatcher.predict(torch.randn(5, 8)) for _ in range(3)]
+        """
+        return evaluation_mode(self._modules)
+
     def _without_gradients(
         self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
     ) -> EvalResult:
@@ -383,7 +394,7 @@ class Microbatcher:
                 batches = self._spare.given(batch)
                 rows = self._spare.rows_of(batches)
                 if self._ranks.is_alone and is_lazy(self._modules):
-                    self._passes.materialize(batch)
+                    self._materialize(batch)
                 tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._eval.watch([each for batch in tensors for each in batch])
             narrator = self._eval.narrator()
@@ -419,3 +430,7 @@ class Microbatcher:
             return unevaluated(stops=finished.stops)
         names = ("loss", "losses", "outputs", "denominators")
         return EvalResult(**dict(zip(names, finished.result, strict=True)), **finished.counts)
+
+    def _materialize(self, batch: Any) -> None:
+        with self._train.initializing():
+            self._passes.materialize(batch)

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.batchnorm import _NormBase as AnyBatchOrInstanceNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
-from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -24,7 +23,6 @@ __all__ = [
     "AnyBatchNorm",
     "AnyBatchOrInstanceNorm",
     "AnyDropout",
-    "AnyInstanceNorm",
     "FakeTensor",
     "FakeTensorMode",
     "OperationMode",

@@ -1,7 +1,8 @@
 """Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +19,16 @@ from automicro.observer import Narrator, Observer
 from automicro.policy import Fixed, Policy
 from automicro.ranks import Agreement, OneRank, Ranks
 from automicro.reach import Reach
+from automicro.torch_private import is_uninitialized
 from automicro.transaction import (
     BufferMemory,
     Buffers,
     Growth,
     Metrics,
+    OwnGenerators,
     Part,
     RandomState,
+    TensorCopy,
     Transaction,
     flatten_metrics,
 )
@@ -114,6 +118,27 @@ class Phase:
         return Transaction(
             [Buffers(self._buffers), RandomState(self._device, self._reach.generators)]
         )
+
+    @contextlib.contextmanager
+    def initializing(self) -> Iterator[None]:
+        """Let modules take their shapes meanwhile, and nothing else change that is there already.
+
+        Torch's own generator is left where it is: weights were drawn from it.
+        """
+        ready = [
+            TensorCopy(buffer)
+            for _, module in self._buffers.owners()
+            for buffer in module.buffers(recurse=False)
+            if not is_uninitialized(buffer)
+        ]
+        generators = OwnGenerators(self._reach.generators())
+        generators.begin()
+        try:
+            yield
+        finally:
+            generators.roll_back()
+            for copy in ready:
+                copy.put_back()
 
     def buffers(self) -> Buffers:
         """The buffers of the modules, for one step."""

@@ -10,6 +10,7 @@ from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
 from automicro.transaction.rng import OwnGenerators, RandomState, find_generators, state_of
+from automicro.transaction.tensors import TensorCopy
 from automicro.transaction.transaction import Part, Transaction
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Part",
     "RandomState",
     "Remembered",
+    "TensorCopy",
     "Transaction",
     "find_generators",
     "flatten_metrics",
