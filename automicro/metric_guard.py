@@ -6,19 +6,21 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from automicro.errors import MetricWarning
+from automicro.oom import Failure, classify
 from automicro.slicing import BatchLayout
 from automicro.transaction import Metrics, Part, Transaction, flatten_metrics
 from automicro.warn import warn
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 UpdateMetric = Callable[[Any, Any, Any], None]
 
 _MOST_LOOKS = 3
@@ -126,16 +128,13 @@ class MetricGuard:
             finally:
                 undo.roll_back()
 
-        try:
+        def values() -> tuple[list[Any], list[Any]]:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                together = value_of([indices])
-                apart = value_of([indices[:cut], indices[cut:]])
-        except Exception as error:
-            # A few rows may be too few for it: what it says of the batch, it says of the batch.
-            logger.debug("cannot look at the metric %s: %s", type(metric).__name__, error)
-            return
-        if not _are_close(together, apart):
+                return value_of([indices]), value_of([indices[:cut], indices[cut:]])
+
+        found = _unless_it_always_fails(values, type(metric).__name__)
+        if found is not None and not _are_close(*found):
             self._warn(metric, "counts updates rather than rows")
 
     def _warn(self, metric: Any, reason: str) -> None:
@@ -150,6 +149,30 @@ class MetricGuard:
             "keep batches whole with microbatch_size=None",
             MetricWarning,
         )
+
+
+def _unless_it_always_fails(look: Callable[[], T], name: str) -> T | None:
+    """What a look finds; None where a few rows are too few for a metric, or memory is short.
+
+    Raises:
+        Exception: what comes once, and not again, is no matter of the few rows.
+    """
+    try:
+        return look()
+    except Exception as error:
+        failure = error
+    try:
+        if classify(failure) is Failure.RETRYABLE:
+            logger.debug("no memory to look at the metric %s", name)
+            return None
+        try:
+            look()
+        except Exception as error:
+            logger.debug("cannot look at the metric %s: %s", name, error)
+            return None
+        raise failure
+    finally:
+        del failure  # it holds this frame: a cycle
 
 
 def _known_reason(metric: Any) -> str:

@@ -17,7 +17,7 @@ from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import Meter, ResidentMemory
 from automicro.observer import Narrator, Observer
 from automicro.policy import Fixed, Policy
-from automicro.ranks import Agreement, OneRank, Ranks
+from automicro.ranks import Agreement, OneRank, Ranks, telling
 from automicro.reach import Reach
 from automicro.torch_private import is_uninitialized
 from automicro.transaction import (
@@ -200,6 +200,8 @@ class Phase:
             )
         self._is_new = False
         self._reach.step()
+        with telling(self._ranks):
+            counted = Metrics(flatten_metrics(metrics), self._growth)
         finished = run_attempts(
             attempt,
             rows=rows,
@@ -210,7 +212,7 @@ class Phase:
                 [
                     *parts,
                     self._random_state(),
-                    Metrics(flatten_metrics(metrics), self._growth),
+                    counted,
                 ]
             ),
             device=self._device,

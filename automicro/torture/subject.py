@@ -80,6 +80,7 @@ class Run:
     keeps_gradient: bool = False
     clip_norm: float = 0.5
     scaler: GradientScaler | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def step(self) -> bool:
         """Step the optimizer, and the scaler if there is one."""
@@ -147,6 +148,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
         subject.keeps_gradient,
         subject.clip_norm,
         subject.scaler,
+        subject.options,
     )
 
 

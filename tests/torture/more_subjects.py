@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from automicro.optimization import GradientScaler
 from automicro.torture import Subject
 from automicro.torture.subject import MakeSubject
+from tests.torture import state_subjects
 from tests.torture.subjects import (
     BATCHES,
     ROWS,
@@ -269,4 +270,5 @@ SUBJECTS: dict[str, MakeSubject] = {
     "frozen part": frozen_part,
     "parameter without gradient": no_gradient,
     "in-place forward": in_place,
+    **state_subjects.SUBJECTS,
 }
