@@ -304,7 +304,7 @@ class Remembered:
 
     def _with_attributes(self, value: Any) -> Any:
         """A container of a class of its own may have attributes, too."""
-        if getattr(value, "__dict__", None):
+        if hasattr(value, "__dict__"):
             self.add_attributes(value)
         return value
 
