@@ -182,18 +182,23 @@ def _inside_function(function: Any) -> Iterator[_Place]:
     if _is_of_library(function):
         return
     code = function.__code__
+    names = set(_names(code)) | set(code.co_freevars)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        yield name, functools.partial(_contents, cell)
+        yield from _named(name, functools.partial(_contents, cell), names)
     yield from _elements("default", function.__defaults__ or ())
     yield from _entries("default", function.__kwdefaults__ or {})
-    names = set(_names(code))
     for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if not isinstance(value, types.ModuleType):
-            yield name, functools.partial(function.__globals__.get, name)
-        elif not _is_of_library(value, value.__name__):
-            for inner in names & vars(value).keys():
-                yield f"{name}.{inner}", functools.partial(vars(value).get, inner)
+        yield from _named(name, functools.partial(function.__globals__.get, name), names)
+
+
+def _named(name: str, read: Read, names: set[str]) -> Iterator[_Place]:
+    """What a name stands for; of a module of Python, what is named of it."""
+    value = read()
+    if not isinstance(value, types.ModuleType):
+        yield name, read
+    elif not _is_of_library(value, value.__name__):
+        for inner in names & vars(value).keys():
+            yield f"{name}.{inner}", functools.partial(vars(value).get, inner)
 
 
 def _inside_object(name: str, value: Any, *, has_attributes: bool) -> Iterator[_Place]:

@@ -108,11 +108,11 @@ class Chained(Counter[str]):
     total_rows = 0
 
 
-HOLDS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[int]], None], Callable[[Any], Any]]]
-HOLDS = {
+# What makes it, adds to it and tells its content.
+HOLDS: dict[str, tuple[Any, Any, Any]] = {
     "an array": (lambda: np.zeros(3), lambda v, t: np.add.at(v, t, 1), lambda v: v.tolist()),
     "an array of objects": (
-        lambda: np.array([[], []], dtype=object).reshape(2, 0) if False else np.array([Tally()]),
+        lambda: np.array([Tally()]),
         lambda v, t: v[0].classes.extend(t),
         lambda v: v[0].classes,
     ),

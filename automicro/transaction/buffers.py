@@ -49,7 +49,7 @@ class BufferMemory:
             roots |= {f"{name}.": root for name, root in reached.items()}
         return list(
             {
-                id(module): (prefix + name, module)
+                id(module): ((prefix + name).rstrip("."), module)
                 for prefix, root in roots.items()
                 for name, module in root.named_modules()
             }.values()
