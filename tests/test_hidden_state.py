@@ -153,7 +153,7 @@ def test_generators_are_put_back_wherever_a_function_gets_at_them(kind: str, pla
             model.calls, model.fails_at = 0, (1,) if fails and step == 0 else ()
             assert mb.backward(data(step)).microbatch_size == 4
         found.append(model.layer.weight.grad)
-    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 class Noisy(Net):
@@ -195,7 +195,7 @@ def test_generators_of_a_module_are_put_back_also_those_that_come_later(kind: st
             model, loss_fn=nn.MSELoss(), microbatch_size=2, probe=False
         ).backward(data(7))
         found.append(model.layer.weight.grad)
-    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def test_reaching_looks_at_batches_further_and_further_apart() -> None:
@@ -271,6 +271,8 @@ def test_batchnorm_in_a_captured_module_is_named_where_it_stands() -> None:
 class Buffered(Net):
     """A buffer of a kind; every forward changes it."""
 
+    kept: Any
+
     def __init__(self, kind: str, *fails_at: int) -> None:
         super().__init__(*fails_at)
         self.kind = kind
@@ -289,7 +291,9 @@ class Buffered(Net):
         elif kind in ("coo", "uncoalesced"):
             sparse = eye.to_sparse()
             if kind == "uncoalesced":
-                sparse = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (4, 4)).double()
+                sparse = torch.sparse_coo_tensor(
+                    torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (4, 4)
+                ).double()
             self.register_buffer("kept", sparse)
         elif kind in ("csr", "csc"):
             made = eye.to_sparse_csr() if kind == "csr" else eye.to_sparse_csc()
@@ -299,7 +303,7 @@ class Buffered(Net):
         self.register_buffer("tied", self.kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: Any = self.kept
+        kept = self.kept
         with torch.no_grad():
             if self.kind == "expanded":
                 kept[:1].add_(1)
@@ -349,13 +353,9 @@ def test_buffers_of_every_kind_come_back(kind: str, call: str) -> None:
             getattr(mb, call)(data(step))
         found.append([each.to_dense() for each in model.buffers()])
         if kind == "views":
-            stats, column, turned = model.kept, model.column, model.turned
-            assert isinstance(stats, Tensor)
-            assert isinstance(column, Tensor)
-            assert isinstance(turned, Tensor)
+            stats, column, turned = (getattr(model, n) for n in ("kept", "column", "turned"))
             stats.fill_(7)
-            assert column.eq(7).all()
-            assert turned.eq(7).all()
+            assert all(torch.eq(each, 7).all() for each in (column, turned))
     assert all(map(torch.equal, *found))
 
 
@@ -503,7 +503,7 @@ class KeepsFrozen(nn.Sequential):
 @pytest.mark.parametrize("mode", [evaluation_mode, quiet_training_mode])
 def test_mixed_modes_come_back_exactly(mode: Any) -> None:
     shared = nn.Dropout()
-    model = nn.Sequential(
+    model: Any = nn.Sequential(
         KeepsFrozen(nn.BatchNorm1d(2), shared),
         nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), shared)),
         Merging(),
@@ -560,7 +560,7 @@ def test_finding_shapes_moves_nothing_that_is_there() -> None:
 
 @pytest.mark.parametrize("inner", [True, False])
 def test_evaluation_under_inference_mode_recovers_and_counts_once(inner: bool) -> None:
-    model = nn.Sequential(Net(2), nn.BatchNorm1d(3).double())
+    model: Any = nn.Sequential(Net(2), nn.BatchNorm1d(3).double())
     metric, plain = MulticlassAccuracy(3), MulticlassAccuracy(3)
     mb = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=starting_at(4))
     with torch.inference_mode(inner):

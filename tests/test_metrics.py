@@ -74,6 +74,10 @@ class Tally:
     rows: int = 0
     classes: list[int] = dataclasses.field(default_factory=list)
 
+    def add(self, classes: list[int]) -> None:
+        self.rows += len(classes)
+        self.classes.extend(classes)
+
 
 class Slotted:
     __slots__ = ("__hidden", "late", "rows")
@@ -107,6 +111,20 @@ class Chained(Counter[str]):
 
     total_rows = 0
 
+    def add(self, classes: list[int]) -> None:
+        self.update(map(str, classes))
+        self.total_rows += len(classes)
+
+
+class Running(nn.BatchNorm1d):
+    """A module with a plain attribute."""
+
+    rows = 0
+
+    def add(self, count: int) -> None:
+        self(torch.ones(2, 2) * count)
+        self.rows += count
+
 
 # What makes it, adds to it and tells its content.
 HOLDS: dict[str, tuple[Any, Any, Any]] = {
@@ -119,7 +137,7 @@ HOLDS: dict[str, tuple[Any, Any, Any]] = {
     "a counter": (Counter, lambda v, t: v.update(t), dict),
     "a counter with an attribute": (
         Chained,
-        lambda v, t: (v.update(map(str, t)), setattr(v, "total_rows", v.total_rows + len(t))),
+        lambda v, t: v.add(t),
         lambda v: (dict(v), v.total_rows),
     ),
     "a default dict": (
@@ -156,14 +174,10 @@ HOLDS: dict[str, tuple[Any, Any, Any]] = {
         lambda v, t: v[0].add_(torch.eye(3).to_sparse() * len(t)),
         lambda v: v[0].to_dense().tolist(),
     ),
-    "a dataclass": (
-        Tally,
-        lambda v, t: (setattr(v, "rows", v.rows + len(t)), v.classes.extend(t)),
-        lambda v: (v.rows, v.classes),
-    ),
+    "a dataclass": (Tally, lambda v, t: v.add(t), lambda v: (v.rows, v.classes)),
     "objects in a list that grows": (
         list,
-        lambda v, t: (v.append(Tally()), [setattr(e, "rows", e.rows + len(t)) for e in v]),
+        lambda v, t: (v.append(Tally()), [each.add(t) for each in v]),
         lambda v: [each.rows for each in v],
     ),
     "slots": (Slotted, lambda v, t: v.add(len(t)), Slotted.told),
@@ -179,17 +193,17 @@ HOLDS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "what only copies": (Saves, lambda v, t: [v.add() for _ in t], lambda v: v.at),
     "a module": (
-        lambda: nn.BatchNorm1d(2),
-        lambda v, t: (v(torch.ones(2, 2) * len(t)), setattr(v, "n", getattr(v, "n", 0) + len(t))),
-        lambda v: (v.running_mean.tolist(), v.n, v.num_batches_tracked.item()),
+        lambda: Running(2),
+        lambda v, t: v.add(len(t)),
+        lambda v: (v.running_mean.tolist(), v.rows, v.num_batches_tracked.item()),
     ),
 }  # fmt: skip
 
 
-def holder(kind: str, base: type = object) -> Any:
+def holder(kind: str, base: Any = object) -> Any:
     make, add, _ = HOLDS[kind]
 
-    class Holder(base):  # type: ignore[misc,valid-type]
+    class Holder(base):
         def __init__(self) -> None:
             super().__init__()
             self.kept = make()

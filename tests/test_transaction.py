@@ -215,7 +215,7 @@ def test_the_copy_of_a_large_buffer_goes_with_it() -> None:
     module = Buffered()
     memory = committed(module)
     assert len(memory._stable) == 1
-    module.large = None
+    module.register_buffer("large", None)
     assert len(memory._stable) == 0
 
 
