@@ -1,5 +1,6 @@
 """All microbatches of a step, one after the other: gradients add up, losses and outputs too."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from automicro.passes import Losses, Passes
 from automicro.ranks import Ranks
 from automicro.slicing import concat_rows
 from automicro.transaction import Gradients
-from automicro.transfer import on_device
+from automicro.transfer import on_device, on_host
 from automicro.weighting import BatchWeights, CutBatch, Weight, add_up
 
 
@@ -138,5 +139,6 @@ def accumulate_outputs(
         if tell is not None:
             tell("microbatch_end")
     loss, parts = add_up(losses) if losses else (None, {})
-    rows = concat_rows(outputs) if outputs else None
+    with on_host() if home.type == "cpu" else contextlib.nullcontext():
+        rows = concat_rows(outputs) if outputs else None
     return loss, parts, rows, weights.totals if weights is not None else {}

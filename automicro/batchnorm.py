@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from automicro.errors import text_of
-from automicro.torch_private import AnyBatchNorm, AnyInstanceNorm
+from automicro.torch_private import AnyBatchNorm
 
 _NAMES_SHOWN = 5
 
@@ -18,11 +18,12 @@ _NAMES_SHOWN = 5
 def find_batchnorm(model: nn.Module) -> list[str]:
     """Return the names of the layers that would see a microbatch where they saw the batch.
 
-    Found are BatchNorm in training mode (also synchronised, lazy and derived classes), BatchNorm
-    without running statistics in any mode, and InstanceNorm that tracks running statistics, in
-    training mode. Parameters that require no gradient do not freeze statistics, ``eval()`` does.
-    Names are those of ``model.named_modules()``, each layer once; if the model itself is such a
-    layer, it goes by its class.
+    Found are BatchNorm in training mode (also synchronised, lazy and derived classes), and
+    BatchNorm without running statistics in any mode. InstanceNorm normalises each row by itself:
+    the running statistics that it may track are buffers that change. Parameters that require no
+    gradient do not freeze statistics, ``eval()`` does. Names are those of
+    ``model.named_modules()``, each layer once; if the model itself is such a layer, it goes by its
+    class.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LayerNorm(8))
     >>> find_batchnorm(model), find_batchnorm(model.eval())
@@ -93,6 +94,4 @@ def _sees_the_batch(module: nn.Module) -> bool:
     if isinstance(module, AnyBatchNorm):
         # Without running statistics there is nothing else to normalise with, in eval mode too.
         return module.training or (module.running_mean is None and module.running_var is None)
-    if isinstance(module, AnyInstanceNorm):
-        return module.training and module.track_running_stats
     return False

@@ -24,6 +24,8 @@
     ├── BatchNormWarning                        statistics over the batch see fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
     ├── GradientWarning                         something sees the parts of a gradient
+    ├── MetricWarning                           a metric depends on the microbatch size, or is
+    │                                           added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
@@ -168,6 +170,10 @@ class BufferWarning(AutomicroWarning):
 
 class GradientWarning(AutomicroWarning):
     """Something sees, or adds to, the gradients of microbatches one by one."""
+
+
+class MetricWarning(AutomicroWarning):
+    """A metric depends on the microbatch size, or stands among the losses and is added to them."""
 
 
 class LossAverageWarning(AutomicroWarning):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.accumulation import accumulate_outputs
-from automicro.attempts import make_phases
+from automicro.attempts import Plan, make_phases
 from automicro.checks import (
     GRADIENT_SUMS,
     PRECISIONS,
@@ -32,6 +32,7 @@ from automicro.finding_ranks import find_ranks
 from automicro.forward import choose_convention
 from automicro.inputs import cost_of_row
 from automicro.memory import OccupiedDevice
+from automicro.metric_guard import MetricGuard
 from automicro.model_modes import evaluation_mode, is_lazy
 from automicro.observer import Observer
 from automicro.oom import once_more
@@ -40,12 +41,13 @@ from automicro.passes import Passes
 from automicro.policy import Policy
 from automicro.probe import Probed, Prober
 from automicro.ranks import Agreement, Ranks, telling
+from automicro.reach import Reach
 from automicro.results import EvalResult, StepResult, unevaluated, untrained
 from automicro.sharing import SharedLosses
 from automicro.slicing import BatchLayout, Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
-from automicro.transaction import GradientMemory, Gradients, Parameters
+from automicro.transaction import GradientMemory, Gradients, Parameters, RandomState
 from automicro.weighting import LossAverage, is_declared, read_average
 
 _COMMUNICATES = (
@@ -153,6 +155,15 @@ class Microbatcher:
         self._ranks = find_ranks(self._modules)
         self._device = resolve_device(device, model)
         self._layout = BatchLayout(batch_layout)
+        reach = Reach(
+            {
+                **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
+                "forward": forward,
+                "loss_fn": loss_fn,
+                "backward": backward,
+                "update_metric": update_metric,
+            }
+        )
         self._train, self._eval = make_phases(
             self._modules,
             self._device,
@@ -165,11 +176,12 @@ class Microbatcher:
             layout=self._layout,
             observer=observer,
             ranks=self._ranks,
+            reach=reach,
         )
         adapts = self._train.adapts or self._eval.adapts
         refuse_cuda_graphs(self._modules, sizes_change=adapts)
         self._split_guard = SplitGuard(
-            self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
+            self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
         )
         convention = choose_convention(unwrapped(model), forward=forward, loss_fn=loss_fn)
         averages = read_average(
@@ -179,6 +191,12 @@ class Microbatcher:
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
+        self._metric_guard = MetricGuard(
+            update_metric or convention.update_metric,
+            self._layout,
+            lambda: [RandomState(self._device, reach.generators)],
+            is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
+        )
         self._passes = Passes(
             self._modules,
             convention,
@@ -187,7 +205,7 @@ class Microbatcher:
             device=self._device,
             autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
-            update_metric=update_metric or convention.update_metric,
+            update_metric=self._metric_guard.update,
             ranks=self._ranks,
         )
         self._prober = Prober(
@@ -198,6 +216,7 @@ class Microbatcher:
                 layout=self._layout,
                 device=self._device,
                 functions=[each for each in (loss_fn, forward) if each is not None],
+                reach=reach,
             ),
             declared=is_declared(loss_average),
             off=not probe or self._ranks.rank != 0,
@@ -210,6 +229,7 @@ class Microbatcher:
             self._train,
             device=self._device,
             split_guard=self._split_guard,
+            metric_guard=self._metric_guard,
             ranks=self._ranks,
             spare=self._spare,
         )
@@ -321,7 +341,7 @@ class Microbatcher:
                 if not self._ranks.is_alone:
                     denominators = self._passes.denominators(batches, rows)
                 elif is_lazy(self._modules):
-                    self._passes.materialize(batches[0])
+                    self._materialize(batches[0])
                 if could_split and not self._prober.is_done and batches:
                     self._prober.look(batches[0], rows[0])
                 # Once, however many modules hold them.
@@ -417,6 +437,16 @@ class Microbatcher:
             each = [self._layout.shared(batch) for batch in batches]
         return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
 
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Evaluation mode for several batches, with one change of modes around all of them.
+
+        Example:
+            >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
+            >>> with microbatcher.evaluating():
+            ...     outputs = [microbatcher.predict(torch.randn(5, 8)) for _ in range(3)]
+        """
+        return evaluation_mode(self._modules)
+
     def _without_gradients(
         self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
     ) -> EvalResult:
@@ -428,7 +458,7 @@ class Microbatcher:
                 if not predicts:
                     self._passes.check_form(batches, rows)
                 if self._ranks.is_alone and is_lazy(self._modules):
-                    self._passes.materialize(batch)
+                    self._materialize(batch)
                 if (
                     not predicts
                     and batches
@@ -437,8 +467,10 @@ class Microbatcher:
                     self._prober.look_at_evaluation(batches[0], rows[0])
             watch = self._eval.watch(contents)
             narrator = self._eval.narrator()
-            finished = self._eval.run(
-                lambda plan: accumulate_outputs(
+
+            def attempt(plan: Plan) -> Any:
+                self._metric_guard.expect(metrics, plan.cuts)
+                return accumulate_outputs(
                     self._passes,
                     self._passes.cut(batches, plan.cuts, sizes_change=self._eval.adapts),
                     watch=watch,
@@ -449,7 +481,10 @@ class Microbatcher:
                     fillers=self._spare.fillers(plan, batches, self._eval),
                     predicts=predicts,
                     narrator=narrator,
-                ),
+                )
+
+            finished = self._eval.run(
+                attempt,
                 [watch, self._eval.buffers()],
                 batches=batches,
                 rows=rows,
@@ -474,3 +509,7 @@ class Microbatcher:
             self._device,
             doing="reading the structure of the batch",
         )
+
+    def _materialize(self, batch: Any) -> None:
+        with self._train.initializing():
+            self._passes.materialize(batch)

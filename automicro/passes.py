@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from automicro.checks import check_loss
 from automicro.compilation import dynamic_rows, uncompiled
-from automicro.errors import BatchError, LossAverageWarning, LossError, add_note
+from automicro.errors import (
+    BatchError,
+    LossAverageWarning,
+    LossError,
+    MetricWarning,
+    add_note,
+)
 from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
 from automicro.memory import active_budget
@@ -70,6 +76,7 @@ class Passes:
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
         self._has_warned_of_nothing = False
+        self._has_looked_at_parts = False
         self._row_dims: dict[str, int] = {}
 
     def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
@@ -205,6 +212,8 @@ class Passes:
             microbatch = map_tensors(microbatch, _cut_off)
         gradients.before_forward()
         output = self._forward(self._convention.train, microbatch, tell)
+        if output.losses and not output.has_total and not self._has_looked_at_parts:
+            self._warn_of_metrics_among(output.losses)
         loss, parts = weights.apply(
             index,
             check_loss(output.loss, may_be_zero=True),
@@ -230,6 +239,25 @@ class Passes:
         if metrics is not None:
             self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
         return loss.detach(), {name: part.detach() for name, part in parts.items()}
+
+    def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
+        """Warn, the first time, of what is added to the losses and cannot be trained on.
+
+        Warns:
+            MetricWarning
+        """
+        self._has_looked_at_parts = True
+        names = [name for name, part in losses.items() if not part.requires_grad and bool(part)]
+        if not names or len(names) == len(losses):
+            return
+        listed = ", ".join(map(repr, names))
+        warn(
+            f"the forward gave {', '.join(map(repr, losses))} as losses, which are added up, and "
+            f"{listed} needs no gradient: it changes the reported loss, and trains nothing. If it "
+            "is no loss, name the total yourself, {'loss': total, " + f"{names[0]!r}: …"
+            "}; StepResult.losses tells both",
+            MetricWarning,
+        )
 
     def fill(self, microbatch: Any) -> Losses:
         """Forward and backward that count for nothing, for the sake of other ranks' collectives."""

@@ -1,6 +1,6 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -19,12 +19,20 @@ class SplitGuard:
     Args:
         modules: every module that takes part in the forward.
         mode: one of `BATCHNORM_MODES`.
+        reached: gives modules by name that are not among them, but take part all the same.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], mode: str) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mode: str,
+        reached: Callable[[], Mapping[str, nn.Module]] = dict,
+    ) -> None:
         self._modules = modules
         self._mode = mode
+        self._reached = reached
         self._has_warned = False
+        self._named_buffers: set[str] = set()
 
     def allowed_policy(self, policy: Policy) -> Policy:
         """The policy, or whole batches only where BatchNorm disables splitting.
@@ -68,36 +76,44 @@ class SplitGuard:
             )
 
     def warn(self, sizes: Sequence[int], buffers: Buffers) -> None:
-        """Warn, the first time that a batch is really split.
+        """Warn, the first time that a batch is really split, and of buffers that change later.
 
         Called inside the attempt: where warnings are errors, it is rolled back.
 
         Warns:
             BatchNormWarning, BufferWarning
         """
-        if self._has_warned or self._mode == "ignore":
+        if self._mode == "ignore":
             return
-        names = self._batchnorm_names()
-        if names:
-            text = batchnorm_message(names, sizes[0], sum(sizes))
-            warn(text, BatchNormWarning)
+        if not self._has_warned:
+            names = self._batchnorm_names()
+            if names:
+                warn(batchnorm_message(names, sizes[0], sum(sizes)), BatchNormWarning)
+            self._warn_of_buffers(buffers.changed_names(), len(sizes))
+            self._has_warned = True
+            return
+        moved = [name for name in buffers.moved_names() if name not in self._named_buffers]
+        if moved:
+            self._warn_of_buffers(moved, len(sizes))
+
+    def _warn_of_buffers(self, changed: Sequence[str], num_microbatches: int) -> None:
         known = set(self._named(batchnorm_buffers))
-        others = [name for name in buffers.changed_names() if name not in known]
+        others = [name for name in changed if name not in known]
         if others:
-            warn(_buffer_message(others, len(sizes)), BufferWarning)
-        self._has_warned = True
+            warn(_buffer_message(others, num_microbatches), BufferWarning)
+        self._named_buffers |= {*changed, *known}
 
     def _batchnorm_names(self) -> list[str]:
         return self._named(find_batchnorm)
 
     def _named(self, names_in: Callable[[nn.Module], Iterable[str]]) -> list[str]:
         """Names in all modules, those of further modules told apart as `Buffers` does."""
-        prefixes = ["", *(f"modules[{index}]." for index in range(len(self._modules) - 1))]
-        return [
-            prefix + name
-            for prefix, module in zip(prefixes, self._modules, strict=True)
-            for name in names_in(module)
-        ]
+        roots = {
+            "" if index == 0 else f"modules[{index - 1}].": root
+            for index, root in enumerate(self._modules)
+        }
+        roots |= {f"{name}.": root for name, root in self._reached().items()}
+        return [prefix + name for prefix, module in roots.items() for name in names_in(module)]
 
 
 def _buffer_message(names: Sequence[str], num_microbatches: int) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -24,7 +23,6 @@ __all__ = [
     "GAMMA_DRAW",
     "STEP_HOOKS",
     "AnyBatchNorm",
-    "AnyInstanceNorm",
     "FakeTensor",
     "FakeTensorMode",
     "Hooks",
@@ -32,6 +30,7 @@ __all__ = [
     "buffer_table",
     "calls_step_hooks",
     "can_record_memory",
+    "children_of",
     "compile_in_place",
     "compile_modes",
     "compile_options",
@@ -363,6 +362,15 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
     return module._buffers
+
+
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """The modules right inside a module, without hashing them: metrics hash all that they hold.
+
+    >>> children_of(nn.Sequential(nn.Identity()))
+    [Identity()]
+    """
+    return [each for each in module._modules.values() if each is not None]
 
 
 def schema_of(operation: Any) -> Any:

@@ -10,6 +10,7 @@ from automicro.attempts import Phase, Plan
 from automicro.checks import check_history
 from automicro.filling import SpareRows
 from automicro.inputs import InputWatch
+from automicro.metric_guard import MetricGuard
 from automicro.observer import Narrator
 from automicro.passes import Losses, Passes
 from automicro.ranks import Ranks
@@ -27,6 +28,7 @@ class TrainingWork:
         phase: of training.
         device: where the model computes.
         split_guard: warns where splitting changes the model.
+        metric_guard: warns where it changes a metric.
         ranks: that run as many microbatches.
         spare: rows for fillers.
     """
@@ -39,6 +41,7 @@ class TrainingWork:
         *,
         device: torch.device,
         split_guard: SplitGuard,
+        metric_guard: MetricGuard,
         ranks: Ranks,
         spare: SpareRows,
     ) -> None:
@@ -47,6 +50,7 @@ class TrainingWork:
         self._phase = phase
         self._device = device
         self._split_guard = split_guard
+        self._metric_guard = metric_guard
         self._ranks = ranks
         self._spare = spare
 
@@ -77,6 +81,7 @@ class TrainingWork:
         for batch, sizes in zip(batches, plan.cuts, strict=True):
             if len(sizes) > 1:
                 check_history(self._layout.leaves(batch))
+        self._metric_guard.expect(metrics, plan.cuts)
         cut = self._passes.cut(batches, plan.cuts, sizes_change=self._phase.adapts)
         weights = self._passes.weights(cut, plan.totals)
         if plan.totals is not None:

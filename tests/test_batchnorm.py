@@ -49,8 +49,6 @@ SEES_THE_BATCH: dict[str, Callable[[], nn.Module]] = {
     "no running statistics, eval": lambda: in_eval_mode(
         nn.BatchNorm1d(4, track_running_stats=False)
     ),
-    "InstanceNorm that tracks": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
-    "lazy InstanceNorm that tracks": lambda: nn.LazyInstanceNorm1d(track_running_stats=True),
 }
 SEES_ROWS_ONLY: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm in eval mode": lambda: in_eval_mode(nn.BatchNorm2d(4)),
@@ -59,6 +57,8 @@ SEES_ROWS_ONLY: dict[str, Callable[[], nn.Module]] = {
         nn.InstanceNorm2d(4, track_running_stats=True)
     ),
     "InstanceNorm": lambda: nn.InstanceNorm2d(4),
+    "InstanceNorm that tracks": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+    "lazy InstanceNorm that tracks": lambda: nn.LazyInstanceNorm1d(track_running_stats=True),
     "FrozenBatchNorm2d": lambda: FrozenBatchNorm2d(4),
     "GroupNorm": lambda: nn.GroupNorm(2, 4),
     "LayerNorm": lambda: nn.LayerNorm(4),

@@ -14,8 +14,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from automicro import BatchError, LossError, VerifyReport, verify
 from automicro.probe.measured import Measured, relative_errors
-from automicro.probe.reach import captured_modules
 from automicro.probe.silence import Silence
+from automicro.reach import captured_modules
 from tests.cases import MODELS, STRUCTURES, Case
 from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y
 from tests.verify_cases import CLEAN, PLANTED, Clean, Planted

@@ -1,7 +1,8 @@
 """Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,16 +17,20 @@ from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import Meter, ResidentMemory
 from automicro.observer import Narrator, Observer
 from automicro.policy import Fixed, Policy
-from automicro.ranks import Agreement, OneRank, Ranks
+from automicro.ranks import Agreement, OneRank, Ranks, telling
+from automicro.reach import Reach
 from automicro.slicing import Contents
+from automicro.torch_private import is_uninitialized
 from automicro.transaction import (
     BufferMemory,
     Buffers,
+    Growth,
     Metrics,
+    OwnGenerators,
     Part,
     RandomState,
+    TensorCopy,
     Transaction,
-    find_generators,
     flatten_metrics,
 )
 
@@ -44,6 +49,8 @@ class Phase:
         observer: told of every attempt; None for nobody.
         recollection: of sizes that earlier runs found; None for none.
         ranks: that run steps together.
+        reach: modules and generators that the caller's functions get at by themselves.
+        buffers: what is known of the modules' buffers; both phases share it.
 
     Attributes:
         policy: as given.
@@ -61,6 +68,8 @@ class Phase:
         observer: Observer | None = None,
         recollection: Recollection | None = None,
         ranks: Ranks | None = None,
+        reach: Reach | None = None,
+        buffers: BufferMemory | None = None,
     ) -> None:
         self.policy = policy
         self.size: int | None = None
@@ -72,8 +81,9 @@ class Phase:
         self._is_new = True
         self._rule = CutRule(strict_divisible=strict_divisible)
         self._meter = Meter(device)
-        self._buffers = BufferMemory(modules)
-        self._generators = find_generators(modules)
+        self._reach = reach or Reach({"": modules})
+        self._buffers = buffers or BufferMemory(modules, self._reach.modules)
+        self._growth = Growth()
         self._inputs = InputGuard()
 
     @property
@@ -106,11 +116,37 @@ class Phase:
 
     def undoing(self) -> Transaction:
         """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
-        return Transaction([Buffers(self._buffers), RandomState(self._device, self._generators)])
+        return Transaction(
+            [Buffers(self._buffers), RandomState(self._device, self._reach.generators)]
+        )
+
+    @contextlib.contextmanager
+    def initializing(self) -> Iterator[None]:
+        """Let modules take their shapes meanwhile, and nothing else change that is there already.
+
+        Torch's own generator is left where it is: weights were drawn from it.
+        """
+        ready = [
+            TensorCopy(buffer)
+            for _, module in self._buffers.owners()
+            for buffer in module.buffers(recurse=False)
+            if not is_uninitialized(buffer)
+        ]
+        generators = OwnGenerators(self._reach.generators())
+        generators.begin()
+        try:
+            yield
+        finally:
+            generators.roll_back()
+            for copy in ready:
+                copy.put_back()
 
     def buffers(self) -> Buffers:
         """The buffers of the modules, for one step."""
         return Buffers(self._buffers)
+
+    def _random_state(self) -> RandomState:
+        return RandomState(self._device, self._reach.generators)
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""
@@ -164,6 +200,9 @@ class Phase:
                 ranks=self._ranks,
             )
         self._is_new = False
+        self._reach.step()
+        with telling(self._ranks):
+            counted = Metrics(flatten_metrics(metrics), self._growth)
         finished = run_attempts(
             attempt,
             rows=rows,
@@ -173,8 +212,8 @@ class Phase:
             transaction=Transaction(
                 [
                     *parts,
-                    RandomState(self._device, self._generators),
-                    Metrics(flatten_metrics(metrics)),
+                    self._random_state(),
+                    counted,
                 ]
             ),
             device=self._device,

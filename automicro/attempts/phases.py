@@ -11,8 +11,10 @@ from automicro.attempts.recollection import Recollection
 from automicro.observer import Observer
 from automicro.policy import Policy, make_policy
 from automicro.ranks import Ranks
+from automicro.reach import Reach
 from automicro.size_cache.describing import describe_run, describe_shapes
 from automicro.slicing import BatchLayout
+from automicro.transaction import BufferMemory
 
 Size = int | str | Policy | None
 
@@ -30,6 +32,7 @@ def make_phases(
     layout: BatchLayout,
     observer: Observer | None,
     ranks: Ranks,
+    reach: Reach,
 ) -> tuple[Phase, Phase]:
     """Training, and evaluation.
 
@@ -45,10 +48,12 @@ def make_phases(
         layout: of batches.
         observer: told of every attempt; None for nobody.
         ranks: that run steps together.
+        reach: modules and generators that the caller's functions get at by themselves.
 
     Raises:
         TypeError, ValueError: what cannot be a size.
     """
+    buffers = BufferMemory(modules, reach.modules)
 
     def make(name: str, size: Size, argument: str, *, strict: bool = False) -> Phase:
         describe = partial(
@@ -70,6 +75,8 @@ def make_phases(
             strict_divisible=strict,
             observer=observer,
             ranks=ranks,
+            reach=reach,
+            buffers=buffers,
             recollection=(
                 Recollection(describe, partial(describe_shapes, layout=layout))
                 if remembers

@@ -9,8 +9,6 @@ be seen is named too.
 
     rows          which rows can tell, and what they have yet to show
     silence       random draws made constant
-    reach         modules and variables that functions get at by themselves
-    surroundings  what is put back beside tensors of modules
     passes        passes over a few rows that leave no trace
     look          one look
     measured      gradients, and how far they are apart

@@ -14,19 +14,14 @@ from automicro.compilation import uncompiled
 from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
 from automicro.oom import Failure, classify
-from automicro.probe.reach import (
-    captured_modules,
-    reached_modules,
-    reached_objects,
-    reached_variables,
-)
 from automicro.probe.silence import Silence
-from automicro.probe.surroundings import Surroundings, foreign_states
+from automicro.reach import Reach, reached_objects, reached_variables
 from automicro.slicing import BatchLayout
 from automicro.torch_private import AnyBatchNorm
-from automicro.transaction import BufferMemory, Buffers, RandomState, Transaction, find_generators
+from automicro.transaction import BufferMemory, Buffers, RandomState, Transaction
 from automicro.transaction.hooks import HeldHooks
 from automicro.transaction.outside import leaves_of
+from automicro.transaction.surroundings import Surroundings, foreign_states
 from automicro.transfer import on_device
 from automicro.weighting import Average, BatchWeights
 
@@ -42,6 +37,7 @@ class Probed:
         layout: of batches.
         device: where the model computes.
         functions: of the caller: ``loss_fn``, ``forward``.
+        reach: what modules and functions get at by themselves.
     """
 
     modules: Sequence[nn.Module]
@@ -50,12 +46,13 @@ class Probed:
     layout: BatchLayout
     device: torch.device
     functions: Sequence[Callable[..., Any]] = ()
+    reach: Reach
 
     @property
     def reached(self) -> list[nn.Module]:
         """The modules, and those that the caller's functions get at by themselves."""
-        captured = [m for f in self.functions for m in captured_modules(f)]
-        return list({id(module): module for module in [*self.modules, *captured]}.values())
+        found = [*self.modules, *self.reach.modules().values()]
+        return list({id(module): module for module in found}.values())
 
     def names(self) -> dict[int, str]:
         """A name for each parameter that a gradient may reach, by its id."""
@@ -92,14 +89,14 @@ class ExtraPasses:
             self._again = Transaction(
                 [
                     Buffers(BufferMemory(modules)),
-                    RandomState(self.probed.device, find_generators(modules)),
+                    RandomState(self.probed.device, self.probed.reach.generators),
                 ]
             )
             functions = self.probed.functions
             around = Transaction(
                 [
                     Surroundings(
-                        [*modules, *reached_modules(functions)],
+                        modules,
                         reached_variables(functions),
                         reached_objects(functions),
                     ),

@@ -114,10 +114,12 @@ def _stack() -> list[str]:
 
 
 def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The dense tensors in nested values; sparse ones have no memory of their own."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            if value.layout is torch.strided:
+                found.append(value)
         elif isinstance(value, list | tuple):
             found += _flat(value)
         elif isinstance(value, Mapping):

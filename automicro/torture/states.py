@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from automicro.reach import Reach, is_generator
 from automicro.torture.subject import Run
-from automicro.transaction import find_generators, flatten_metrics
+from automicro.transaction import flatten_metrics, state_of
 
 
 def freeze(value: Any) -> Any:
@@ -22,13 +24,18 @@ def freeze(value: Any) -> Any:
     False
     """
     if isinstance(value, Tensor):
+        value = value.to_dense() if value.layout is not torch.strided else value
         whole = value.detach().cpu().contiguous().flatten()
         return value.dtype, tuple(value.shape), whole.view(torch.uint8).numpy().tobytes()
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
+    if is_generator(value):
+        return freeze(state_of(value))
     if isinstance(value, Mapping):
         return {key: freeze(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple | deque):
         return [freeze(each) for each in value]
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)  # NaN is equal to itself here
@@ -52,8 +59,12 @@ def values(run: Run) -> dict[str, Any]:
     found["python"] = random.getstate()
     found["numpy"] = freeze(np.random.get_state())
     found["torch"] = freeze(torch.get_rng_state())
-    for index, generator in enumerate(find_generators([run.model])):
-        found[f"generator {index} of the model"] = freeze(generator.get_state())
+    reach = Reach({"": run.model, **run.options})
+    for index, generator in enumerate(reach.generators()):
+        found[f"own generator {index}"] = freeze(generator)
+    for place, module in reach.modules().items():
+        for name, buffer in module.named_buffers():
+            found[f"buffer {place}.{name}"] = freeze(buffer)
     found["optimizer"] = freeze(run.optimizer.state_dict())
     if run.scaler is not None:
         found["scaler"] = freeze(run.scaler.state_dict())
@@ -96,6 +107,9 @@ def replaced(before: Mapping[str, object], after: Mapping[str, object]) -> list[
 
 def _freeze_metric(metric: Any) -> Any:
     if isinstance(metric, nn.Module) and "_defaults" in vars(metric):
-        names = [*vars(metric)["_defaults"], "_update_count", "_computed"]
+        own = [name for name in vars(metric) if not name.startswith("_")]
+        names = [*vars(metric)["_defaults"], *own, "_update_count", "_computed"]
         return {name: freeze(getattr(metric, name)) for name in names}
-    return freeze(dict(vars(metric)))
+    slots = [name for each in type(metric).__mro__ for name in vars(each).get("__slots__", ())]
+    values = {name: getattr(metric, name, None) for name in slots if not name.startswith("__")}
+    return freeze({**vars(metric), **values})

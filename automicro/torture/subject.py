@@ -83,6 +83,7 @@ class Run:
     clip_norm: float = 0.5
     scaler: GradientScaler | None = None
     leaves: Sequence[Tensor] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def step(self) -> bool:
         """Step the optimizer, and the scaler if there is one."""
@@ -151,6 +152,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
         subject.clip_norm,
         subject.scaler,
         subject.leaves,
+        subject.options,
     )
 
 

@@ -139,7 +139,7 @@ class Evaluation:
         values = None
         try:
             callbacks.fire("eval_start", run)
-            with telling_once(self.microbatcher.ranks):
+            with telling_once(self.microbatcher.ranks), self.microbatcher.evaluating():
                 found = self._pass(phase, progress, callbacks, run, is_stopped)
             if found is None:
                 recorder.forget()

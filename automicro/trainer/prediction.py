@@ -41,7 +41,8 @@ def predict_all(microbatcher: Microbatcher, loader: Iterable[Any], progress: Pro
                 "would come in no order that anybody knows; pass one with shuffle=False"
             )
     outputs: list[Any] = []
-    with noting(lambda: f"in prediction, batch {len(outputs) + 1} of the pass"):
+    where = noting(lambda: f"in prediction, batch {len(outputs) + 1} of the pass")
+    with where, microbatcher.evaluating():
         for batch in fetch(loader, "dataloader"):
             outputs.append(microbatcher.predict(batch))
             done = f"predicting: {count_of(len(outputs), 'batch')} done"

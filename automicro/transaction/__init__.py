@@ -9,20 +9,28 @@ from automicro.transaction.gradient_memory import GradientMemory, TouchedGradien
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
-from automicro.transaction.rng import RandomState, find_generators
+from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
+from automicro.transaction.rng import OwnGenerators, RandomState, find_generators, state_of
+from automicro.transaction.tensors import TensorCopy
 from automicro.transaction.transaction import Part, Transaction
 
 __all__ = [
     "BufferMemory",
     "Buffers",
+    "CannotRememberError",
     "GradientMemory",
     "Gradients",
+    "Growth",
     "Metrics",
+    "OwnGenerators",
     "Parameters",
     "Part",
     "RandomState",
+    "Remembered",
+    "TensorCopy",
     "TouchedGradientsError",
     "Transaction",
     "find_generators",
     "flatten_metrics",
+    "state_of",
 ]

@@ -5,59 +5,82 @@ touching its version, and so does anything that writes through ``.data``), so bu
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from automicro.content import same_content
 from automicro.errors import RollbackError
-from automicro.memory import active_budget
-from automicro.torch_private import buffer_table, is_uninitialized, version_of
-
-LARGE_BYTES = 16 * 2**20
+from automicro.torch_private import buffer_table, is_uninitialized
+from automicro.transaction.tensors import LARGE_BYTES, TensorCopy, seen_version, size_in_bytes
 
 
 class BufferMemory:
     """What earlier attempts taught about the buffers of some modules.
 
-    The first copy of a buffer over 16 MiB goes to the host. Once a committed attempt has shown by
-    content that it does not change, it is not copied any more, only watched by its version.
+    A buffer over 16 MiB is copied to the host. Once a committed attempt has shown by content that
+    it does not change, that copy is kept, and not taken again until the buffer's version moves:
+    where that happens in an attempt that fails, the copy is put back.
 
-    Attributes:
-        changed: names of the buffers that the first committed attempt changed, or None before it.
+    Args:
+        modules: the model first, then further ones.
+        reached: gives modules by name that are not among them, but take part all the same.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        reached: Callable[[], Mapping[str, nn.Module]] = dict,
+    ) -> None:
         self._modules = list(modules)
-        # By id of a large, unchanging buffer: the buffer, as ids are used again, and its version.
-        self._stable: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self.changed: list[str] | None = None
+        self._reached = reached
+        # By id of a large, unchanging buffer: the buffer, as ids are used again, its version and
+        # its copy.
+        self._stable: dict[int, tuple[weakref.ref[Tensor], int | None, Tensor]] = {}
+        self._changing: dict[int, weakref.ref[Tensor]] = {}
 
     def owners(self) -> list[tuple[str, nn.Module]]:
         """Every module that may hold buffers, each once, by name."""
-        prefixes = [""] + [f"modules[{index}]." for index in range(len(self._modules) - 1)]
+        roots = {
+            "" if index == 0 else f"modules[{index - 1}].": root
+            for index, root in enumerate(self._modules)
+        }
+        reached = self._reached()
+        if reached:
+            roots |= {f"{name}.": root for name, root in reached.items()}
         return list(
             {
-                id(module): (prefix + name, module)
-                for prefix, root in zip(prefixes, self._modules, strict=True)
+                id(module): ((prefix + name).rstrip("."), module)
+                for prefix, root in roots.items()
                 for name, module in root.named_modules()
             }.values()
         )
 
-    def is_stable(self, buffer: Tensor) -> bool:
-        """Whether a large buffer need not be copied."""
+    def kept(self, buffer: Tensor) -> Tensor | None:
+        """The copy of a large buffer that has not changed; None for one that has to be copied."""
         known = self._stable.get(id(buffer))
-        return known is not None and known[0]() is buffer and known[1] == version_of(buffer)
+        if known is None or known[0]() is not buffer or known[1] != seen_version(buffer):
+            return None
+        return known[2]
 
-    def learn(self, changed: list[str], unchanged: Iterable[Tensor]) -> None:
-        """Take note of what a committed attempt changed and what it did not."""
-        self.changed = changed
-        self._stable = {
-            id(buffer): (weakref.ref(buffer), version_of(buffer))
-            for buffer in unchanged
-            if buffer.nbytes > LARGE_BYTES
-        }
+    def may_settle(self, buffer: Tensor) -> bool:
+        """Whether it is of use to compare a large buffer with its copy."""
+        known = self._changing.get(id(buffer))
+        return known is None or known() is not buffer
+
+    def learn(self, unchanged: Iterable[TensorCopy], changed: Iterable[TensorCopy]) -> None:
+        """Take note of which large buffers a committed attempt changed, and which it did not."""
+        for copy in changed:
+            self._stable.pop(id(copy.tensor), None)
+            self._changing[id(copy.tensor)] = weakref.ref(copy.tensor)
+        for copy in unchanged:
+            key = id(copy.tensor)
+            forget = weakref.ref(copy.tensor, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            self._stable[key] = (forget, copy.version, copy.copy)
+
+    def _forget(self, key: int) -> None:
+        known = self._stable.get(key)
+        if known is not None and known[0]() is None:
+            del self._stable[key]
 
 
 class Buffers:
@@ -66,28 +89,36 @@ class Buffers:
     def __init__(self, memory: BufferMemory) -> None:
         self._memory = memory
         self._tables: list[tuple[str, nn.Module, dict[str, Tensor | None]]] = []
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._not_copied: list[tuple[str, Tensor, int]] = []
-        self._learned: tuple[list[str], list[Tensor]] | None = None
+        self._copies: dict[int, TensorCopy] = {}
+        self._kept: list[tuple[str, TensorCopy]] = []
+        self._learned: tuple[list[TensorCopy], list[TensorCopy]] | None = None
 
     def begin(self) -> None:
-        for name, module in self._memory.owners():
+        memory = self._memory
+        for name, module in memory.owners():
             # The table itself is remembered, also where it is empty: a forward may register one.
             table = dict(buffer_table(module))
             self._tables.append((name, module, table))
             for key, buffer in table.items():
                 if buffer is None or id(buffer) in self._copies or is_uninitialized(buffer):
                     continue
-                if self._memory.is_stable(buffer):
-                    self._not_copied.append(
-                        (f"{name}.{key}".lstrip("."), buffer, version_of(buffer))
-                    )
-                else:
-                    self._copies[id(buffer)] = (buffer, _copy(buffer))
+                kept = memory.kept(buffer)
+                copy = self._copies[id(buffer)] = TensorCopy(buffer, kept, large_on_host=True)
+                if kept is not None:
+                    self._kept.append((f"{name}.{key}".lstrip("."), copy))
 
     def prepare(self) -> None:
-        if self._memory.changed is None:
-            self._learned = (self.changed_names(), self._unchanged())
+        kept = {id(copy) for _, copy in self._kept}
+        unchanged: list[TensorCopy] = []
+        changed: list[TensorCopy] = []
+        for copy in self._copies.values():
+            if id(copy) in kept or size_in_bytes(copy.copy) <= LARGE_BYTES:
+                continue
+            if copy.has_moved:
+                continue  # one that moves now and then is copied when it has
+            if self._memory.may_settle(copy.tensor):
+                (unchanged if copy.holds() else changed).append(copy)
+        self._learned = (unchanged, changed)
 
     def commit(self) -> None:
         if self._learned is not None:
@@ -100,57 +131,48 @@ class Buffers:
             if not _same_objects(now, table):
                 now.clear()
                 now.update(table)
-        with torch.no_grad():
-            for buffer, copy in self._copies.values():
-                if buffer.shape != copy.shape or buffer.stride() != copy.stride():
-                    fresh = copy.to(buffer.device, copy=True)  # the buffer was resized
-                    buffer.set_(fresh.untyped_storage(), 0, fresh.shape, fresh.stride())
-                else:
-                    buffer.copy_(copy)
-        for name, buffer, version in self._not_copied:
-            if version_of(buffer) != version:
+        kept = {id(copy) for _, copy in self._kept}
+        for copy in self._copies.values():
+            if id(copy) not in kept or copy.has_moved:
+                copy.put_back()
+        for name, copy in self._kept:
+            if not copy.holds():
+                size = size_in_bytes(copy.tensor)
                 raise RollbackError(
-                    f"the failed attempt changed the buffer {name!r} of {buffer.nbytes} bytes, "
-                    f"which earlier batches had left alone and which was therefore not copied; "
-                    f"continue from a checkpoint, and keep what changes in buffers of at most "
-                    f"{LARGE_BYTES} bytes"
+                    f"the buffer {name!r} of {size} bytes was written to past its version "
+                    "(through .data, say), which earlier batches had not shown, so nothing tells "
+                    "what it held before the failed attempt; continue from a checkpoint, and write "
+                    "to it under torch.no_grad() instead, or keep what changes in buffers of at "
+                    f"most {LARGE_BYTES} bytes"
                 )
         self._forget()
 
     def changed_names(self) -> list[str]:
         """Names of the buffers whose content or identity differs from before the attempt."""
-        changed = []
+        return self._names_where(lambda copy: not copy.holds())
+
+    def moved_names(self) -> list[str]:
+        """The same as far as versions tell, which costs next to nothing."""
+        return self._names_where(lambda copy: copy.has_moved)
+
+    def _names_where(self, is_changed: Callable[[TensorCopy], bool]) -> list[str]:
+        names = []
         for owner, module, table in self._tables:
             table_now = buffer_table(module)
+            if not table and not table_now:
+                continue
             for name in {**table, **table_now}:
                 before, now = table.get(name), table_now.get(name)
-                if now is not before or (now is not None and not self._holds(now)):
-                    changed.append(f"{owner}.{name}".lstrip("."))
-        return changed
-
-    def _unchanged(self) -> list[Tensor]:
-        return [buffer for buffer, _ in self._copies.values() if self._holds(buffer)]
-
-    def _holds(self, buffer: Tensor) -> bool:
-        if id(buffer) not in self._copies:
-            return True
-        return same_content(buffer, self._copies[id(buffer)][1])
+                copy = None if now is None else self._copies.get(id(now))
+                if now is not before or (copy is not None and is_changed(copy)):
+                    names.append(f"{owner}.{name}".lstrip("."))
+        return names
 
     def _forget(self) -> None:
         self._tables.clear()
         self._copies.clear()
-        self._not_copied.clear()
+        self._kept.clear()
         self._learned = None
-
-
-def _copy(buffer: Tensor) -> Tensor:
-    if buffer.nbytes <= LARGE_BYTES:
-        return buffer.detach().clone()
-    budget = active_budget()
-    if budget is None:
-        return buffer.detach().to("cpu", copy=True)
-    with budget.host():
-        return buffer.detach().clone()
 
 
 def _same_objects(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:

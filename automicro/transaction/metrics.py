@@ -1,81 +1,113 @@
 """Metrics: what a failed attempt counted is uncounted."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from automicro.torch_private import children_of
+from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
+
+# Of torchmetrics: what a metric is reset to, and how it is reduced. They grow, and do not change.
+_CONSTANT_ATTRIBUTES = ("_defaults", "_reductions", "_persistent")
 
 
 class Metrics:
     """Metrics of torchmetrics, collections and wrappers of them, or anything with ``update``.
 
-    Tensor states are copied and list states remembered by their elements. Counters, caches and
-    flags come back too. The containers and tensors themselves stay the same objects: members of a
-    collection's compute group share them.
+    Everything that they hold comes back, see `Remembered`. List states of torchmetrics, which only
+    grow, are remembered by their elements. The containers and tensors themselves stay the same
+    objects: members of a collection's compute group share them.
+
+    Compute groups are formed by all rows of a batch: torchmetrics forms them by the first update,
+    where unlike metrics may look alike on one row, and stay merged.
+
+    Args:
+        metrics: flat, see `flatten_metrics`.
+        growth: what is known of their lists from earlier batches; None for nothing.
     """
 
-    def __init__(self, metrics: Iterable[Any]) -> None:
+    def __init__(self, metrics: Iterable[Any], growth: Growth | None = None) -> None:
         self._metrics = list(metrics)
-        self._saved: list[tuple[Any, dict[str, Callable[[], Any]]]] = []
+        self._growth = growth or Growth()
+        self._remembered: Remembered | None = None
+        self._ungrouped: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
+        """Remember them.
+
+        Raises:
+            TypeError: one holds what can neither be copied nor is known not to change.
+        """
+        if not self._metrics:
+            return
+        remembered = self._remembered = Remembered(self._growth)
         for metric in self._metrics:
-            saved = {name: _remember(value) for name, value in vars(metric).items()}
-            self._saved.append((metric, saved))
+            try:
+                for values in _growing_states(metric):
+                    remembered.add_growing(values)
+                remembered.add_attributes(metric, apart_from=_CONSTANT_ATTRIBUTES)
+            except CannotRememberError as error:
+                name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
+                raise TypeError(
+                    f"the metric {name} keeps {'.'.join(error.path)} "
+                    f"(of type {type(error.value).__name__}), which cannot be copied "
+                    f"({error}), so what a failed attempt counts there could not be uncounted; "
+                    "keep what update changes in tensors, arrays, numbers or containers, or give "
+                    f"{type(error.value).__name__} state_dict and load_state_dict"
+                ) from error
+        self._ungrouped = [
+            (metric, enabled)
+            for metric in self._metrics
+            if (enabled := _forms_groups(metric)) is not None
+        ]
+        for metric, _ in self._ungrouped:
+            metric._enable_compute_groups = False
 
     def prepare(self) -> None:
-        """Nothing here can fail."""
+        for metric, enabled in self._ungrouped:
+            metric._enable_compute_groups = enabled
+            if any(each.update_count for each in metric.values(copy_state=False)):
+                metric._merge_compute_groups()
+                metric._state_is_copy = False
+                metric._compute_groups_create_state_ref()
+                metric._groups_checked = True
+        self._ungrouped = []
 
     def commit(self) -> None:
-        self._saved.clear()
+        self._remembered = None
 
     def roll_back(self) -> None:
-        for metric, saved in self._saved:
-            attributes = {name: put_back() for name, put_back in saved.items()}
-            vars(metric).clear()
-            vars(metric).update(attributes)
-        self._saved.clear()
+        self._ungrouped = []
+        if self._remembered is not None:
+            self._remembered.put_back()
+        self._remembered = None
 
 
-def _remember(value: Any) -> Callable[[], Any]:
-    """A function that puts a value back to what it is now, and returns it."""
-    if isinstance(value, Tensor):
-        return functools.partial(_put_tensor_back, value, value.detach().clone())
-    if type(value) in (list, dict):
-        return _remember_container(value)
-    return lambda: value
+def _growing_states(metric: Any) -> list[list[Any]]:
+    """Lists that torchmetrics promises only to append to."""
+    if not _is_of_torchmetrics(metric, "Metric"):
+        return []
+    table = vars(metric)
+    return [
+        value
+        for name, default in table.get("_defaults", {}).items()
+        if isinstance(default, list) and isinstance(value := table.get(name), list)
+    ]
 
 
-def _put_tensor_back(tensor: Tensor, copy: Tensor) -> Tensor:
-    if tensor.shape != copy.shape:
-        return copy
-    with torch.no_grad():
-        return tensor.copy_(copy)
+def _forms_groups(metric: Any) -> Any:
+    """How a collection forms groups, where it has yet to; else None."""
+    if not _is_of_torchmetrics(metric, "MetricCollection") or metric._groups_checked:
+        return None
+    return metric._enable_compute_groups or None
 
 
-def _remember_container(value: Any) -> Callable[[], Any]:
-    """Lists and dicts by their elements; tensors inside are appended, never written to."""
-    if type(value) is list:
-        elements = [_remember_container(element) for element in value]
-
-        def put_list_back() -> Any:
-            value[:] = [put_back() for put_back in elements]
-            return value
-
-        return put_list_back
-    if type(value) is dict:
-        items = {key: _remember_container(element) for key, element in value.items()}
-
-        def put_dict_back() -> Any:
-            restored = {key: put_back() for key, put_back in items.items()}
-            value.clear()
-            value.update(restored)
-            return value
-
-        return put_dict_back
-    return lambda: value
+def _is_of_torchmetrics(metric: Any, class_name: str) -> bool:
+    # Whoever made such a metric has imported it; importing it takes seconds.
+    kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
+    return kind is not None and isinstance(metric, kind)
 
 
 def flatten_metrics(metrics: Any) -> list[Any]:
@@ -87,13 +119,24 @@ def flatten_metrics(metrics: Any) -> list[Any]:
     if metrics is None:
         return []
     if isinstance(metrics, nn.Module):
-        inner = [module for module in metrics.modules() if hasattr(module, "update")]
-        return inner or _refuse(metrics)
+        return _inside(metrics) or _refuse(metrics)
     if isinstance(metrics, Mapping):
         return [each for value in metrics.values() for each in flatten_metrics(value)]
     if isinstance(metrics, list | tuple):
         return [each for value in metrics for each in flatten_metrics(value)]
     return [metrics] if hasattr(metrics, "update") else _refuse(metrics)
+
+
+def _inside(root: nn.Module) -> list[Any]:
+    """The metrics in a module, itself included, each once."""
+    found: dict[int, nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += reversed(children_of(module))
+    return [module for module in found.values() if hasattr(module, "update")]
 
 
 def _refuse(value: Any) -> list[Any]:

@@ -1,37 +1,48 @@
 """Random number generators: a retried attempt draws the numbers that the failed one drew."""
 
+import ctypes
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from automicro.reach import Reach
+
+_MERSENNE_BYTES = 2500  # of a Mersenne Twister: 624 words, and where in them it stands
 
 
 class RandomState:
-    """Python's, numpy's and torch's generators, the device's, and those that modules own.
+    """Python's, numpy's and torch's generators, the device's, and those of the caller.
 
     Args:
         device: its generator is included where it is an accelerator.
-        generators: further generators, see `find_generators`.
+        generators: further generators of any of the three, or what gives them when it begins.
     """
 
-    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Iterable[Any] | Callable[[], Iterable[Any]] = (),
+    ) -> None:
         self._device = device
-        self._generators = list(generators)
+        self._generators = generators
         self._state: tuple[Any, ...] | None = None
 
     def begin(self) -> None:
         accelerator = None
         if self._device.type != "cpu":
             accelerator = torch.get_device_module(self._device).get_rng_state(self._device)
+        given = self._generators
+        own = given() if callable(given) else given
         self._state = (
             random.getstate(),
-            np.random.get_state(),
+            _NUMPY.state(),
             torch.get_rng_state(),
             accelerator,
-            [generator.get_state() for generator in self._generators],
+            [(generator, state_of(generator)) for generator in own],
         )
 
     def prepare(self) -> None:
@@ -49,18 +60,86 @@ class RandomState:
         torch.set_rng_state(cpu)
         if accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(accelerator, self._device)
-        for generator, state in zip(self._generators, own, strict=True):
-            generator.set_state(state)
+        for generator, state in own:
+            set_state(generator, state)
         self._state = None
 
 
-def find_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
-    """The `torch.Generator` objects that modules keep as attributes, each once."""
-    found = {
-        id(value): value
-        for root in modules
-        for module in root.modules()
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    }
-    return list(found.values())
+class OwnGenerators:
+    """Generators of the caller's alone. A part of a transaction."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._generators = generators
+        self._states: list[Any] = []
+
+    def begin(self) -> None:
+        self._states = [state_of(generator) for generator in self._generators]
+
+    def prepare(self) -> None:
+        """Nothing here can fail."""
+
+    def commit(self) -> None:
+        self._states = []
+
+    def roll_back(self) -> None:
+        for generator, state in zip(self._generators, self._states, strict=False):
+            set_state(generator, state)
+        self._states = []
+
+
+class _GlobalNumpy:
+    """NumPy's global generator. Asking for its state is slow: its memory is compared first."""
+
+    def __init__(self) -> None:
+        self._bits: Any = None
+        self._memory = b""
+        self._state: Any = None
+
+    def state(self) -> Any:
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(bits) is not np.random.MT19937:
+            return np.random.get_state(legacy=False)
+        memory = ctypes.string_at(bits.ctypes.state_address, _MERSENNE_BYTES)
+        # A normal number that is kept for later is used up without a change of this memory.
+        is_same = bits is self._bits and memory == self._memory
+        if not is_same or self._state["has_gauss"]:
+            self._bits, self._memory = bits, memory
+            self._state = np.random.get_state(legacy=False)
+        return self._state
+
+
+_NUMPY = _GlobalNumpy()
+
+
+def state_of(generator: Any) -> Any:
+    """What a generator is at, to be set again.
+
+    Example:
+        >>> own = np.random.default_rng(1)
+        >>> before = state_of(own)
+        >>> drawn = own.random()
+        >>> set_state(own, before)
+        >>> own.random() == drawn
+        True
+    """
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    state = generator.get_state()
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put a generator where it was."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def find_generators(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators that modules keep, of torch, NumPy or Python, each once; see `Reach`."""
+    return Reach({f"modules[{index}]": each for index, each in enumerate(modules)}).generators()

@@ -19,17 +19,17 @@ from automicro.microbatcher import Microbatcher
 from automicro.model_modes import is_lazy
 from automicro.probe.measured import Measured
 from automicro.probe.silence import Silence
-from automicro.probe.surroundings import Surroundings
 from automicro.slicing import BatchLayout, map_tensors
 from automicro.transaction import (
     BufferMemory,
     Buffers,
     Gradients,
+    OwnGenerators,
     Part,
     RandomState,
     Transaction,
 )
-from automicro.verification.restore import OwnGenerators
+from automicro.transaction.surroundings import Surroundings
 from automicro.verification.state import named_modules, own_generators
 from automicro.verification.subject import Subject, cast
 

@@ -7,9 +7,9 @@ import torch
 
 from automicro.batchnorm import batchnorm_buffers, find_batchnorm
 from automicro.probe.measured import Measured
-from automicro.probe.surroundings import foreign_states
 from automicro.slicing import tensor_leaves
 from automicro.transaction import BufferMemory, Buffers
+from automicro.transaction.surroundings import foreign_states
 from automicro.verification.laboratory import Conditions, Laboratory, Stage
 from automicro.verification.state import (
     Frozen,

@@ -1,6 +1,5 @@
 """What modules keep beside parameters and buffers, and whether a forward changes it."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.content import same_content
-from automicro.probe.surroundings import OF_EVERY_MODULE, is_generator
+from automicro.reach import OF_EVERY_MODULE, is_generator
+from automicro.transaction import state_of
 
 _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -102,16 +102,6 @@ def own_generators(roots: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
         for name, value in vars(module).items()
         if is_generator(value)
     ]
-
-
-def state_of(generator: Any) -> Any:
-    """What a generator is at, to be set again."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    state = generator.get_state()
-    return state.clone() if isinstance(state, Tensor) else state
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

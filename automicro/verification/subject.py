@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import text_of
-from automicro.probe.reach import captured_modules
+from automicro.reach import captured_modules
 from automicro.slicing import map_tensors
 
 

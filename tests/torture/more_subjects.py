@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from automicro.optimization import GradientScaler
 from automicro.torture import Subject
 from automicro.torture.subject import MakeSubject
+from tests.torture import state_subjects
 from tests.torture.subjects import (
     BATCHES,
     ROWS,
@@ -327,4 +328,5 @@ SUBJECTS: dict[str, MakeSubject] = {
     "attack": attack,
     "leaf outside of the model": outside_leaf,
     "bf16": bf16,
+    **state_subjects.SUBJECTS,
 }

@@ -69,7 +69,17 @@ def test_every_call_is_recovered_or_refused_by_name(each: Scene) -> None:
     assert each.is_transaction or outcomes <= {"recovered"} | HALF_APPLIED
 
 
-@pytest.mark.parametrize("name", ["BatchNorm and dropout", "tied weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BatchNorm and dropout",
+        "tied weights",
+        "own metrics",
+        "compute groups",
+        "own generators",
+        "state in a closure",
+    ],
+)
 def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:
     trials = Trials(scene(name, "evaluate"))
     check(trials, "any fault", single_faults(trials, KINDS), 4)

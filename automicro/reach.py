@@ -1,0 +1,361 @@
+"""What functions and modules get at by themselves, past their arguments: modules, generators."""
+
+import functools
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The attributes that a module has without any of its own."""
+
+Read: TypeAlias = Callable[[], Any]
+_Place: TypeAlias = tuple[str, Read]
+
+# What their code gets at is no state of the caller's.
+_LIBRARIES = frozenset(
+    ("numpy", "torch", "torchmetrics", "torchvision", "transformers")
+) | frozenset(sys.stdlib_module_names)
+_OPAQUE = (str, bytes, int, float, complex, Tensor, np.ndarray, type(None))
+_MOST_ELEMENTS = 100
+_MOST_PLACES = 5000
+_DEPTH = 6
+
+
+class Reach:
+    """Modules and generators that some functions and modules get at, wherever these lie.
+
+    Looked through are closures, defaults, the global names that code uses, arguments of
+    ``functools.partial``, what a method is bound to, attributes, and containers. Remembered are
+    the places, so that what stands there later is found, too.
+
+    Args:
+        roots: functions and modules, by their names.
+
+    Example:
+        >>> teacher = nn.Linear(2, 2)
+        >>> teachers, noise = [teacher], np.random.default_rng(0)
+        >>> def loss(outputs, targets):
+        ...     return (outputs - teachers[0](targets)).sum() * noise.random()
+        >>> reach = Reach({"loss": loss})
+        >>> list(reach.modules()), reach.generators() == [noise]
+        (['teachers[0]'], True)
+    """
+
+    def __init__(self, roots: Mapping[str, Any], *, past_copies: bool = True) -> None:
+        self._roots = dict(roots)
+        self._past_copies = past_copies  # whether also what is copied with a function
+        self._steps = 0
+        self._walk()
+
+    def step(self) -> None:
+        """Look again, for new places, before batches 2, 4, 8 …; call it before each."""
+        self._steps += 1
+        if self._steps > 1 and self._steps & (self._steps - 1) == 0:
+            self._walk()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by where they were found, each once, without the roots and their parts."""
+        found: dict[str, nn.Module] = {}
+        known = self._known if not self._modules else set(self._known)
+        for name, read in self._modules:
+            module = read()
+            if isinstance(module, nn.Module) and id(module) not in known:
+                known |= {id(each) for each in module.modules()}
+                found[name] = module
+        return found
+
+    def generators(self) -> list[Any]:
+        """The generators of random numbers, each once."""
+        found = (read() for _, read in self._generators)
+        return list({id(each): each for each in found if is_generator(each)}.values())
+
+    def _walk(self) -> None:
+        self._modules: list[_Place] = []
+        self._generators: list[_Place] = []
+        self._seen: set[int] = set()
+        self._known = {
+            id(each)
+            for root in self._roots.values()
+            if isinstance(root, nn.Module)
+            for each in root.modules()
+        }
+        waiting: deque[tuple[str, Read, int]] = deque(
+            (name, functools.partial(_same, root), _DEPTH) for name, root in self._roots.items()
+        )
+        for _ in range(_MOST_PLACES):
+            if not waiting:
+                break
+            name, read, depth = waiting.popleft()
+            for found, place in self._look(name, read):
+                value = place()
+                if depth and not isinstance(value, _OPAQUE) and id(value) not in self._seen:
+                    waiting.append((found, place, depth - 1))
+        self._seen.clear()  # ids of what may be gone tomorrow
+
+    def _look(self, name: str, read: Read) -> Iterator[_Place]:
+        value = read()
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if is_generator(value):
+            self._generators.append((name, read))
+        elif isinstance(value, nn.Module):
+            is_root = any(value is root for root in self._roots.values())
+            if id(value) not in self._known:
+                self._modules.append((name, read))
+            if self._past_copies:
+                yield from _inside_module("" if is_root else name, value)
+        elif isinstance(value, types.FunctionType):
+            yield from _inside_function(value)
+        elif isinstance(value, functools.partial):
+            yield from self._inside_partial(name, value)
+        elif isinstance(value, types.MethodType):
+            yield name, functools.partial(_same, value.__func__)
+            if self._past_copies:
+                yield "self", functools.partial(_same, value.__self__)
+        else:
+            yield from _inside_object(name, value, has_attributes=self._past_copies)
+
+    def _inside_partial(self, name: str, value: Any) -> Iterator[_Place]:
+        yield name, functools.partial(_same, value.func)
+        for place in itertools.chain(
+            _elements(f"{name}.args", value.args), _entries(f"{name}.keywords", value.keywords)
+        ):
+            if self._past_copies or not isinstance(place[1](), nn.Module):
+                yield place
+
+
+class Variable:
+    """A place that a function reads: a cell of its closure, or a global name.
+
+    Attributes:
+        value: what lies there now.
+    """
+
+    def __init__(self, read: Read, write: Callable[[Any], Any]) -> None:
+        self._read = read
+        self._write = write
+
+    @property
+    def value(self) -> Any:
+        return self._read()
+
+    def put(self, value: Any) -> None:
+        """Let it hold something else."""
+        self._write(value)
+
+
+def reached_variables(functions: Iterable[Any]) -> list[Variable]:
+    """The cells and global names that functions of the caller read, each once.
+
+    Functions that they call by name are asked too; those of libraries are not.
+
+    Example:
+        >>> def make():
+        ...     calls = 3
+        ...     return lambda model, batch: model(batch).mean() * calls
+        >>> function = make()
+        >>> function.__module__ = "theirs"
+        >>> [variable.value for variable in reached_variables([function])]
+        [3]
+    """
+    found: dict[tuple[int, str], Variable] = {}
+    waiting, seen = list(functions), set()
+    while waiting:
+        function = _code_of(waiting.pop())
+        if function is None or id(function) in seen or _is_ours_or_library(function):
+            continue
+        seen.add(id(function))
+        for key, variable in _variables_of(function):
+            value = variable.value
+            if callable(value):
+                waiting.append(value)
+            if not isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType):
+                found[key] = variable
+    return list(found.values())
+
+
+def reached_objects(functions: Iterable[Any]) -> list[Any]:
+    """Objects that functions are methods of, and callable ones: what they keep may change."""
+    found = []
+    for function in functions:
+        while isinstance(function, functools.partial):
+            function = function.func
+        owner = function.__self__ if isinstance(function, types.MethodType) else function
+        is_plain = not isinstance(owner, nn.Module | types.FunctionType | type)
+        if is_plain and isinstance(getattr(owner, "__dict__", None), dict):
+            found.append(owner)
+    return found
+
+
+def _code_of(function: Any) -> types.FunctionType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if not isinstance(function, types.FunctionType | type | nn.Module) and callable(function):
+        function = _call_of(function)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def _variables_of(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Variable]]:
+    code, names = function.__code__, function.__globals__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            cell.cell_contents  # noqa: B018
+        except ValueError:  # not filled yet
+            continue
+        write = functools.partial(setattr, cell, "cell_contents")
+        yield (id(cell), name), Variable(functools.partial(_contents, cell), write)
+    for name in set(_names(code)) & names.keys():
+        write = functools.partial(names.__setitem__, name)
+        yield (id(names), name), Variable(functools.partial(names.get, name), write)
+
+
+def _is_ours_or_library(function: types.FunctionType) -> bool:
+    ours = (function.__module__ or "").partition(".")[0] == "automicro"
+    return ours or _is_of_library(function)
+
+
+def captured_modules(function: Any) -> list[nn.Module]:
+    """Modules with a state that a function holds in its closure, defaults or global names.
+
+    A copy of the model does not replace these: the function would go on using the originals.
+
+    Example:
+        >>> teacher = nn.Linear(2, 2)
+        >>> captured_modules(lambda model, batch: model(batch) - teacher(batch)) == [teacher]
+        True
+        >>> captured_modules(lambda model, batch: model(batch).mean())
+        []
+    """
+    found = Reach({"": function}, past_copies=False).modules().values()
+    return [module for module in found if _has_state(module)]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value draws random numbers of its own."""
+    kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def _inside_module(name: str, root: nn.Module) -> Iterator[_Place]:
+    """Attributes that torch does not know of, and what the code of its classes names."""
+    classes: set[type] = set()
+    for place, module in root.named_modules():
+        path = ".".join(filter(None, (name, place)))
+        classes |= set(type(module).__mro__)
+        table = vars(module)
+        for key in [key for key in table if key not in OF_EVERY_MODULE]:
+            yield f"{path}.{key}".lstrip("."), functools.partial(table.get, key)
+    for each in classes:
+        if not _is_of_library(each):
+            yield from _inside_class(each)
+
+
+def _inside_class(owner: type) -> Iterator[_Place]:
+    for key, value in list(vars(owner).items()):
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
+        yield f"{owner.__name__}.{key}", functools.partial(_same, value)
+
+
+def _inside_function(function: Any) -> Iterator[_Place]:
+    if _is_of_library(function):
+        return
+    code = function.__code__
+    names = set(_names(code)) | set(code.co_freevars)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield from _named(name, functools.partial(_contents, cell), names)
+    yield from _elements("default", function.__defaults__ or ())
+    yield from _entries("default", function.__kwdefaults__ or {})
+    for name in names & function.__globals__.keys():
+        yield from _named(name, functools.partial(function.__globals__.get, name), names)
+
+
+def _named(name: str, read: Read, names: set[str]) -> Iterator[_Place]:
+    """What a name stands for; of a module of Python, what is named of it."""
+    value = read()
+    if not isinstance(value, types.ModuleType):
+        yield name, read
+    elif not _is_of_library(value, value.__name__):
+        for inner in names & vars(value).keys():
+            yield f"{name}.{inner}", functools.partial(vars(value).get, inner)
+
+
+def _inside_object(name: str, value: Any, *, has_attributes: bool) -> Iterator[_Place]:
+    if isinstance(value, list | tuple):
+        yield from _elements(name, value)
+    elif isinstance(value, dict):
+        yield from _entries(name, value)
+    elif isinstance(value, set | frozenset | deque):
+        yield from _elements(name, list(itertools.islice(value, _MOST_ELEMENTS)))
+    elif not has_attributes or isinstance(value, types.ModuleType):
+        return
+    elif isinstance(value, type):
+        if not _is_of_library(value):
+            yield from _inside_class(value)
+    elif not _is_of_library(type(value)):
+        yield from _entries(name, getattr(value, "__dict__", {}), dotted=True)
+        yield from _elements(name, [call] if (call := _call_of(value)) is not None else [])
+        for owner in type(value).__mro__:
+            for slot in vars(owner).get("__slots__", ()):
+                yield f"{name}.{slot}", functools.partial(getattr, value, slot, None)
+
+
+def _call_of(value: Any) -> Any:
+    """What runs when an object is called."""
+    return type(value).__call__ if callable(value) else None
+
+
+def _elements(name: str, values: Any) -> Iterator[_Place]:
+    for index in range(min(len(values), _MOST_ELEMENTS)):
+        yield f"{name}[{index}]", functools.partial(_element, values, index)
+
+
+def _entries(name: str, table: Any, *, dotted: bool = False) -> Iterator[_Place]:
+    for key in list(itertools.islice(table, _MOST_ELEMENTS)):
+        yield f"{name}.{key}" if dotted else f"{name}[{key!r}]", functools.partial(table.get, key)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _element(values: Any, index: int) -> Any:
+    return values[index] if index < len(values) else None
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _names(code: types.CodeType) -> Iterable[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_of_library(value: Any, module: str | None = None) -> bool:
+    name = module or getattr(value, "__module__", None) or ""
+    package = str(name).partition(".")[0]
+    return package in _LIBRARIES or (package == "automicro" and isinstance(value, type))
+
+
+def _has_state(module: nn.Module) -> bool:
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    return bool(tensors)

@@ -1,0 +1,492 @@
+"""What values hold, whatever they are, put back into the very same objects."""
+
+import array
+import copy
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import inspect
+import itertools
+import logging
+import operator
+import pathlib
+import re
+import threading
+import types
+import uuid
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import RollbackError
+from automicro.reach import OF_EVERY_MODULE, is_generator
+from automicro.torch_private import is_uninitialized
+from automicro.transaction.rng import set_state, state_of
+from automicro.transaction.tensors import TensorCopy, seen_version
+
+# What cannot be changed, or is no state: held by reference.
+_CONSTANT = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, frozenset,
+    np.generic, np.dtype, torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format,
+    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    types.MappingProxyType, property, operator.attrgetter, operator.itemgetter,
+    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal,
+    fractions.Fraction, uuid.UUID, pathlib.PurePath, re.Pattern, enum.Enum, inspect.Signature,
+    weakref.ref, logging.Logger, type(threading.Lock()), type(threading.RLock()),
+)  # fmt: skip
+# Objects of theirs are no counts: tokenizers are slow to copy, and refer to whole vocabularies.
+_UNCHANGING_PACKAGES = ("tokenizers", "sentencepiece", "automicro")
+_UNCHANGING_KINDS = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+)
+_MOST_VALUES = 200_000
+_WATCHED = 32  # elements at each end of a growing list
+
+
+class CannotRememberError(Exception):
+    """Something can neither be copied nor is known not to change.
+
+    Attributes:
+        path: where it was found, from the outside in.
+        value: what was found.
+    """
+
+    def __init__(self, value: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.path: list[str] = []
+        self.value = value
+
+
+class Growth:
+    """What is known of lists from one batch to the next: those that only grow.
+
+    What came to rest in such a list, tensors and tuples, is not remembered itself: it would be more
+    with every batch. The tensors at both ends are watched.
+    """
+
+    def __init__(self) -> None:
+        # By id of a list: its length, the ids of its ends, their versions, and how many elements
+        # from its first on are at rest.
+        self._known: dict[int, tuple[int, tuple[int, ...], tuple[Any, ...], int]] = {}
+
+    def at_rest(self, values: list[Any]) -> int:
+        """How many elements from the first on need not be looked into."""
+        length, ends, versions, rest = self._known.get(id(values), (0, (), (), 0))
+        is_as_it_was = (
+            0 < length <= len(values)
+            and _ids(values, length) == ends
+            and _versions(values, length) == versions
+        )
+        if not is_as_it_was:
+            rest = 0
+        elif length < len(values) and all(map(_can_rest, values[rest:length])):
+            rest = length
+        now = len(values)
+        self._known[id(values)] = (now, _ids(values, now), _versions(values, now), rest)
+        return rest
+
+
+class Remembered:
+    """Values as they are now: tensors, arrays, containers, generators and objects, nested.
+
+    Everything is put back into the object that held it, so whoever shares it sees it come back.
+    Modules are watched and not copied, but for their buffers and plain attributes.
+
+    Args:
+        growth: what is known of lists; None for nothing.
+
+    Example:
+        >>> counts = {"rows": [1, 2], "seen": {3}, "sums": np.zeros(2)}
+        >>> remembered = Remembered()
+        >>> _ = remembered.add(counts)
+        >>> counts["rows"].append(4), counts["seen"].clear(), counts.update(new=1)
+        (None, None, None)
+        >>> counts["sums"] += 1
+        >>> remembered.put_back()
+        >>> counts
+        {'rows': [1, 2], 'seen': {3}, 'sums': array([0., 0.])}
+    """
+
+    def __init__(self, growth: Growth | None = None) -> None:
+        self._growth = growth or Growth()
+        self._undo: list[Callable[[], Any]] = []
+        self._seen: dict[int, tuple[Any, Any]] = {}  # the values, too: else ids are used again
+
+    def add(self, value: Any) -> Any:
+        """Remember a value; gives what has to stand in its place when it is put back.
+
+        Raises:
+            CannotRememberError: it cannot be remembered.
+        """
+        kind = type(value)
+        if kind in _KINDS:
+            remember = _KINDS[kind]
+        else:
+            remember = _KINDS[kind] = _kind_of(value)
+        if remember is None:
+            return value
+        known = self._seen.get(id(value))
+        if known is not None:
+            return known[1]
+        if len(self._seen) >= _MOST_VALUES:
+            raise CannotRememberError(value, f"it is one of more than {_MOST_VALUES} values")
+        self._seen[id(value)] = (value, value)
+        result = remember(self, value)
+        if result is not value:
+            self._seen[id(value)] = (value, result)
+        return result
+
+    def add_attributes(self, owner: Any, *, apart_from: Sequence[str] = ()) -> None:
+        """Remember the attributes of an object, in its ``__dict__``, its slots or its class.
+
+        Args:
+            owner: the object, or a class.
+            apart_from: attributes that are remembered themselves, but not what they hold.
+        """
+        if isinstance(owner, type):
+            self._add_class(owner)
+            return
+        table = getattr(owner, "__dict__", None)
+        if isinstance(table, dict):
+            saved = dict(table)
+            self._add_parts(saved, apart_from)
+            self._undo.append(functools.partial(_put_table_back, table, saved))
+        for name in _slots(owner.__class__):
+            with_value = hasattr(owner, name)
+            value = getattr(owner, name, None)
+            value = self._add_at(name, value) if with_value else None
+            self._undo.append(functools.partial(_put_slot_back, owner, name, with_value, value))
+        for each in type(owner).__mro__:
+            if _is_own_class(each):
+                for name, value in vars(each).items():
+                    if isinstance(value, Tensor | np.ndarray | list | dict | set | deque):
+                        self._add_at(name, value)
+
+    def put_back(self) -> None:
+        """Put everything back.
+
+        Raises:
+            RollbackError: something that was only watched was changed.
+        """
+        failure: RollbackError | None = None
+        for undo in self._undo:
+            try:
+                undo()
+            except RollbackError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _add_at(self, name: Any, value: Any) -> Any:
+        try:
+            return self.add(value)
+        except CannotRememberError as error:
+            error.path.insert(0, str(name))
+            raise
+
+    def _add_parts(self, table: dict[Any, Any], apart_from: Sequence[str] = ()) -> None:
+        """What values of a table hold; the table is a copy, and takes what stands for them."""
+        for key, value in table.items():
+            if _KINDS.get(type(value), ...) is None or key in apart_from:
+                continue
+            back = self._add_at(key, value)
+            if back is not value:
+                table[key] = back
+
+    def _add_class(self, owner: type) -> None:
+        for name, value in list(vars(owner).items()):
+            if name.startswith("__") or isinstance(value, classmethod | staticmethod):
+                continue
+            back = self._add_at(name, value)
+            self._undo.append(functools.partial(_put_class_attribute_back, owner, name, back))
+        names = set(vars(owner))
+        self._undo.append(functools.partial(_remove_new_class_attributes, owner, names))
+
+    def _add_tensor(self, value: Tensor) -> Tensor:
+        if not is_uninitialized(value):
+            self._undo.append(TensorCopy(value).put_back)
+        return value
+
+    def _add_array(self, value: Any) -> Any:
+        if value.dtype.hasobject:
+            for index, each in enumerate(value.flat):
+                self._add_at(index, each)
+        saved = value.copy()
+        shape = value.shape
+        flags = value.flags.writeable
+
+        def put_back() -> None:
+            if value.shape != shape:
+                value.resize(shape, refcheck=False)
+            if flags:
+                value[...] = saved
+
+        self._undo.append(put_back)
+        return value
+
+    def _add_list(self, value: list[Any]) -> Any:
+        saved = list(value)
+        rest = self._growth.at_rest(value)
+        for index in range(rest, len(saved)):
+            each = saved[index]
+            if _KINDS.get(type(each), ...) is not None:
+                saved[index] = self._add_at(index, each)
+        if rest:
+            self._undo.append(functools.partial(_check_rest, saved, rest, _versions(saved, rest)))
+        self._undo.append(functools.partial(_put_list_back, value, saved))
+        return self._with_attributes(value)
+
+    def add_growing(self, value: list[Any]) -> None:
+        """Remember a list that is known only to grow by tensors: its elements alone."""
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = (value, value)
+        saved = list(value)
+        last = saved[-1:]
+        self._undo.append(functools.partial(_check_rest, last, len(last), _versions(last, 1)))
+        self._undo.append(functools.partial(_put_list_back, value, saved))
+
+    def _add_dict(self, value: dict[Any, Any]) -> Any:
+        saved = dict(value)
+        self._add_parts(saved)
+        self._undo.append(functools.partial(_put_dict_back, value, saved))
+        return self._with_attributes(value)
+
+    def _add_set(self, value: set[Any]) -> Any:
+        saved = set(value)
+        self._undo.append(functools.partial(_put_set_back, value, saved))
+        return self._with_attributes(value)
+
+    def _add_deque(self, value: deque[Any]) -> Any:
+        saved = [self._add_at(index, each) for index, each in enumerate(value)]
+
+        def put_back() -> None:
+            value.clear()
+            value.extend(saved)
+
+        self._undo.append(put_back)
+        return self._with_attributes(value)
+
+    def _add_flat(self, value: Any) -> Any:
+        """Bytes and typed arrays."""
+        saved = value[:]
+        self._undo.append(lambda: value.__setitem__(slice(None), saved))
+        return value
+
+    def _add_tuple(self, value: tuple[Any, ...]) -> Any:
+        parts = [self._add_at(index, each) for index, each in enumerate(value)]
+        if all(map(operator.is_, parts, value)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+    def _add_partial(self, value: Any) -> Any:
+        for name, part in (("args", value.args), ("keywords", value.keywords)):
+            self._add_at(name, part)
+        return value
+
+    def _add_generator(self, value: Any) -> Any:
+        self._undo.append(functools.partial(set_state, value, state_of(value)))
+        return value
+
+    def _add_object(self, value: Any) -> Any:
+        self.add_attributes(value)
+        return value
+
+    def _with_attributes(self, value: Any) -> Any:
+        """A container of a class of its own may have attributes, too."""
+        if hasattr(value, "__dict__"):
+            self.add_attributes(value)
+        return value
+
+    def _add_module(self, value: nn.Module) -> Any:
+        if hasattr(value, "update"):  # a metric
+            self.add_attributes(value)
+            return value
+        watched = []
+        for name, module in value.named_modules():
+            self._seen[id(module)] = (module, module)
+            table = vars(module)
+            saved = dict(table)
+            self._add_parts(saved, _OF_EVERY_MODULE)
+            self._undo.append(functools.partial(_put_table_back, table, saved))
+            for key, buffer in module.named_buffers(recurse=False):
+                self._add_at(f"{name}.{key}", buffer)
+            watched += [
+                (f"{name}.{key}".lstrip("."), parameter, seen_version(parameter))
+                for key, parameter in module.named_parameters(recurse=False)
+            ]
+        self._undo.append(functools.partial(_check_parameters, type(value).__name__, watched))
+        return value
+
+    def _by_state_dict(self, value: Any) -> Any:
+        try:
+            state = copy.deepcopy(value.state_dict())
+        except Exception as error:
+            raise CannotRememberError(value, _reason(error)) from error
+        self._undo.append(lambda: value.load_state_dict(state))
+        return value
+
+    def _copied(self, value: Any) -> Any:
+        """Another object with the same content has to stand in its place."""
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            raise CannotRememberError(value, _reason(error)) from error
+
+
+_Remember = Callable[[Remembered, Any], Any] | None
+_KINDS: dict[type, _Remember] = {}
+_OF_EVERY_MODULE = tuple(OF_EVERY_MODULE)
+
+
+def _kind_of(value: Any) -> _Remember:
+    """How values of a type are remembered; None for those that cannot change."""
+    kind = type(value)
+    kinds: tuple[tuple[Any, _Remember], ...] = (
+        (Tensor, Remembered._add_tensor),
+        (np.ndarray, Remembered._add_array),
+        (nn.Module, Remembered._add_module),
+        (_UNCHANGING_KINDS, None),
+        (_CONSTANT, None),
+        (dict, Remembered._add_dict),
+        (list, Remembered._add_list),
+        (deque, Remembered._add_deque),
+        (set, Remembered._add_set),
+        (tuple, Remembered._add_tuple),
+        ((bytearray, array.array), Remembered._add_flat),
+        (functools.partial, Remembered._add_partial),
+    )
+    if is_generator(value):
+        return Remembered._add_generator
+    for known, remember in kinds:
+        if issubclass(kind, known):
+            return remember
+    if kind.__module__.partition(".")[0] in _UNCHANGING_PACKAGES:
+        return None
+    if _base(kind) is object:
+        return Remembered._add_object
+    if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
+        return Remembered._by_state_dict
+    if callable(value) and not hasattr(value, "__dict__"):
+        return None  # functions written in other languages
+    return Remembered._copied
+
+
+def _base(kind: type) -> type:
+    """The class in another language than Python that a class builds upon."""
+    for base in kind.__mro__:
+        new = vars(base).get("__new__")
+        if base is object or getattr(new, "__self__", None) is base:
+            return base
+    return object
+
+
+@functools.cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            mangled = f"_{each.__name__.lstrip('_')}{name}"
+            names.append(mangled if name.startswith("__") and not name.endswith("__") else name)
+    return tuple(names)
+
+
+@functools.cache
+def _is_own_class(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package not in ("builtins", "torch", "torchmetrics", "collections", "abc", "typing")
+
+
+def _can_rest(value: Any) -> bool:
+    """Whether nothing in a list's element is changed, unless a tensor is written into."""
+    parts = value if type(value) is tuple else (value,)
+    return all(isinstance(each, Tensor) or _KINDS.get(type(each), ...) is None for each in parts)
+
+
+def _ids(values: list[Any], length: int) -> tuple[int, ...]:
+    return tuple(map(id, _ends(values, length)))
+
+
+def _versions(values: list[Any], length: int) -> tuple[Any, ...]:
+    return tuple(
+        seen_version(each) if isinstance(each, Tensor) else None for each in _ends(values, length)
+    )
+
+
+def _ends(values: list[Any], length: int) -> Iterator[Any]:
+    if length <= 2 * _WATCHED:
+        return itertools.islice(values, length)
+    return itertools.chain(values[:_WATCHED], values[length - _WATCHED : length])
+
+
+def _check_rest(saved: list[Any], length: int, versions: tuple[Any, ...]) -> None:
+    if _versions(saved, length) != versions:
+        raise RollbackError(
+            "the failed attempt wrote into a tensor of a list that earlier batches had only "
+            "appended to, so it was not copied; continue from a checkpoint, and let the metric "
+            "replace such tensors (values[i] = values[i] + more) instead of writing into them"
+        )
+
+
+def _check_parameters(owner: str, watched: list[tuple[str, Tensor, int | None]]) -> None:
+    for name, parameter, version in watched:
+        if seen_version(parameter) != version:
+            raise RollbackError(
+                f"the failed attempt changed the parameter {name!r} of a {owner} inside a metric, "
+                "which is not copied; continue from a checkpoint, and keep what a metric changes "
+                "in buffers or states"
+            )
+
+
+def _put_table_back(table: dict[str, Any], saved: dict[str, Any]) -> None:
+    table.clear()
+    table.update(saved)
+
+
+def _put_slot_back(owner: Any, name: str, with_value: bool, value: Any) -> None:
+    if with_value:
+        object.__setattr__(owner, name, value)
+    elif hasattr(owner, name):
+        object.__delattr__(owner, name)
+
+
+def _put_class_attribute_back(owner: type, name: str, value: Any) -> None:
+    if vars(owner).get(name, ...) is not value:
+        setattr(owner, name, value)
+
+
+def _remove_new_class_attributes(owner: type, names: set[str]) -> None:
+    for name in [name for name in vars(owner) if name not in names]:
+        delattr(owner, name)
+
+
+def _put_list_back(value: list[Any], saved: list[Any]) -> None:
+    list.__setitem__(value, slice(None), saved)
+
+
+def _put_dict_back(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    kind.clear(value)
+    kind.update(value, saved)
+
+
+def _put_set_back(value: set[Any], saved: set[Any]) -> None:
+    set.clear(value)
+    set.update(value, saved)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,597 @@
+"""State that torch does not register: generators, captured modules, odd buffers, merged weights."""
+
+import functools
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import (
+    BatchNormWarning,
+    BufferWarning,
+    Halving,
+    MemoryBudget,
+    Microbatcher,
+    Trainer,
+    find_batchnorm,
+)
+from automicro.model_modes import evaluation_mode
+from automicro.reach import Reach
+from automicro.transaction import BufferMemory, Buffers
+
+GLOBAL_NOISE: Any = None
+GLOBAL_TEACHER: Any = None
+
+
+class Net(nn.Module):
+    """Runs out of memory at some of its calls."""
+
+    def __init__(self, *fails_at: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3).double()
+        self.fails_at = fails_at
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls in self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        out: Tensor = self.layer(x)
+        return out
+
+
+def data(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=generator).double(), torch.randn(
+        8, 3, generator=generator
+    ).double()
+
+
+def starting_at(size: int) -> Halving:
+    return Halving(initial=size, refine=False, grow=False)
+
+
+# ---------------------------------------------------------------- generators
+
+
+class Draws:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, rows: int) -> Tensor:
+        draw = self.generator
+        if isinstance(draw, torch.Generator):
+            return torch.rand(rows, 1, generator=draw).double()
+        if isinstance(draw, random.Random):
+            return torch.tensor([[draw.random()] for _ in range(rows)]).double()
+        return torch.from_numpy(draw.uniform(size=(rows, 1)))
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        loss: Tensor = nn.functional.mse_loss(model(x + self(len(x))), y)
+        return loss
+
+
+def in_a_closure(draws: Draws) -> Any:
+    own = draws
+    return lambda model, batch: own.loss(model, batch)
+
+
+def in_a_closure_of_a_closure(draws: Draws) -> Any:
+    def inner(model: Any, batch: Any) -> Tensor:
+        return draws.loss(model, batch)
+
+    return lambda model, batch: inner(model, batch)
+
+
+def in_a_default(draws: Draws) -> Any:
+    return lambda model, batch, own=draws: own.loss(model, batch)
+
+
+def in_a_keyword_default(draws: Draws) -> Any:
+    def forward(model: Any, batch: Any, *, own: Draws = draws) -> Tensor:
+        return own.loss(model, batch)
+
+    return forward
+
+
+def in_a_partial(draws: Draws) -> Any:
+    return functools.partial(
+        lambda own, model, batch: own["held"][0].loss(model, batch), {"held": [draws]}
+    )
+
+
+def in_a_global(draws: Draws) -> Any:
+    global GLOBAL_NOISE
+    GLOBAL_NOISE = draws
+    return lambda model, batch: GLOBAL_NOISE.loss(model, batch)
+
+
+def in_a_module_of_python(draws: Draws) -> Any:
+    library: Any = types.ModuleType("library")
+    library.noise = draws
+    globals()["library"] = library
+    return lambda model, batch: library.noise.loss(model, batch)
+
+
+def bound(draws: Draws) -> Any:
+    return draws.loss
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "NumPy": lambda: np.random.default_rng(3),
+    "NumPy's old one": lambda: np.random.RandomState(3),
+    "NumPy with MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
+    "Python": lambda: random.Random(3),
+    "torch": lambda: torch.Generator().manual_seed(3),
+}
+PLACES = [
+    in_a_closure, in_a_closure_of_a_closure, in_a_default, in_a_keyword_default, in_a_partial,
+    in_a_global, in_a_module_of_python, bound,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_are_put_back_wherever_a_function_gets_at_them(kind: str, place: Any) -> None:
+    def make() -> tuple[Net, Any]:
+        return Net(), place(Draws(GENERATORS[kind]()))
+
+    found = []
+    for fails in (False, True):
+        model, forward = make()
+        policy = starting_at(8 if fails else 4)
+        mb = Microbatcher(model, forward=forward, microbatch_size=policy, probe=False)
+        for step in range(3):
+            model.calls, model.fails_at = 0, (1,) if fails and step == 0 else ()
+            assert mb.backward(data(step)).microbatch_size == 4
+        found.append(model.layer.weight.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+class Noisy(Net):
+    """Keeps a generator in a list, in an object in a dict, and in its class; replaces one."""
+
+    shared = random.Random(0)
+
+    def __init__(self, kind: str, *fails_at: int) -> None:
+        super().__init__(*fails_at)
+        self.held = [GENERATORS[kind]()]
+        self.deeper = {"draws": (Draws(GENERATORS[kind]()),)}
+        Noisy.shared.seed(5)
+        self.late: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + Draws(self.held[0])(len(x)) + self.deeper["draws"][0](len(x))
+        x = x + Noisy.shared.random()
+        if self.late is not None:
+            x = x + self.late.random()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_a_module_are_put_back_also_those_that_come_later(kind: str) -> None:
+    found = []
+    for fails in (True, False):
+        model = Noisy(kind)
+        policy = starting_at(8 if fails else 4)
+        mb = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=policy, probe=False)
+        for step in range(3):
+            if step == 1:  # the second batch: as a new epoch does
+                model.held[0] = GENERATORS[kind]()
+                model.late = np.random.default_rng(9)
+            model.calls, model.fails_at = 0, (1,) if fails and step == 0 else ()
+            mb.backward(data(step))
+        model.calls, model.fails_at = 0, (2,) if fails else ()
+        policy.__init__(initial=4, refine=False, grow=False)  # type: ignore[misc]
+        mb.backward(data(7)) if fails else Microbatcher(
+            model, loss_fn=nn.MSELoss(), microbatch_size=2, probe=False
+        ).backward(data(7))
+        found.append(model.layer.weight.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_reaching_looks_at_batches_further_and_further_apart() -> None:
+    held: list[Any] = []
+    reach = Reach({"forward": lambda model, batch: held})
+    counts = []
+    for step in range(1, 9):
+        held.append(random.Random(step))
+        reach.step()
+        counts.append(len(reach.generators()))
+    assert counts == [0, 2, 2, 4, 4, 4, 4, 8]
+
+
+# ---------------------------------------------------------------- captured modules
+
+
+def mean_teacher(place: str) -> tuple[Net, Any, nn.Module]:
+    global GLOBAL_TEACHER
+    model = Net()
+    torch.manual_seed(1)
+    teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Any, seen: nn.Module) -> Tensor:
+        x = batch[0]
+        target = seen(torch.cat([x, -x]))[: len(x)]  # one row has no variance
+        return nn.functional.mse_loss(model(x), target.detach())
+
+    if place == "closure":
+        return model, lambda m, b: loss(m, b, teacher), teacher
+    if place == "global":
+        GLOBAL_TEACHER = [teacher]
+        return model, lambda m, b: loss(m, b, GLOBAL_TEACHER[0]), teacher
+    vars(model)["hidden"] = [teacher]  # hidden from torch, as exponential averages often are
+    return model, lambda m, b: loss(m, b, m.hidden[0]), teacher
+
+
+@pytest.mark.filterwarnings("ignore::automicro.LossAverageWarning")
+@pytest.mark.parametrize("place", ["closure", "global", "attribute"])
+@pytest.mark.parametrize(
+    ("probe", "start", "fails_at", "end"),
+    [(True, 8, None, 8), (False, 8, None, 8), (False, 8, 1, 4), (False, 4, 2, 2)],
+)
+def test_a_teacher_that_only_the_forward_knows_moves_once(
+    place: str, probe: bool, start: int, fails_at: int | None, end: int
+) -> None:
+    statistics = []
+    for size, fails, looks in ((end, None, False), (start, fails_at, probe)):
+        model, forward, teacher = mean_teacher(place)
+        mb = Microbatcher(
+            model,
+            forward=forward,
+            microbatch_size=starting_at(size),
+            probe=looks,
+            batchnorm="ignore",
+            loss_average="samples",
+        )
+        model.fails_at = () if fails is None else (fails,)
+        assert mb.backward(data()).microbatch_size == end
+        statistics.append([each.clone() for each in teacher.buffers()])
+    assert all(map(torch.equal, *statistics))
+
+
+def test_batchnorm_in_a_captured_module_is_named_where_it_stands() -> None:
+    model, forward, _ = mean_teacher("closure")
+    mb = Microbatcher(model, forward=forward, microbatch_size=4, probe=False)
+    with pytest.warns(BatchNormWarning, match=r"teacher\.1"):
+        mb.backward(data())
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Buffered(Net):
+    """A buffer of a kind; every forward changes it."""
+
+    kept: Any
+
+    def __init__(self, kind: str, *fails_at: int) -> None:
+        super().__init__(*fails_at)
+        self.kind = kind
+        eye = torch.eye(4).double()
+        if kind == "views":
+            base = torch.zeros(5, 2).double()
+            self.register_buffer("kept", base)
+            self.register_buffer("column", base[:, 1])
+            self.register_buffer("turned", base.T)
+        elif kind == "overlapping":
+            self.register_buffer("kept", torch.zeros(6).double().as_strided((4, 3), (1, 1)))
+        elif kind == "expanded":
+            self.register_buffer("kept", torch.zeros(1).double().expand(4))
+        elif kind == "resized":
+            self.register_buffer("kept", torch.zeros(0).double())
+        elif kind in ("coo", "uncoalesced"):
+            sparse = eye.to_sparse()
+            if kind == "uncoalesced":
+                sparse = torch.sparse_coo_tensor(
+                    torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (4, 4)
+                ).double()
+            self.register_buffer("kept", sparse)
+        elif kind in ("csr", "csc"):
+            made = eye.to_sparse_csr() if kind == "csr" else eye.to_sparse_csc()
+            self.register_buffer("kept", made, persistent=False)
+        else:
+            self.register_buffer("kept", torch.zeros(3).double())
+        self.register_buffer("tied", self.kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept
+        with torch.no_grad():
+            if self.kind == "expanded":
+                kept[:1].add_(1)
+            elif self.kind == "overlapping":
+                kept[0].add_(1)
+            elif self.kind == "resized":
+                kept.resize_(len(kept) + 1).fill_(len(kept))
+            elif self.kind == "coo":
+                kept.add_(torch.eye(4).double().to_sparse())
+            elif self.kind == "uncoalesced":
+                kept.mul_(2)
+            elif self.kind in ("csr", "csc"):
+                kept.values().add_(1)
+            elif self.kind == "replaced":
+                self.kept = kept + 1
+            elif self.kind == "given other memory":
+                kept.data = kept.data + 1
+            else:
+                kept.add_(1)
+        return super().forward(x)
+
+
+KINDS = [
+    "views", "overlapping", "expanded", "resized", "coo", "uncoalesced", "csr", "csc", "replaced",
+    "given other memory", "plain",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse :UserWarning")
+@pytest.mark.parametrize("call", ["backward", "evaluate"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_every_kind_come_back(kind: str, call: str) -> None:
+    found = []
+    for fails in (False, True):
+        model = Buffered(kind)
+        policy = starting_at(8 if fails else 4)
+        model.fails_at = (1,) if fails else ()
+        mb = Microbatcher(
+            model,
+            loss_fn=nn.MSELoss(),
+            microbatch_size=policy,
+            eval_microbatch_size=policy,
+            probe=False,
+            batchnorm="ignore",
+        )
+        for step in range(2):
+            getattr(mb, call)(data(step))
+        found.append([each.to_dense() for each in model.buffers()])
+        if kind == "views":
+            stats, column, turned = (getattr(model, n) for n in ("kept", "column", "turned"))
+            stats.fill_(7)
+            assert all(torch.eq(each, 7).all() for each in (column, turned))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_buffer_that_begins_to_change_late_is_named_then() -> None:
+    class Late(Net):
+        warm = False
+        queue: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.warm:
+                self.queue.mul_(0.5).add_(1)
+            return super().forward(x)
+
+    model = Late()
+    mb = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4)
+    for step in range(7):
+        mb.backward(data(step))
+    model.warm = True
+    with pytest.warns(BufferWarning, match="changes buffers: queue"):
+        mb.backward(data())
+    mb.backward(data())  # said once
+
+
+def test_instance_norm_normalises_rows_and_only_its_statistics_are_buffers() -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)).double()
+    x = torch.randn(6, 4, 5).double()
+    model(x).pow(3).mean().backward()
+    parameter = next(model.parameters())
+    expected, parameter.grad = parameter.grad, None
+    assert find_batchnorm(model) == []
+    mb = Microbatcher(model, forward=lambda m, b: m(b).pow(3).mean(), microbatch_size=4)
+    with pytest.warns(BufferWarning, match=r"0\.running_mean") as caught:
+        mb.backward(x)
+    assert [each.category for each in caught] == [BufferWarning]
+    torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_two_phases_share_what_is_known_of_large_buffers() -> None:
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(5 * 2**20))
+
+    mb = Microbatcher(Large(), loss_fn=nn.MSELoss())
+    mb.evaluate(data())
+    memory = mb._train._buffers
+    assert memory is mb._eval._buffers
+    assert len(memory._stable) == 1
+
+
+def test_reached_modules_are_among_the_owners_of_buffers() -> None:
+    extra = nn.BatchNorm1d(2)
+    memory = BufferMemory([nn.Linear(2, 2)], lambda: {"teacher": extra})
+    buffers = Buffers(memory)
+    buffers.begin()
+    extra(torch.randn(3, 2))
+    assert "teacher.running_mean" in buffers.changed_names()
+    buffers.roll_back()
+    assert extra.num_batches_tracked == 0
+
+
+# ---------------------------------------------------------------- modes
+
+
+class Merging(nn.Module):
+    """Adds its small weights to the large one in evaluation mode, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(3, 4).double(), requires_grad=False)
+        self.small = nn.Parameter(torch.full((3, 4), 0.5).double())
+        self.merged = False
+        self.modes: list[bool] = []
+
+    def train(self, mode: bool = True) -> "Merging":
+        self.modes.append(mode)
+        super().train(mode)
+        if mode == self.merged:
+            self.large.data += -self.small.data if mode else self.small.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.large if self.merged else self.large + self.small).T
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda m: nn.ModuleDict({"it": m})])
+@pytest.mark.parametrize("before", ["evaluate", "predict", "probe", "nothing"])
+def test_weights_that_are_merged_go_on_learning(before: str, wrap: Any) -> None:
+    layer = Merging()
+    model = wrap(layer)
+    forward = lambda m, b: nn.functional.mse_loss(layer(b[0]), b[1])  # noqa: E731
+    x, y = data()
+    nn.functional.mse_loss(layer(x), y).backward()
+    expected, layer.small.grad = layer.small.grad, None
+    options: dict[str, Any] = {"forward": forward}
+    mb = Microbatcher(model, probe=before == "probe", microbatch_size=4, **options)
+    if before in ("evaluate", "predict") and isinstance(model, nn.Sequential):
+        mb.evaluate((x, y))
+    mb.backward((x, y))
+    assert not layer.merged
+    assert layer.training
+    torch.testing.assert_close(layer.small.grad, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(layer.large.data, torch.ones(3, 4).double(), rtol=0, atol=0)
+
+
+def test_nothing_is_called_where_no_mode_changes() -> None:
+    layer = Merging()
+    layer.eval()
+    calls = len(layer.modes)
+    with evaluation_mode([layer]):
+        assert layer.merged
+    assert len(layer.modes) == calls
+    with evaluation_mode([nn.Sequential(layer)]):
+        pass
+    assert layer.merged
+
+
+def test_an_evaluation_of_many_batches_changes_modes_once() -> None:
+    layer = Merging()
+    batches = [data(seed) for seed in range(5)]
+    trainer = Trainer(
+        layer, eval_dataloader=batches, loss_fn=nn.MSELoss(), progress=False, device="cpu"
+    )
+    layer.modes.clear()
+    trainer.eval()
+    assert layer.modes == [False, True]
+    trainer.predict(batches)
+    assert layer.modes == [False, True] * 2
+
+
+class KeepsFrozen(nn.Sequential):
+    """Overrides train(), as many do for BatchNorm."""
+
+    def train(self, mode: bool = True) -> "KeepsFrozen":
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_mixed_modes_come_back_exactly() -> None:
+    shared = nn.Dropout()
+    model: Any = nn.Sequential(
+        KeepsFrozen(nn.BatchNorm1d(2), shared),
+        nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), shared)),
+        Merging(),
+    )
+    model[1].eval()
+    model[1][1].train()
+    model[0][0].training = True  # by hand, past the override
+    shared.eval()
+    before = [each.training for each in model.modules()]
+    for _ in range(2):
+        with evaluation_mode([model]):
+            assert not model[0][0].training
+            assert not shared.training
+        assert [each.training for each in model.modules()] == before
+
+
+def test_modes_come_back_where_an_evaluation_fails() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Linear(4, 3).double().eval())
+    with pytest.raises(RuntimeError, match="mine"), evaluation_mode([model]):
+        raise RuntimeError("mine")
+    assert [each.training for each in model.modules()] == [True, True, False]
+
+
+def test_finding_shapes_moves_nothing_that_is_there() -> None:
+    teacher = nn.BatchNorm1d(4)
+    noise = np.random.default_rng(1)
+
+    class Counting(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LazyLinear(3)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            teacher(torch.cat([x, -x]))
+            out: Tensor = self.layer(x + float(noise.random()))
+            return out
+
+    model = Counting()
+    mb = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
+    mb.backward((torch.randn(8, 4), torch.randn(8, 3)))
+    assert model.seen == 1
+    assert teacher.num_batches_tracked == 1
+    expected = np.random.default_rng(1)
+    expected.random()
+    assert noise.random() == expected.random()
+
+
+# ---------------------------------------------------------------- without gradients
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_evaluation_under_inference_mode_recovers_and_counts_once(inner: bool) -> None:
+    model: Any = nn.Sequential(Net(2), nn.BatchNorm1d(3).double())
+    metric, plain = MulticlassAccuracy(3), MulticlassAccuracy(3)
+    mb = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=starting_at(4))
+    with torch.inference_mode(inner):
+        batches = [(data(seed)[0], torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])) for seed in range(3)]
+    ooms = 0
+    for batch in batches:
+        with torch.inference_mode(inner):
+            result = mb.evaluate(batch, metric, return_outputs=True)
+        ooms += result.ooms
+        plain.update(result.outputs, batch[1])
+        with torch.inference_mode():
+            assert torch.allclose(mb.predict(batch[0]), result.outputs)
+    assert ooms == 1
+    assert metric.compute() == plain.compute()
+    assert all(each.training for each in model.modules())
+    with torch.inference_mode():  # with the batch of inference tensors and the metric of before
+        model[0].fails_at = (model[0].calls + 2,)
+        assert mb.evaluate(batches[0], metric).ooms == 1
+    plain.update(mb.predict(batches[0][0]), batches[0][1])
+    assert metric.compute() == plain.compute()
+
+
+@pytest.mark.parametrize("how", ["a budget outside", "a limit of its own"])
+def test_predictions_that_came_home_take_no_room_of_the_device(how: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 256))
+    batches = [torch.randn(64, 16) for _ in range(40)]  # 64 KiB of outputs each
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}
+    if how == "a budget outside":
+        with MemoryBudget("512KiB"):
+            outputs = Trainer(model, **options).predict(batches)
+    else:
+        outputs = Trainer(model, memory_limit="512KiB", **options).predict(batches)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(outputs), model(torch.cat(batches)))

@@ -1,0 +1,797 @@
+"""Metrics: uncounted after a failed attempt, and alike however a batch is cut."""
+
+import dataclasses
+import importlib
+import itertools
+import warnings
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score, wrappers
+from torchmetrics import classification as of_classes
+from torchmetrics import image as of_images
+from torchmetrics import regression as of_numbers
+
+from automicro import (
+    Evaluator,
+    Halving,
+    MetricWarning,
+    Microbatcher,
+    Trainer,
+)
+from automicro.transaction import Growth, Metrics, flatten_metrics
+
+ROWS = 12
+
+
+class Given(nn.Module):
+    """Gives what it is given, and runs out of memory at some of its calls."""
+
+    def __init__(self, *fails_at: int) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(()))
+        self.fails_at = fails_at
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls in self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return x + 0 * self.zero
+
+
+def mean(outputs: Tensor, targets: Any) -> Tensor:
+    return outputs.float().mean()
+
+
+def evaluated(
+    metrics: Any, batch: Any, *fails_at: int, call: str = "evaluate", size: int = 4
+) -> None:
+    model = Given(*fails_at)
+    policy = Halving(initial=size, refine=False, grow=False)
+    result = getattr(
+        Microbatcher(
+            model, loss_fn=mean, microbatch_size=policy, eval_microbatch_size=policy, probe=False
+        ),
+        call,
+    )(batch, metrics)
+    assert result.ooms == len(fails_at)
+
+
+# ---------------------------------------------------------------- what a metric may hold
+
+
+@dataclasses.dataclass
+class Tally:
+    rows: int = 0
+    classes: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, classes: list[int]) -> None:
+        self.rows += len(classes)
+        self.classes.extend(classes)
+
+
+class Slotted:
+    __slots__ = ("__hidden", "late", "rows")
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.__hidden = [0]
+
+    def add(self, count: int) -> None:
+        self.rows += count
+        self.__hidden[0] += count
+        self.late = count
+
+    def told(self) -> Any:
+        return self.rows, self.__hidden, getattr(self, "late", None)
+
+
+class Saves:
+    """What is not written in Python keeps its content where nobody sees it, as this does."""
+
+    def __init__(self) -> None:
+        self.counts = itertools.count()
+        self.at = -1
+
+    def add(self) -> None:
+        self.at = next(self.counts)
+
+
+class Chained(Counter[str]):
+    """A container with an attribute."""
+
+    total_rows = 0
+
+    def add(self, classes: list[int]) -> None:
+        self.update(map(str, classes))
+        self.total_rows += len(classes)
+
+
+class Running(nn.BatchNorm1d):
+    """A module with a plain attribute."""
+
+    rows = 0
+
+    def add(self, count: int) -> None:
+        self(torch.ones(2, 2) * count)
+        self.rows += count
+
+
+# What makes it, adds to it and tells its content.
+HOLDS: dict[str, tuple[Any, Any, Any]] = {
+    "an array": (lambda: np.zeros(3), lambda v, t: np.add.at(v, t, 1), lambda v: v.tolist()),
+    "an array of objects": (
+        lambda: np.array([Tally()]),
+        lambda v, t: v[0].classes.extend(t),
+        lambda v: v[0].classes,
+    ),
+    "a counter": (Counter, lambda v, t: v.update(t), dict),
+    "a counter with an attribute": (
+        Chained,
+        lambda v, t: v.add(t),
+        lambda v: (dict(v), v.total_rows),
+    ),
+    "a default dict": (
+        lambda: defaultdict(list),
+        lambda v, t: [v[c].append(1) for c in t],
+        lambda v: {k: len(each) for k, each in v.items()},
+    ),
+    "an ordered dict": (
+        lambda: OrderedDict(dict.fromkeys(range(4), 0)),
+        lambda v, t: [(v.__setitem__(c, v[c] + 1), v.move_to_end(c)) for c in t],
+        lambda v: list(v.items()),
+    ),
+    "a deque": (lambda: deque(maxlen=5), lambda v, t: v.extend(t), list),
+    "a set": (set, lambda v, t: v.update((c, len(v)) for c in t), sorted),
+    "bytes": (bytearray, lambda v, t: v.extend(t), bytes),
+    "a typed array": (lambda: array("i"), lambda v, t: v.extend(t), list),
+    "tensors in a dict": (
+        lambda: {"sum": torch.zeros(3), "last": None},
+        lambda v, t: (v["sum"].add_(len(t)), v.update(last=t[-1])),
+        lambda v: (v["sum"].tolist(), v["last"]),
+    ),
+    "tensors in a list": (
+        lambda: [torch.zeros(()) for _ in range(3)],
+        lambda v, t: [v[c].add_(1) for c in t],
+        lambda v: [each.item() for each in v],
+    ),
+    "a view of a tensor": (
+        lambda: (lambda whole: (whole, whole[::2]))(torch.zeros(6)),
+        lambda v, t: (v[0].add_(len(t)), v[1].mul_(2)),
+        lambda v: (v[0].tolist(), v[1].tolist()),
+    ),
+    "a sparse tensor": (
+        lambda: [torch.eye(3).to_sparse()],
+        lambda v, t: v[0].add_(torch.eye(3).to_sparse() * len(t)),
+        lambda v: v[0].to_dense().tolist(),
+    ),
+    "a dataclass": (Tally, lambda v, t: v.add(t), lambda v: (v.rows, v.classes)),
+    "objects in a list that grows": (
+        list,
+        lambda v, t: (v.append(Tally()), [each.add(t) for each in v]),
+        lambda v: [each.rows for each in v],
+    ),
+    "slots": (Slotted, lambda v, t: v.add(len(t)), Slotted.told),
+    "a generator of NumPy": (
+        lambda: (np.random.default_rng(1), []),
+        lambda v, t: v[1].append(v[0].random()),
+        lambda v: v[1],
+    ),
+    "a generator of torch": (
+        lambda: {"own": torch.Generator().manual_seed(1), "drawn": []},
+        lambda v, t: v["drawn"].append(torch.rand((), generator=v["own"]).item()),
+        lambda v: v["drawn"],
+    ),
+    "what only copies": (Saves, lambda v, t: [v.add() for _ in t], lambda v: v.at),
+    "a module": (
+        lambda: Running(2),
+        lambda v, t: v.add(len(t)),
+        lambda v: (v.running_mean.tolist(), v.rows, v.num_batches_tracked.item()),
+    ),
+}  # fmt: skip
+
+
+def holder(kind: str, base: Any = object) -> Any:
+    make, add, _ = HOLDS[kind]
+
+    class Holder(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = make()
+
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            add(self.kept, targets.tolist())
+
+        def compute(self) -> Tensor:
+            return torch.zeros(())
+
+    return Holder()
+
+
+@pytest.mark.parametrize("call", ["evaluate", "backward"])
+@pytest.mark.parametrize("base", [object, nn.Module, torchmetrics.Metric])
+@pytest.mark.parametrize("kind", HOLDS)
+def test_whatever_a_metric_holds_is_uncounted(kind: str, base: type, call: str) -> None:
+    tell = HOLDS[kind][2]
+    batches = [(torch.randn(ROWS), torch.randint(3, (ROWS,))) for _ in range(3)]
+    disturbed, clean = holder(kind, base), holder(kind, base)
+    model = Given(3, 11)
+    policy = Halving(initial=4, refine=False, grow=False)
+    options: dict[str, Any] = {"loss_fn": mean, "probe": False, "batchnorm": "ignore"}
+    once = Microbatcher(model, microbatch_size=policy, eval_microbatch_size=policy, **options)
+    ooms = 0
+    sizes = []
+    for batch in batches:
+        result = getattr(once, call)(batch, {"holder": disturbed})
+        ooms += result.ooms
+        sizes.append(result.microbatch_size)
+    assert ooms == 2
+    for size, batch in zip(sizes, batches, strict=True):
+        plain = Microbatcher(Given(), microbatch_size=size, eval_microbatch_size=size, **options)
+        getattr(plain, call)(batch, {"holder": clean})
+    assert tell(disturbed.kept) == tell(clean.kept)
+
+
+class OfTheClass:
+    """Counts in its class, as some do by mistake and some on purpose."""
+
+    rows: ClassVar[list[int]] = []
+    total: ClassVar[int] = 0
+
+    @classmethod
+    def update(cls, outputs: Tensor, targets: Tensor) -> None:
+        cls.rows.append(len(targets))
+        cls.total += len(targets)
+
+
+@pytest.mark.parametrize("metric", [OfTheClass, OfTheClass()], ids=["a class", "an object"])
+def test_a_class_that_counts_is_uncounted(metric: Any) -> None:
+    OfTheClass.rows.clear()
+    OfTheClass.total = 0
+    evaluated(metric, (torch.randn(ROWS), torch.zeros(ROWS)), 3)
+    assert sum(OfTheClass.rows) == ROWS
+    if isinstance(metric, type):
+        assert OfTheClass.total == ROWS
+
+
+class Writes:
+    def __init__(self, path: Path) -> None:
+        self.inner = {"file": path.open("w")}
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.inner["file"].write("row\n")
+
+
+def test_what_cannot_be_copied_is_refused_by_name_before_the_first_attempt(tmp_path: Path) -> None:
+    metric, model = Writes(tmp_path / "rows"), Given()
+    try:
+        with pytest.raises(TypeError, match=r"metric Writes keeps inner\.file .*TextIOWrapper.*;"):
+            Microbatcher(model, loss_fn=mean).evaluate((torch.randn(4), torch.zeros(4)), metric)
+        assert model.calls == 0
+    finally:
+        metric.inner["file"].close()
+
+
+class Features(nn.Module):
+    num_features = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.copies = 0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a network is not copied")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Distance(torchmetrics.Metric):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Features()
+        self.add_state("total", torch.zeros(()))
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.total += self.network(outputs[:, None].expand(-1, 3)).sum().detach()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_a_network_in_a_metric_is_watched_and_not_copied() -> None:
+    metric, clean = Distance(), Distance()
+    clean.network.load_state_dict(metric.network.state_dict())
+    batch = torch.randn(ROWS), torch.zeros(ROWS)
+    evaluated(metric, batch, 2)
+    clean.update(*batch)
+    assert metric.compute().item() == pytest.approx(clean.compute().item(), rel=1e-5)
+
+
+def test_list_states_are_neither_copied_nor_looked_through_batch_by_batch() -> None:
+    metric = of_classes.BinaryAUROC()
+    growth = Growth()
+    looked_at = []
+    for _ in range(200):
+        part = Metrics(flatten_metrics(metric), growth)
+        part.begin()
+        assert part._remembered is not None
+        looked_at.append(len(part._remembered._undo))
+        metric.update(torch.rand(3), torch.tensor([0, 1, 1]))
+        part.prepare()
+        part.commit()
+    assert max(looked_at[1:]) == min(looked_at[1:])
+
+
+@pytest.mark.parametrize("appended", ["tensors", "pairs"])
+def test_own_lists_that_grow_are_looked_at_only_where_they_are_new(appended: str) -> None:
+    class Keeps:
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def update(self) -> None:
+            value = torch.ones(2)
+            self.rows.append(value if appended == "tensors" else (value, 1))
+
+    metric, growth, looked_at = Keeps(), Growth(), []
+    for _ in range(100):
+        part = Metrics([metric], growth)
+        part.begin()
+        assert part._remembered is not None
+        looked_at.append(len(part._remembered._seen))
+        metric.update()
+        part.commit()
+    assert looked_at[-1] == looked_at[5]
+    part = Metrics([metric], growth)
+    part.begin()
+    before = list(metric.rows)
+    metric.rows.reverse()
+    metric.rows.append(3)
+    part.roll_back()
+    assert all(one is other for one, other in zip(metric.rows, before, strict=True))
+
+
+# ---------------------------------------------------------------- compute groups
+
+
+def thresholds() -> MetricCollection:
+    return MetricCollection(
+        {"low": of_classes.BinaryAccuracy(0.5), "high": of_classes.BinaryAccuracy(0.9)}
+    )
+
+
+def alike() -> MetricCollection:
+    return MetricCollection([of_classes.MulticlassAccuracy(3), of_classes.MulticlassF1Score(3)])
+
+
+def first_row_tells_nothing() -> tuple[Tensor, Tensor]:
+    x = torch.rand(16)
+    x[0] = 0.99
+    return x, (torch.rand(16) < x).long()
+
+
+@pytest.mark.parametrize("call", ["evaluate", "backward"])
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda c: c,
+        lambda c: c.clone(prefix="val/"),
+        lambda c: MetricCollection({"inner": c, "more": of_classes.BinaryAccuracy(0.2)}),
+        lambda c: {"them": c},
+        lambda c: [c],
+    ],
+    ids=["plain", "cloned", "nested", "in a mapping", "in a list"],
+)
+def test_groups_are_formed_by_a_whole_batch(wrap: Any, size: int, call: str) -> None:
+    x, y = first_row_tells_nothing()
+    disturbed, clean = wrap(thresholds()), wrap(thresholds())
+    for metrics in (disturbed, clean):
+        named = {"it": metrics[0]} if isinstance(metrics, list) else metrics
+        rows = 16 if metrics is clean else size
+        mb = Microbatcher(
+            Given(), loss_fn=mean, microbatch_size=rows, eval_microbatch_size=rows, probe=False
+        )
+        for batch in [(x, y), (x.flip(0), y)]:
+            getattr(mb, call)(batch, named)
+    found = [flatten_metrics(each) for each in (disturbed, clean)]
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.compute() == theirs.compute()
+
+
+def test_alike_metrics_still_share_their_states_after_a_split_batch() -> None:
+    metrics = alike()
+    batch = torch.randn(ROWS, 3), torch.randint(3, (ROWS,))
+    evaluated(metrics, batch, 2)
+    assert len(metrics.compute_groups) == 1
+    plain = alike()
+    plain.update(*batch)
+    assert metrics.compute() == plain.compute()
+    metrics.reset()
+    evaluated(metrics, batch, size=5)
+    assert metrics.compute() == plain.compute()
+
+
+@pytest.mark.parametrize("groups", [True, False, [["low"], ["high"]]])
+def test_what_was_said_of_groups_is_kept(groups: Any) -> None:
+    x, y = first_row_tells_nothing()
+    metrics = MetricCollection(
+        {"low": of_classes.BinaryAccuracy(0.5), "high": of_classes.BinaryAccuracy(0.9)},
+        compute_groups=groups,
+    )
+    evaluated(metrics, (x, y), 2, size=4)
+    assert metrics._enable_compute_groups == groups
+    plain = thresholds()
+    plain.update(x, y)
+    assert metrics.compute() == plain.compute()
+
+
+def test_a_failed_first_batch_forms_no_group() -> None:
+    metrics = thresholds()
+    with pytest.raises(ValueError, match="mine"):
+        Microbatcher(Given(), loss_fn=_raises, eval_microbatch_size=4, probe=False).evaluate(
+            first_row_tells_nothing(), metrics
+        )
+    assert not metrics._groups_checked
+    assert metrics._enable_compute_groups is True
+
+
+def _raises(outputs: Tensor, targets: Tensor) -> Tensor:
+    raise ValueError("mine")
+
+
+def test_each_evaluator_of_a_trainer_forms_groups_by_whole_batches() -> None:
+    x, y = first_row_tells_nothing()
+    plain = thresholds()
+    plain.update(x, y)
+    values = Trainer(
+        Given(),
+        eval_dataloader={
+            "one": Evaluator(dataloader=[(x, y)], metrics=thresholds(), microbatch_size=1),
+            "two": [(x, y)],
+        },
+        loss_fn=mean,
+        metrics=thresholds(),
+        eval_microbatch_size=1,
+        progress=False,
+        device="cpu",
+    ).eval()
+    for name, value in plain.compute().items():
+        assert values[f"one/{name}"] == values[f"two/{name}"] == value.item()
+
+
+# ---------------------------------------------------------------- metrics that count updates
+
+
+def split_value(metric: Any, batch: Any, size: int = 7) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Microbatcher(Given(), loss_fn=mean, eval_microbatch_size=size, probe=False).evaluate(
+            batch, metric
+        )
+        value = metric.compute()
+    named = [str(each.message) for each in caught if each.category is MetricWarning]
+    return value, named
+
+
+def numbers(value: Any) -> Tensor:
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
+    if isinstance(value, list | tuple):
+        return torch.cat([numbers(each) for each in value])
+    return torch.as_tensor(value, dtype=torch.float64).flatten()
+
+
+N = 30
+SCALE = torch.linspace(0.2, 1, N)
+INPUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "classes": lambda: (torch.rand(N, 4).softmax(1), torch.randint(4, (N,))),
+    "binary": lambda: (torch.rand(N) * SCALE, torch.randint(2, (N,))),
+    "labels": lambda: (torch.rand(N, 3), torch.randint(2, (N, 3))),
+    "numbers": lambda: (torch.rand(N) * SCALE + 0.1, torch.rand(N) + 0.1),
+    "columns": lambda: (torch.rand(N, 3) * SCALE[:, None] + 0.1, torch.rand(N, 3) + 0.1),
+    "shares": lambda: (torch.rand(N, 3).softmax(1), torch.rand(N, 3).softmax(1)),
+    "images": lambda: (
+        torch.rand(N, 1, 16, 16) * SCALE.view(-1, 1, 1, 1),
+        torch.rand(N, 1, 16, 16) * SCALE.view(-1, 1, 1, 1),
+    ),
+    "masks": lambda: (torch.randint(2, (N, 3, 6, 6)), torch.randint(2, (N, 3, 6, 6))),
+    "sounds": lambda: (torch.randn(N, 200) * SCALE[:, None], torch.randn(N, 200)),
+    "clusters": lambda: (torch.randint(3, (N,)), torch.randint(3, (N,))),
+}
+# Metrics by the input that they take; what they are made with, where that is not nothing.
+EXACT: list[tuple[str, str, dict[str, Any]]] = [
+    *[("classes", f"classification.Multiclass{name}", {"num_classes": 4}) for name in (
+        "AUROC", "Accuracy", "AveragePrecision", "CalibrationError", "CohenKappa",
+        "ConfusionMatrix", "F1Score", "HammingDistance", "HingeLoss", "JaccardIndex",
+        "MatthewsCorrCoef", "NegativePredictiveValue", "Precision", "PrecisionRecallCurve", "ROC",
+        "Recall", "Specificity", "StatScores",
+    )],
+    *[("binary", f"classification.Binary{name}", {}) for name in (
+        "AUROC", "Accuracy", "AveragePrecision", "CalibrationError", "CohenKappa",
+        "ConfusionMatrix", "EER", "F1Score", "HammingDistance", "HingeLoss", "JaccardIndex",
+        "LogAUC", "MatthewsCorrCoef", "Precision", "PrecisionRecallCurve", "ROC", "Recall",
+        "Specificity", "StatScores",
+    )],
+    *[("labels", f"classification.Multilabel{name}", {"num_labels": 3}) for name in (
+        "AUROC", "Accuracy", "AveragePrecision", "ConfusionMatrix", "CoverageError", "ExactMatch",
+        "F1Score", "HammingDistance", "JaccardIndex", "MatthewsCorrCoef", "Precision",
+        "RankingAveragePrecision", "RankingLoss", "Recall", "Specificity", "StatScores",
+    )],
+    *[("numbers", f"regression.{name}", {}) for name in (
+        "ConcordanceCorrCoef", "ContinuousRankedProbabilityScore", "ExplainedVariance",
+        "KendallRankCorrCoef", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError",
+        "MeanSquaredError", "MeanSquaredLogError", "NormalizedRootMeanSquaredError",
+        "PearsonCorrCoef", "R2Score", "RelativeSquaredError", "SpearmanCorrCoef",
+        "SymmetricMeanAbsolutePercentageError", "TweedieDevianceScore",
+        "WeightedMeanAbsolutePercentageError",
+    ) if name != "ContinuousRankedProbabilityScore"],
+    ("numbers", "regression.MinkowskiDistance", {"p": 3}),
+    ("numbers", "regression.CriticalSuccessIndex", {"threshold": 0.5}),
+    *[("numbers", "regression.NormalizedRootMeanSquaredError", {"normalization": how})
+      for how in ("range", "std", "l2")],
+    ("columns", "regression.CosineSimilarity", {"reduction": "mean"}),
+    ("columns", "regression.R2Score", {"multioutput": "raw_values"}),
+    ("shares", "regression.KLDivergence", {}),
+    ("shares", "regression.JensenShannonDivergence", {}),
+    ("images", "image.PeakSignalNoiseRatio", {"data_range": 1.0}),
+    ("images", "image.PeakSignalNoiseRatioWithBlockedEffect", {"data_range": 1.0}),
+    ("images", "image.StructuralSimilarityIndexMeasure", {"data_range": 1.0}),
+    ("images", "image.UniversalImageQualityIndex", {}),
+    ("images", "image.SpatialCorrelationCoefficient", {}),
+    ("images", "image.RootMeanSquaredErrorUsingSlidingWindow", {}),
+    ("masks", "segmentation.DiceScore", {"num_classes": 3}),
+    ("masks", "segmentation.GeneralizedDiceScore", {"num_classes": 3}),
+    ("masks", "segmentation.MeanIoU", {"num_classes": 3}),
+    ("masks", "segmentation.HausdorffDistance", {"num_classes": 3}),
+    ("sounds", "audio.SignalNoiseRatio", {}),
+    ("sounds", "audio.ScaleInvariantSignalNoiseRatio", {}),
+    ("sounds", "audio.ScaleInvariantSignalDistortionRatio", {}),
+    *[("clusters", f"clustering.{name}", {}) for name in (
+        "AdjustedMutualInfoScore", "AdjustedRandScore", "CompletenessScore", "FowlkesMallowsIndex",
+        "HomogeneityScore", "MutualInfoScore", "NormalizedMutualInfoScore", "RandScore",
+        "VMeasureScore",
+    )],
+    *[("clusters", f"nominal.{name}", {"num_classes": 3}) for name in (
+        "CramersV", "PearsonsContingencyCoefficient", "TheilsU", "TschuprowsT",
+    )],
+]  # fmt: skip
+
+
+class Flat(Given):
+    """Clusters and masks stay whole numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Metric `.*` will save all:UserWarning")
+@pytest.mark.parametrize(
+    ("given", "name", "options"), EXACT, ids=[f"{name}-{o}" for _, name, o in EXACT]
+)
+def test_metrics_of_torchmetrics_are_those_of_whole_batches(
+    given: str, name: str, options: dict[str, Any]
+) -> None:
+    package, _, kind = name.partition(".")
+    make = getattr(importlib.import_module(f"torchmetrics.{package}"), kind)
+    batch = INPUTS[given]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole, split, failed = make(**options), make(**options), make(**options)
+        whole.update(*batch)
+        Microbatcher(Flat(), loss_fn=mean, eval_microbatch_size=7, probe=False).evaluate(
+            batch, split
+        )
+        policy = Halving(initial=16, refine=False, grow=False)
+        again = Microbatcher(_FailsOnce(), loss_fn=mean, eval_microbatch_size=policy, probe=False)
+        again.evaluate(batch, failed)
+        expected = torch.nan_to_num(numbers(whole.compute()))
+        for metric in (split, failed):
+            found = torch.nan_to_num(numbers(metric.compute()))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class _FailsOnce(Given):
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(torch.zeros(()))
+        return x
+
+
+NAMED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "Running": (lambda: wrappers.Running(MeanSquaredError(), 3), "numbers", "last 3 updates"),
+    "Running in a collection": (
+        lambda: MetricCollection({"it": wrappers.Running(MeanSquaredError(), 2)}),
+        "numbers",
+        "last 2 updates",
+    ),
+    "BootStrapper": (lambda: wrappers.BootStrapper(MeanSquaredError(), 4), "numbers", "draws anew"),
+    "SSIM": (of_images.StructuralSimilarityIndexMeasure, "images", "data_range"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("call", ["evaluate", "backward"])
+def test_metrics_that_depend_on_the_cut_are_named_once(name: str, call: str) -> None:
+    make, given, words = NAMED[name]
+    mb = Microbatcher(Given(), loss_fn=mean, microbatch_size=7, eval_microbatch_size=7, probe=False)
+    metric, batch = make(), INPUTS[given]()
+    with pytest.warns(MetricWarning, match=words) as caught:
+        _ = [getattr(mb, call)(batch, metric) for _ in range(2)]
+    assert len([each for each in caught if each.category is MetricWarning]) == 1
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_they_are_not_named_while_batches_stay_whole(name: str) -> None:
+    make, given, _ = NAMED[name]
+    assert split_value(make(), INPUTS[given](), size=N)[1] == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: wrappers.MinMaxMetric(MeanSquaredError()),
+        lambda: wrappers.MultioutputWrapper(R2Score(), 3),
+        lambda: wrappers.ClasswiseWrapper(of_classes.MulticlassAccuracy(4, average=None)),
+        lambda: of_images.StructuralSimilarityIndexMeasure(data_range=1.0),
+        of_numbers.PearsonCorrCoef,
+    ],
+)
+def test_wrappers_that_do_not_are_exact_without_a_word(make: Any) -> None:
+    metric, plain = make(), make()
+    name = type(metric).__name__
+    given = {"MultioutputWrapper": "columns", "ClasswiseWrapper": "classes"}.get(name, "numbers")
+    batch = INPUTS["images" if "Structural" in name else given]()
+    plain.update(*batch)
+    value, named = split_value(metric, batch)
+    assert named == []
+    torch.testing.assert_close(numbers(value), numbers(plain.compute()), rtol=1e-4, atol=1e-6)
+
+
+class MeanOfMeans:
+    """As it stands in a thousand scripts."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.updates = 0.0, 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.total += float((outputs - targets).abs().mean())
+        self.updates += 1
+
+    def compute(self) -> float:
+        return self.total / max(self.updates, 1)
+
+
+class MeanOfRows(MeanOfMeans):
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.total += float((outputs - targets).abs().sum())
+        self.updates += len(targets)
+
+
+class Highest(MeanOfMeans):
+    """Says something only of enough rows."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if len(outputs) < 5:
+            raise ValueError("too few")
+        self.total = max(self.total, float(outputs.max()))
+
+    def compute(self) -> float:
+        return self.total
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"a": m, "b": MeanSquaredError()}])
+def test_an_own_metric_that_counts_updates_is_named(size: int, wrap: Any) -> None:
+    metric, batch = MeanOfMeans(), INPUTS["numbers"]()
+    mb = Microbatcher(Given(), loss_fn=mean, eval_microbatch_size=size, probe=False)
+    with pytest.warns(MetricWarning, match=r"MeanOfMeans counts updates.*microbatch_size=None"):
+        mb.evaluate(batch, wrap(metric))
+    assert metric.updates == -(-N // size)  # nothing of the look is left
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_an_own_metric_that_counts_rows_is_not(size: int) -> None:
+    batch, plain = INPUTS["numbers"](), MeanOfRows()
+    plain.update(*batch)
+    value, named = split_value(MeanOfRows(), batch, size)
+    assert named == []
+    assert value == pytest.approx(plain.compute(), rel=1e-5)
+
+
+def test_a_metric_that_a_few_rows_are_too_few_for_is_left_alone() -> None:
+    assert split_value(Highest(), INPUTS["numbers"](), 15)[1] == []
+
+
+def test_a_look_draws_nothing() -> None:
+    class Draws(MeanOfRows):
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            super().update(outputs, targets + 0 * torch.rand(()))
+
+    found = []
+    for metric in (Draws(), None):
+        torch.manual_seed(0)
+        Microbatcher(Given(), loss_fn=mean, eval_microbatch_size=10, probe=False).evaluate(
+            INPUTS["numbers"](), metric
+        )
+        if metric is None:
+            torch.rand(3)
+        found.append(torch.rand(()))
+    torch.manual_seed(0)
+    INPUTS["numbers"]()
+    torch.rand(3)
+    assert found[0] == found[1] == torch.rand(())
+
+
+def test_a_mean_that_gets_one_value_for_many_rows_is_named() -> None:
+    mb = Microbatcher(
+        Given(),
+        loss_fn=mean,
+        eval_microbatch_size=7,
+        probe=False,
+        update_metric=lambda metric, outputs, batch: metric.update(outputs.mean()),
+    )
+    with pytest.warns(MetricWarning, match="MeanMetric counts updates"):
+        mb.evaluate(INPUTS["numbers"](), MeanMetric())
+
+
+def test_a_mean_over_rows_is_not() -> None:
+    seen: list[int] = []
+
+    def update(metric: Any, outputs: Tensor, batch: Any) -> None:
+        seen.append(len(outputs))
+        metric.update(outputs)
+
+    metric = MeanMetric()
+    mb = Microbatcher(
+        Given(), loss_fn=mean, eval_microbatch_size=7, probe=False, update_metric=update
+    )
+    batch = INPUTS["numbers"]()
+    mb.evaluate(batch, metric)
+    assert sum(seen) == N  # a function of the caller's is not called for a look
+    assert metric.compute().item() == pytest.approx(batch[0].mean().item(), rel=1e-5)
+
+
+def parts(**extra: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], dict[str, Tensor]]:
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        outputs = model(batch[0])
+        loss = nn.functional.mse_loss(outputs, batch[1])
+        return {"error": loss, **{name: make(outputs) for name, make in extra.items()}}
+
+    return forward
+
+
+def test_a_metric_that_is_added_to_the_losses_is_named() -> None:
+    forward = parts(level=lambda outputs: outputs.detach().abs().mean())
+    mb = Microbatcher(nn.Linear(3, 3), forward=forward)
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    with pytest.warns(MetricWarning, match=r"'level' needs no gradient.*'loss': total") as caught:
+        results = [mb.backward(batch) for _ in range(2)]
+    assert len(caught) == 1
+    assert results[0].losses.keys() == {"error", "level"}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda outputs: torch.zeros(()), lambda outputs: outputs.pow(2).mean()]
+)
+def test_losses_and_what_adds_nothing_are_not(make: Callable[[Tensor], Tensor]) -> None:
+    mb = Microbatcher(nn.Linear(3, 3), forward=parts(more=make))
+    mb.backward((torch.randn(4, 3), torch.randn(4, 3)))
