@@ -211,7 +211,8 @@ class Transformers(nn.Module):
         super().__init__()
         import transformers
 
-        made = getattr(transformers, config)(vocab_size=VOCABULARY, **options)
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        made = getattr(transformers, config)(vocab_size=VOCABULARY, **ends, **options)
         self.body = getattr(transformers, kind)(made)
         self.head = nn.Linear(HIDDEN, CLASSES)
 

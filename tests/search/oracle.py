@@ -1,7 +1,5 @@
 """Judging a combination: exact, named, or silently wrong."""
 
-import collections
-import copy
 import dataclasses
 import enum
 import re
@@ -14,7 +12,6 @@ from torch import Tensor
 from automicro.errors import BatchNormWarning, LossAverageWarning
 from tests.search.drawing import draw
 from tests.search.jobs import Combination, Job
-from tests.search.losses import per_batch
 from tests.search.runs import (
     Plan,
     Trace,
@@ -119,7 +116,7 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
         return Verdict.SILENT, f"an error left changed: {trace.left_by_error}"
     if plan.fault == "none":
         return None, ""
-    twin = ours(Job(one), Plan(sizes=scripted([[size] for size in trace.sizes], one)))
+    twin = ours(Job(one), Plan(sizes=scripted([[_size_of(cut)] for cut in trace.cuts], one)))
     if twin.error is not None:
         return Verdict.CRASH, f"without the fault: {type(twin.error).__name__}: {twin.error}"[:300]
     if twin.cuts != trace.cuts:
@@ -132,6 +129,11 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
     if differ and not _may_excuse_state(one, trace):
         return Verdict.SILENT, f"other than without the fault ({trace.ooms} ooms): {differ}"
     return None, ""
+
+
+def _size_of(cut: Sequence[int]) -> int:
+    """The size that leads to this cut; a smaller one where a single row was not allowed."""
+    return max(cut) if len(_cut(sum(cut), max(cut))) == len(cut) else min(cut)
 
 
 STATEFUL = (
@@ -166,11 +168,7 @@ def _drawn_truth(one: Combination, trace: Trace) -> Trace | None:
     if loss.true is None:
         return None
     with caught():
-        return by_hand(Job(one.plain()) if _hooks_matter(one) else Job(one), trace.cuts, loss.true)
-
-
-def _hooks_matter(one: Combination) -> bool:
-    return False
+        return by_hand(Job(one), trace.cuts, loss.true)
 
 
 def wrong_parts(one: Combination, trace: Trace, truth: Trace, whole: Trace) -> list[str]:

@@ -17,7 +17,7 @@ from automicro.errors import AutomicroError, AutomicroWarning
 from automicro.memory import MemoryBudget
 from tests.search.faults import Boom, FaultAt, Scripted, out_of_memory
 from tests.search.jobs import Combination, Job, random_states, read_outputs, seed_all
-from tests.search.losses import Denominator
+from tests.search.losses import Denominator, per_batch
 
 PACKAGE = str(Path(automicro.__file__).parent)
 Gradients = dict[str, Tensor | None]
@@ -67,20 +67,25 @@ def plainly(job: Job) -> Trace:
 def by_hand(job: Job, cuts: Sequence[Sequence[int]], denominator: Denominator) -> Trace:
     """Pieces of these rows, each loss weighted by what it was divided by."""
 
+    # Hooks see the gradient of the whole batch, so there it takes one backward for all pieces.
+    at_once = job.of.twist.startswith("hooks")
+
     def backward(batch: Any, content: Any, index: int) -> Tensor:
         pieces = list(content.cut(list(cuts[index])))
         counts = [denominator(piece.rows) for piece in pieces]
-        total = 0.0 if denominator.__name__ != "per_batch" else 1.0
-        total = sum(counts) if total == 0 else 1.0
+        whole = 1.0 if denominator is per_batch else sum(counts)
         losses = []
         for piece, count in zip(pieces, counts, strict=True):
             loss, _, out = job.whole(job.make_batch(piece, index))
-            share = count / total if total else 0.0
-            if loss.requires_grad and count:
-                (loss * share).backward()
-            losses.append(loss.detach() * share if count else torch.zeros_like(loss.detach()))
+            loss = loss * (count / whole) if count else torch.zeros_like(loss.detach())
+            if loss.requires_grad and not at_once:
+                (loss * job.scale).backward()
+            losses.append(loss if at_once else loss.detach())
             _update_metric(job, out, job.make_batch(piece, index))
-        return torch.stack(losses).sum()
+        total = torch.stack(losses).sum()
+        if at_once and total.requires_grad:
+            total.backward()
+        return total.detach()
 
     return _loop(job, backward)
 

@@ -29,7 +29,8 @@ def search_valid(count: int, first: int = 0) -> Iterator[Judgement]:
 
 def reproduce(seed: int) -> Judgement:
     """Judge one combination again; a breakpoint here leads to it."""
-    return judge(seed)
+    with quiet():
+        return judge(seed)
 
 
 def table(judgements: list[Judgement]) -> str:
