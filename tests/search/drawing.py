@@ -1,15 +1,30 @@
 """From a seed to a combination that makes sense."""
 
+import dataclasses
 import random
+from collections.abc import Iterator
 
 from tests.search.forms import FORMS
 from tests.search.jobs import PAIRS, TWISTS, WIRINGS, Combination
-from tests.search.losses import LOSSES
+from tests.search.losses import LOSSES, per_batch
 from tests.search.metrics import METRICS
 from tests.search.models import MODELS
 
 SIZES = (1, 2, 3, 5)
 NO_FAULT = "none"
+SIMPLE = {
+    "fault": NO_FAULT,
+    "metric": None,
+    "twist": "none",
+    "late": "nothing",
+    "dtype": "float64",
+    "optimizer": "sgd",
+    "declares": False,
+    "form": "mapping",
+    "wiring": "forward",
+    "model": "mlp",
+    "loss": "a mean",
+}
 FAULTS = (NO_FAULT, "oom at an operation", "error at an operation", "a budget")
 OUTPUTS_NEEDED = (
     "Composer",
@@ -58,6 +73,16 @@ def _draw(seed: int, chance: random.Random) -> Combination:
     )
 
 
+def simpler(one: Combination) -> Iterator[Combination]:
+    """The same with one ingredient replaced by the simplest, for each that is not."""
+    for axis, simple in SIMPLE.items():
+        if getattr(one, axis) != simple:
+            size = {"size": min(one.size, 3)} if axis == "fault" else {}
+            candidate = dataclasses.replace(one, **{axis: simple, **size})
+            if makes_sense(candidate):
+                yield candidate
+
+
 def makes_sense(one: Combination) -> bool:
     """Whether plain torch could run it, and whether what is drawn has a meaning there."""
     model, loss = MODELS[one.model], LOSSES[one.loss]
@@ -81,6 +106,8 @@ def makes_sense(one: Combination) -> bool:
         return False
     if one.metric is not None and FORMS[one.form].edits:
         return False
+    if one.draws and not _draws_have_a_truth(one):
+        return False
     if one.loss in ("weight decay and a sum", "weight decay in the loss") and one.model == "lazy":
         return False
     if one.loss == "router's balance" and one.model != "router":
@@ -90,3 +117,12 @@ def makes_sense(one: Combination) -> bool:
     if one.loss == "one inner step" and one.model.startswith("checkpointed"):
         return False
     return not (one.declares and loss.true is None)
+
+
+def _draws_have_a_truth(one: Combination) -> bool:
+    """Whether weighted pieces are the truth of a random loss: no part of it counts the pieces."""
+    if one.loss.startswith("an inner backward") or one.loss == "an attack that clears":
+        return False
+    if one.wiring == "loss_fn, which holds the model" and LOSSES[one.loss].true is per_batch:
+        return False
+    return one.twist != "evaluates between"

@@ -1,6 +1,5 @@
 """A combination, put together: everything that a user would have written, made afresh."""
 
-import collections
 import copy
 import dataclasses
 import random
@@ -361,7 +360,11 @@ class Job:
     # What must be as it was, or as it should be
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
+        return {
+            name: leaf.detach().clone()
+            for name, leaf in self.leaves.items()
+            if not nn.parameter.is_lazy(leaf)
+        }
 
     def buffers(self) -> dict[str, Tensor]:
         return {
@@ -452,7 +455,7 @@ def read_loss(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def read_outputs(out: Any) -> Any:
-    return out["logits"] if isinstance(out, Mapping) else out
+    return out.get("logits") if isinstance(out, Mapping) else out
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -473,7 +476,3 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, keys.tobytes(), *rest),  # type: ignore[union-attr]
     }
-
-
-def count_by(values: Any) -> collections.Counter[str]:
-    return collections.Counter(values)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from automicro.errors import BatchNormWarning, LossAverageWarning
 from tests.search.drawing import draw
+from tests.search.faults import Scripted
 from tests.search.jobs import Combination, Job
 from tests.search.runs import (
     Plan,
@@ -22,7 +23,6 @@ from tests.search.runs import (
     is_same,
     ours,
     plainly,
-    scripted,
 )
 
 TOLERANCE = 1e-8
@@ -90,12 +90,12 @@ def _run(one: Combination) -> tuple[Trace, Plan]:
         plan = Plan(sizes="auto", limit_bytes=int(room), fault=one.fault)
     else:
         sizes = [[one.size, one.second_size, 1]]
-        counting = ours(Job(one), Plan(sizes=scripted(sizes, one)))
+        counting = ours(Job(one), Plan(sizes=Scripted(sizes)))
         if counting.error is not None:
             return counting, Plan(sizes=one.size)
         operation = int(one.fault_place * counting.operations[one.fault_batch])
         plan = Plan(
-            sizes=scripted(sizes, one),
+            sizes=Scripted(sizes),
             fault=one.fault,
             batch=one.fault_batch,
             operation=operation,
@@ -116,7 +116,7 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
         return Verdict.SILENT, f"an error left changed: {trace.left_by_error}"
     if plan.fault == "none":
         return None, ""
-    twin = ours(Job(one), Plan(sizes=scripted([[_size_of(cut)] for cut in trace.cuts], one)))
+    twin = ours(Job(one), Plan(sizes=Scripted([[_size_of(cut)] for cut in trace.cuts])))
     if twin.error is not None:
         return Verdict.CRASH, f"without the fault: {type(twin.error).__name__}: {twin.error}"[:300]
     if twin.cuts != trace.cuts:
@@ -284,9 +284,11 @@ def is_exact_at_every_size(one: Combination) -> bool:
     """
     if one.metric == "a running window" or one.wiring == "a teacher that trains its BatchNorm":
         return False
+    job = Job(one)
+    if not all(one.taken(content.rows) for content in job.contents):
+        return False  # a batch in which nothing counts is worth a word
     if one.draws:
-        model, loss = one.parts
-        return not model.has_batchnorm and loss.true is one.taken
+        return not job.buffers() and one.parts[1].true is one.taken
     bare = one.plain(dtype="float64")
     with caught():
         try:

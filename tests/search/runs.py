@@ -15,8 +15,8 @@ from torch import Tensor
 import automicro
 from automicro.errors import AutomicroError, AutomicroWarning
 from automicro.memory import MemoryBudget
-from tests.search.faults import Boom, FaultAt, Scripted, out_of_memory
-from tests.search.jobs import Combination, Job, random_states, read_outputs, seed_all
+from tests.search.faults import Boom, FaultAt, out_of_memory
+from tests.search.jobs import Job, random_states, read_outputs, seed_all
 from tests.search.losses import Denominator, per_batch
 
 PACKAGE = str(Path(automicro.__file__).parent)
@@ -152,11 +152,6 @@ def is_refusal(error: BaseException) -> bool:
     return raised_by_us and isinstance(error, ValueError | TypeError)
 
 
-def scripted(sizes: Sequence[Sequence[int]], of: Combination) -> Any:
-    """A policy for each microbatcher would be told of its own batches only: one for all."""
-    return Scripted(sizes)
-
-
 def _fault(plan: Plan, index: int) -> FaultAt:
     if plan.fault not in ("oom at an operation", "error at an operation") or index != plan.batch:
         return FaultAt()
@@ -222,7 +217,7 @@ def _evaluate_plainly(job: Job, batch: Any) -> dict[str, Any]:
                 model: Any = job.model
                 return {"outputs": model.eval_forward(batch)}
             loss, _, out = job.whole(batch)
-            return {"loss": loss, "outputs": out}
+            return {"loss": loss} if out is None else {"loss": loss, "outputs": out}
         finally:
             job.model.train()
             for module, mode in modes.items():
@@ -231,7 +226,8 @@ def _evaluate_plainly(job: Job, batch: Any) -> dict[str, Any]:
 
 def _evaluate(job: Job, microbatcher: Any, batch: Any) -> dict[str, Any]:
     result = microbatcher.evaluate(batch, return_outputs=True)
-    found = {"outputs": read_outputs(result.outputs)}
+    outputs = read_outputs(result.outputs)
+    found = {} if outputs is None else {"outputs": outputs}
     return found if result.loss is None else {**found, "loss": result.loss}
 
 
