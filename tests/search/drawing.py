@@ -3,16 +3,18 @@
 import dataclasses
 import random
 from collections.abc import Iterator
+from typing import Any
 
+from tests.search.averages import per_batch
 from tests.search.forms import FORMS
 from tests.search.jobs import PAIRS, TWISTS, WIRINGS, Combination
-from tests.search.losses import LOSSES, per_batch
+from tests.search.losses import LOSSES
 from tests.search.metrics import METRICS
 from tests.search.models import MODELS
 
 SIZES = (1, 2, 3, 5)
 NO_FAULT = "none"
-SIMPLE = {
+SIMPLE: dict[str, Any] = {
     "fault": NO_FAULT,
     "metric": None,
     "twist": "none",
@@ -102,7 +104,9 @@ def makes_sense(one: Combination) -> bool:
         return False
     if one.wiring == "modules that overlap" and one.model == "lazy":
         return False
-    if one.metric is not None and (loss.is_program or one.wiring in PAIRS and loss.target != "all"):
+    if one.metric is not None and (
+        loss.is_program or (one.wiring in PAIRS and loss.target != "all")
+    ):
         return False
     if one.metric is not None and FORMS[one.form].edits:
         return False

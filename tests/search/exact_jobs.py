@@ -73,7 +73,9 @@ def weight() -> Tensor:
 def _loss(loss: Callable[..., Any], target: Any, **more: Any) -> ExactJob:
     model = more.pop("model", mlp)
     return ExactJob(
-        model=model, batch=pair(target), options={"loss_fn": loss, **more.pop("options", {})},
+        model=model,
+        batch=pair(target),
+        options={"loss_fn": loss, **more.pop("options", {})},
         **more,
     )
 
@@ -89,15 +91,15 @@ def _layer(*between: Callable[[], nn.Module], **more: Any) -> ExactJob:
 
 def _model(model: Callable[[], nn.Module], **more: Any) -> ExactJob:
     batch = more.pop("batch", pair(classes))
-    return ExactJob(
-        model=model, batch=batch, options={"loss_fn": nn.CrossEntropyLoss()}, **more
-    )
+    return ExactJob(model=model, batch=batch, options={"loss_fn": nn.CrossEntropyLoss()}, **more)
 
 
 def _forward(forward: Callable[[Any, Any], Any], **more: Any) -> ExactJob:
     options = {"forward": forward, **more.pop("options", {})}
     return ExactJob(
-        model=more.pop("model", mlp), batch=more.pop("batch", pair(numbers)), options=options,
+        model=more.pop("model", mlp),
+        batch=more.pop("batch", pair(numbers)),
+        options=options,
         **more,
     )
 
@@ -168,7 +170,8 @@ def _frozen_batchnorm() -> nn.Module:
 
 def _zero_head() -> nn.Module:
     model = mlp()
-    nn.init.zeros_(model[2].weight)
+    for parameter in model[2].parameters():
+        nn.init.zeros_(parameter)
     return model
 
 
@@ -183,29 +186,29 @@ def _per_pixel(draws: torch.Generator) -> Any:
     return x(draws, ROWS, 3, 6, 6), kept
 
 
-def _decayed(model: nn.Module, batch: Any) -> Tensor:
+def _decayed(model: nn.Module, batch: Any) -> Any:
     decay = sum((p**2).sum() for p in model.parameters())
     return F.mse_loss(model(batch[0]), batch[1]) + 0.01 * decay
 
 
-def _gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
+def _gradient_penalty(model: nn.Module, batch: Any) -> Any:
     rows = batch[0].detach().requires_grad_(True)
     out = model(rows)
     (slope,) = torch.autograd.grad(out.sum(), rows, create_graph=True)
     return F.mse_loss(out, batch[1]) + (slope.norm(dim=1) - 1).square().mean()
 
 
-def _advantage(model: nn.Module, batch: Any) -> Tensor:
+def _advantage(model: nn.Module, batch: Any) -> Any:
     chosen = model(batch[0]).log_softmax(-1)[:, 0]
     return -(chosen * batch[1].sum(1) * 100).mean()
 
 
-def _cancelling(model: nn.Module, batch: Any) -> Tensor:
+def _cancelling(model: nn.Module, batch: Any) -> Any:
     """A likelihood whose constant is far larger than what is learned."""
     return (0.5 * ((model(batch[0]) - batch[1]) / 10) ** 2 - 9.2).sum(1).mean()
 
 
-def _two_views(model: nn.Module, batch: Any) -> Tensor:
+def _two_views(model: nn.Module, batch: Any) -> Any:
     one, two = model(batch[0]), model(batch[0] * 0.9)
     return F.mse_loss(one, two.detach()) + F.mse_loss(one, batch[1])
 
@@ -220,7 +223,7 @@ def _sampled_but_scaled(model: nn.Module, batch: Any) -> Any:
     return F.mse_loss(out + 0.1 * torch.randn_like(out), batch[1])
 
 
-def _triplets(model: nn.Module, batch: Any) -> Tensor:
+def _triplets(model: nn.Module, batch: Any) -> Any:
     return F.triplet_margin_loss(model(batch[0]), model(batch[0] * 0.9), batch[1])
 
 
@@ -254,14 +257,10 @@ LOSSES: dict[str, ExactJob] = {
     "MultiMarginLoss": _loss(nn.MultiMarginLoss(), classes, lacks=("bf16",)),
     "MultiLabelSoftMarginLoss": _loss(nn.MultiLabelSoftMarginLoss(), bits),
     "BCEWithLogitsLoss": _loss(nn.BCEWithLogitsLoss(), bits),
-    "BCEWithLogitsLoss pos_weight": _loss(
-        nn.BCEWithLogitsLoss(pos_weight=weight()), bits
-    ),
+    "BCEWithLogitsLoss pos_weight": _loss(nn.BCEWithLogitsLoss(pos_weight=weight()), bits),
     "BCEWithLogitsLoss sum": _loss(nn.BCEWithLogitsLoss(reduction="sum"), bits),
     "own function": _loss(lambda out, y: 2 * F.cross_entropy(out.float(), y), classes),
-    "own mean of rows": _loss(
-        lambda out, y: ((out - y) ** 2).sum(1).mean(), numbers
-    ),
+    "own mean of rows": _loss(lambda out, y: ((out - y) ** 2).sum(1).mean(), numbers),
     "own sum, declared": _loss(
         lambda out, y: ((out - y) ** 2).sum(), numbers, options={"loss_average": "none"}
     ),
@@ -293,7 +292,9 @@ LAYERS: dict[str, ExactJob] = {
     "dropout": _layer(nn.Tanh, lambda: nn.Dropout(0.3), draws=True),
     "alpha dropout": _layer(nn.SELU, lambda: nn.AlphaDropout(0.2), draws=True),
     "RReLU": _layer(nn.RReLU, draws=True),
-    "deep tanh": _layer(*[layer for _ in range(12) for layer in (lambda: nn.Linear(8, 8), nn.Tanh)]),
+    "deep tanh": _layer(
+        *[layer for _ in range(12) for layer in (lambda: nn.Linear(8, 8), nn.Tanh)]
+    ),
     "conv": _model(lambda: conv(nn.ReLU()), batch=images),
     "GroupNorm": _model(lambda: conv(nn.GroupNorm(2, 4), nn.ReLU()), batch=images),
     "InstanceNorm": _model(lambda: conv(nn.InstanceNorm2d(4), nn.ReLU()), batch=images),
@@ -304,12 +305,11 @@ LAYERS: dict[str, ExactJob] = {
         lambda: conv(nn.LocalResponseNorm(2)), batch=images, lacks=("bf16",)
     ),
     "Dropout2d": _model(lambda: conv(nn.Dropout2d(0.3)), batch=images, draws=True),
-    "lstm": _model(
-        lambda: Last(nn.LSTM(FEATURES, 8, batch_first=True)), batch=sequences
-    ),
+    "lstm": _model(lambda: Last(nn.LSTM(FEATURES, 8, batch_first=True)), batch=sequences),
     "lstm with dropout": _model(
         lambda: Last(nn.LSTM(FEATURES, 8, 2, dropout=0.3, batch_first=True)),
-        batch=sequences, draws=True,
+        batch=sequences,
+        draws=True,
     ),
     "gru": _model(lambda: Last(nn.GRU(FEATURES, 8, batch_first=True)), batch=sequences),
     "encoder layer": _model(lambda: Last(encoder(dropout=0.0), FEATURES), batch=sequences),

@@ -50,7 +50,7 @@ class Record:
     w: Any
     m: Any
     v: Any
-    note: str = "as it came"
+    note: Any = "as it came"
 
 
 def _nested(content: Content, index: int) -> Any:
@@ -233,7 +233,7 @@ FORMS = {
         make=_fields, read=_read_fields, options={"batch_layout": {"": "fields"}}
     ),
     "dataclass": Form(
-        make=lambda content, index: Record(**content.rows),
+        make=lambda content, index: Record(**{n: content.rows[n] for n in Parts._fields}),
         read=lambda batch: {name: getattr(batch, name) for name in Parts._fields},
     ),
     "UserDict": Form(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher
+from tests.search.averages import Denominator, Loss, per_batch, per_row
 from tests.search.contents import CLASSES, FEATURES, Content, make_contents
 from tests.search.forms import FORMS, Form, pair_of
-from tests.search.losses import LOSSES, Denominator, Loss, per_batch, per_row
+from tests.search.losses import LOSSES
 from tests.search.metrics import METRICS, MetricKind
 from tests.search.models import MODELS, Model
 
@@ -201,7 +202,7 @@ class Job:
 
     def _metric_rows(self, batch: Any) -> Mapping[str, Any]:
         if self.of.wiring in PAIRS:
-            inputs, targets = batch
+            _inputs, targets = batch
             return targets if isinstance(targets, Mapping) else {"y": targets, "t": targets}
         return self.rows_of(batch)
 
@@ -261,7 +262,7 @@ class Job:
                 return targets
             return {"w": inputs, "y": targets, "t": targets}
         if self.of.wiring in ("keywords", "Composer"):
-            return batch
+            return dict(batch)
         kept = copy.deepcopy(batch)  # what reads it may take it apart
         return self.form.read(kept)
 
@@ -407,7 +408,7 @@ class HoldsModel(nn.Module):
 
     def forward(self, out: Any, targets: Any) -> Any:
         decay = sum((p**2).sum() for p in self.model.parameters() if p.requires_grad)
-        total, parts = read_loss(self.inner(out, targets))
+        total, _parts = read_loss(self.inner(out, targets))
         return total + 0.01 * decay
 
 
@@ -470,9 +471,8 @@ def seed_all(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, keys.tobytes(), *rest),  # type: ignore[union-attr]
+        "numpy": np.random.get_state(legacy=False),
     }

@@ -117,9 +117,7 @@ METRICS = {
         make=lambda: MulticlassConfusionMatrix(CLASSES, ignore_index=IGNORED), update=classes
     ),
     "a collection": MetricKind(make=_collection, update=classes),
-    "squares": MetricKind(
-        make=lambda: MeanSquaredError().set_dtype(torch.float64), update=numbers
-    ),
+    "squares": MetricKind(make=lambda: MeanSquaredError().set_dtype(torch.float64), update=numbers),
     "a list": MetricKind(make=CatMetric, update=outputs),
     "a mean": MetricKind(make=lambda: MeanMetric().set_dtype(torch.float64), update=outputs),
     "a counter": MetricKind(make=RowsCounted, update=outputs),

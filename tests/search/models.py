@@ -105,7 +105,9 @@ class Carried(nn.Module):
     def forward(self, x: Tensor) -> Any:
         hidden = self.hidden
         if hidden is not None:
-            hidden = hidden[: len(x)] if len(hidden) >= len(x) else hidden.mean(0).expand(len(x), -1)
+            hidden = (
+                hidden[: len(x)] if len(hidden) >= len(x) else hidden.mean(0).expand(len(x), -1)
+            )
         out = self.cell(x, hidden)
         if self.training:
             self.hidden = out.detach()
@@ -173,7 +175,7 @@ class MergingLinear(nn.Linear):
             self.merged = not mode
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out = F.linear(x, self.weight, self.bias)
         return out if self.merged else out + x @ self.down.T @ self.up.T
 
@@ -263,8 +265,8 @@ def all_frozen_but_the_head() -> nn.Module:
 
 def zero_head() -> nn.Module:
     model = mlp()
-    nn.init.zeros_(model[2].weight)
-    nn.init.zeros_(model[2].bias)
+    for parameter in model[2].parameters():
+        nn.init.zeros_(parameter)
     return model
 
 
@@ -304,73 +306,73 @@ def lazy() -> nn.Module:
 # Functions of hidden rows: the module, then the rows
 
 
-def _running_mean(module: Any, hidden: Tensor) -> Tensor:
+def _running_mean(module: Any, hidden: Tensor) -> Any:
     if module.training:
         module.mean.mul_(0.8).add_(0.2 * hidden.detach().mean(0))
     return hidden - module.mean
 
 
-def _calls(module: Any, hidden: Tensor) -> Tensor:
+def _calls(module: Any, hidden: Tensor) -> Any:
     if module.training:
         module.count += 1
     return hidden / (1 + 0.1 * module.count)
 
 
-def _history(module: Any, hidden: Tensor) -> Tensor:
+def _history(module: Any, hidden: Tensor) -> Any:
     if module.training:
         module.seen.append(float(hidden.detach().abs().mean()))
     return hidden / (1 + sum(module.seen[-3:]))
 
 
-def _rows_seen(module: Any, hidden: Tensor) -> Tensor:
+def _rows_seen(module: Any, hidden: Tensor) -> Any:
     if module.training:
         module.rows += len(hidden)
     return hidden
 
 
-def _cached_positions(module: Any, hidden: Tensor) -> Tensor:
+def _cached_positions(module: Any, hidden: Tensor) -> Any:
     if module.cache is None or len(module.cache) < len(hidden):
         module.cache = torch.ones(len(hidden), 1, dtype=hidden.dtype)
     return hidden * module.cache[: len(hidden)]
 
 
-def _stochastic_depth(module: Any, hidden: Tensor) -> Tensor:
+def _stochastic_depth(module: Any, hidden: Tensor) -> Any:
     if not module.training:
         return hidden
     keep = (torch.rand(len(hidden), 1) < 0.7).to(hidden.dtype)
     return hidden + keep / 0.7 * module.block(hidden)
 
 
-def _layer_drop(module: Any, hidden: Tensor) -> Tensor:
+def _layer_drop(module: Any, hidden: Tensor) -> Any:
     if module.training and random.random() < 0.4:
         return hidden
     return hidden + module.block(hidden)
 
 
-def _numpy_noise(module: Any, hidden: Tensor) -> Tensor:
+def _numpy_noise(module: Any, hidden: Tensor) -> Any:
     noise = module.draws.standard_normal(tuple(hidden.shape))
     return hidden + 0.1 * torch.as_tensor(noise, dtype=hidden.dtype)
 
 
-def _own_generator(module: Any, hidden: Tensor) -> Tensor:
+def _own_generator(module: Any, hidden: Tensor) -> Any:
     noise = torch.rand(hidden.shape, generator=module.draws, dtype=torch.float64)
     return hidden + noise.to(hidden.dtype)
 
 
-def _python_draws(module: Any, hidden: Tensor) -> Tensor:
+def _python_draws(module: Any, hidden: Tensor) -> Any:
     return hidden * (1 + module.draws.random())
 
 
-def _global_numpy(module: Any, hidden: Tensor) -> Tensor:
+def _global_numpy(module: Any, hidden: Tensor) -> Any:
     return hidden + 0.1 * torch.as_tensor(np.random.rand(*hidden.shape), dtype=hidden.dtype)
 
 
-def _clamped_weight(module: Any, hidden: Tensor) -> Tensor:
+def _clamped_weight(module: Any, hidden: Tensor) -> Any:
     module.head.weight.data.clamp_(-0.3, 0.3)
     return hidden
 
 
-def _minmax(module: Any, hidden: Tensor) -> Tensor:
+def _minmax(module: Any, hidden: Tensor) -> Any:
     if module.training:
         module.low = torch.minimum(module.low, hidden.detach().min())
         module.high = torch.maximum(module.high, hidden.detach().max())
@@ -378,7 +380,7 @@ def _minmax(module: Any, hidden: Tensor) -> Tensor:
     return hidden + ((hidden / step).round() * step - hidden).detach()
 
 
-def _count_buffer(module: Any, hidden: Tensor) -> Tensor:
+def _count_buffer(module: Any, hidden: Tensor) -> Any:
     if module.training:
         module.batches += 1
     return hidden
@@ -396,12 +398,8 @@ MODELS = {
     "an unused layer": Model(build=unused_layer),
     "frozen but the head": Model(build=all_frozen_but_the_head),
     "frozen BatchNorm": Model(build=frozen_statistics),
-    "BatchNorm": Model(
-        build=lambda: mlp(nn.BatchNorm1d(HIDDEN), nn.Tanh()), has_batchnorm=True
-    ),
-    "conv with BatchNorm": Model(
-        build=lambda: Convolutions(nn.BatchNorm2d(4)), has_batchnorm=True
-    ),
+    "BatchNorm": Model(build=lambda: mlp(nn.BatchNorm1d(HIDDEN), nn.Tanh()), has_batchnorm=True),
+    "conv with BatchNorm": Model(build=lambda: Convolutions(nn.BatchNorm2d(4)), has_batchnorm=True),
     "BatchNorm without statistics": Model(
         build=lambda: Convolutions(nn.BatchNorm2d(4, track_running_stats=False)),
         has_batchnorm=True,
@@ -438,9 +436,7 @@ MODELS = {
     "spread over the batch": Model(
         build=around(lambda module, h: h * (1 + h.var(0, unbiased=False)))
     ),
-    "attention over rows": Model(
-        build=around(lambda module, h: (h @ h.T).softmax(-1) @ h)
-    ),
+    "attention over rows": Model(build=around(lambda module, h: (h @ h.T).softmax(-1) @ h)),
     "a neighbour's row": Model(build=around(lambda module, h: h + 0.1 * h.roll(1, 0))),
     "dropout": Model(build=lambda: mlp(nn.Tanh(), nn.Dropout(0.3)), draws=True),
     "dropout, checkpointed": Model(
@@ -480,9 +476,7 @@ MODELS = {
     "encoder layer with dropout": Model(
         build=lambda: Sequences(encoder(0.2)), shape="tokens", draws=True
     ),
-    "padding_idx": Model(
-        build=lambda: Sequences(nn.Tanh(), padding_idx=0), shape="tokens"
-    ),
+    "padding_idx": Model(build=lambda: Sequences(nn.Tanh(), padding_idx=0), shape="tokens"),
     "max_norm": Model(build=lambda: Sequences(nn.Tanh(), max_norm=1.5), shape="tokens"),
     "sparse embedding": Model(build=lambda: Sequences(nn.Tanh(), sparse=True), shape="tokens"),
     "frequency-scaled embedding": Model(

@@ -123,9 +123,16 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
     if twin.cuts != trace.cuts:
         return Verdict.CRASH, f"the twin was cut into {twin.cuts}, not {trace.cuts}"
     names = ("losses", "gradients", "parameters", "buffers", "attributes", "random", "metric")
-    differ = differing(
-        {name: getattr(twin, name) for name in names}, {name: getattr(trace, name) for name in names}
-    )
+    parts = [{name: getattr(run, name) for name in names} for run in (twin, trace)]
+    differ = differing(*parts)
+    if one.dtype != "float64":  # there, torch's own bits depend on where its memory lies
+        close = 1e-4 if one.dtype == "float32" else 5e-2
+        values = set(names) - {"attributes", "random"}
+        differ = [
+            name
+            for name in differ
+            if name not in values or relative_error(parts[1][name], parts[0][name]) > close
+        ]
     if differ and not _may_excuse_state(one, trace, plan):
         return Verdict.SILENT, f"other than without the fault ({trace.ooms} ooms): {differ}"
     return None, ""
@@ -188,10 +195,14 @@ def wrong_parts(one: Combination, trace: Trace, truth: Trace, whole: Trace) -> l
     first_only = one.dtype != "float64"
     if first_only:
         exact = plainly_in_float64(one) if not one.draws else truth
-        own = max(
-            relative_error(whole.gradients[0], exact.gradients[0]),
-            relative_error(whole.losses[:1], exact.losses[:1]),
-        ) if not one.draws else 0.0
+        own = (
+            max(
+                relative_error(whole.gradients[0], exact.gradients[0]),
+                relative_error(whole.losses[:1], exact.losses[:1]),
+            )
+            if not one.draws
+            else 0.0
+        )
         truth = exact
         bound = 6 * own + (2e-4 if one.dtype == "float32" else 4e-2)
     wrong = []
@@ -221,9 +232,8 @@ def wrong_parts(one: Combination, trace: Trace, truth: Trace, whole: Trace) -> l
         wrong.append(f"random states: {changed}")
     if not _same_attributes(trace.attributes, truth.attributes):
         wrong.append(f"attributes: {differing(truth.attributes, trace.attributes)[:3]}")
-    originals = [job_batch for job_batch in _batches(one)]
     for index, (batch, plain, before) in enumerate(
-        zip(trace.batches, whole.batches, originals, strict=True)
+        zip(trace.batches, whole.batches, _batches(one), strict=True)
     ):
         if not is_same(batch, before) and not is_same(batch, plain):
             wrong.append(f"the caller's batch {index}")
@@ -232,10 +242,14 @@ def wrong_parts(one: Combination, trace: Trace, truth: Trace, whole: Trace) -> l
 
 
 def _same_attributes(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return relative_error(
-        [float(v) for v in one.values() if isinstance(v, int | float)],
-        [float(v) for v in other.values() if isinstance(v, int | float)],
-    ) <= 1e-7 and one.keys() == other.keys()
+    return (
+        relative_error(
+            [float(v) for v in one.values() if isinstance(v, int | float)],
+            [float(v) for v in other.values() if isinstance(v, int | float)],
+        )
+        <= 1e-7
+        and one.keys() == other.keys()
+    )
 
 
 def _batches(one: Combination) -> list[Any]:
@@ -266,11 +280,9 @@ def plainly_in_float64(one: Combination) -> Trace:
 
 
 def _verdict(one: Combination, trace: Trace, wrong: Sequence[str]) -> tuple[Verdict, str]:
-    said = [each for each in trace.said]
+    said = trace.said
     kinds = {each.category for each in said}
-    texts = " / ".join(
-        f"{each.category.__name__}: {str(each.message)[:160]}" for each in said
-    )
+    texts = " / ".join(f"{each.category.__name__}: {str(each.message)[:160]}" for each in said)
     if not said:
         return (Verdict.SILENT, "; ".join(wrong)) if wrong else (Verdict.EXACT, "")
     if all(UNCHECKED.search(str(each.message)) for each in said):
@@ -278,9 +290,9 @@ def _verdict(one: Combination, trace: Trace, wrong: Sequence[str]) -> tuple[Verd
     if wrong:
         has_batchnorm = one.parts[0].has_batchnorm
         about_gradients = any(not each.startswith(("buffers", "attributes")) for each in wrong)
-        if about_gradients and has_batchnorm and one.has_wrong_average:
-            if not {BatchNormWarning, LossAverageWarning} <= kinds:
-                return Verdict.HALF_NAMED, f"{'; '.join(wrong)}; said: {texts}"
+        both = {BatchNormWarning, LossAverageWarning}
+        if about_gradients and has_batchnorm and one.has_wrong_average and not both <= kinds:
+            return Verdict.HALF_NAMED, f"{'; '.join(wrong)}; said: {texts}"
         return Verdict.NAMED, texts
     if is_exact_at_every_size(one):
         return Verdict.FALSE_ALARM, texts

@@ -25,12 +25,13 @@ def search(seeds: Iterable[int]) -> Iterator[Judgement]:
 
 def search_valid(count: int, first: int = 0) -> Iterator[Judgement]:
     """Judge until `count` combinations were such that plain torch can run them."""
-    for number, judgement in enumerate(search(range(first, first + 2 * count + 10))):
+    last = first + 2 * count + 10
+    for judgement in search(range(first, last)):
         yield judgement
         count -= judgement.verdict is not Verdict.INVALID
         if not count:
             return
-    raise AssertionError(f"of {number + 1} combinations plain torch runs fewer than half")
+    raise AssertionError(f"of the seeds {first} … {last} plain torch runs fewer than half")
 
 
 def reproduce(seed: int) -> Judgement:
@@ -53,7 +54,9 @@ def simplified(judgement: Judgement) -> Judgement:
 def cause(judgement: Judgement) -> str:
     """What is left of a simplified combination beside the simplest ingredients."""
     one = judgement.combination
-    left = [f"{axis}={getattr(one, axis)!r}" for axis, it in SIMPLE.items() if getattr(one, axis) != it]
+    left = [
+        f"{axis}={getattr(one, axis)!r}" for axis, it in SIMPLE.items() if getattr(one, axis) != it
+    ]
     return ", ".join(left) or "nothing special"
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,11 +33,13 @@ PRECISIONS = {
 BATCHES = 3
 SIZES = (3, 1)
 
-METRICS = {
+METRICS: dict[str, Callable[[], Any]] = {
     "accuracy": lambda: MulticlassAccuracy(CLASSES),
     "AUROC": lambda: MulticlassAUROC(CLASSES),
     "confusion": lambda: MulticlassConfusionMatrix(CLASSES),
-    "collection": lambda: MetricCollection([MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]),
+    "collection": lambda: MetricCollection(
+        [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
+    ),
 }
 
 
@@ -65,7 +67,7 @@ def heard() -> Iterator[list[str]]:
     said += [str(w.message) for w in caught if issubclass(w.category, AutomicroWarning)]
 
 
-def whole(model: nn.Module, batch: Any, options: dict[str, Any]) -> Any:
+def whole(model: Any, batch: Any, options: dict[str, Any]) -> Any:
     if "loss_fn" in options:
         return options["loss_fn"](model(batch[0]), batch[1])
     if "forward" in options:
