@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test check format-check lint types format bench torture torture-resume torture-ranks gpu clean
+.PHONY: job help train test check format-check lint types format bench torture torture-resume torture-ranks search gpu clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -52,6 +52,9 @@ torture-resume: $(INSTALLED)  ## kill a run at two hundred points, and resume it
 
 torture-ranks: $(INSTALLED)  ## run out of memory on any rank at random points, and all slow cases
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed -q -s -m slow
+
+search: $(INSTALLED)  ## judge two thousand random combinations of what people write, with counts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/search -q -s -m 'slow or not slow'
 
 gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 	$(BIN)/python benchmarks/gpu_report.py

@@ -1,0 +1,478 @@
+"""A combination, put together: everything that a user would have written, made afresh."""
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from automicro import Microbatcher
+from tests.search.averages import Denominator, Loss, per_batch, per_row
+from tests.search.contents import CLASSES, FEATURES, Content, make_contents
+from tests.search.forms import FORMS, Form, pair_of
+from tests.search.losses import LOSSES
+from tests.search.metrics import METRICS, MetricKind
+from tests.search.models import MODELS, Model
+
+WIRINGS = (
+    "loss_fn",
+    "loss_fn, which holds the model",
+    "forward",
+    "forward with outputs",
+    "keywords",
+    "Composer",
+    "a parameter in a closure",
+    "a tensor in a closure",
+    "a module in a closure",
+    "a module that is named",
+    "modules that overlap",
+    "a teacher that trains its BatchNorm",
+    "a moving-average teacher",
+)
+TWISTS = (
+    "none",
+    "hooks that clamp",
+    "hooks that scale",
+    "hooks that step",
+    "gradients are kept",
+    "gradients are zeroed in place",
+    "two microbatchers",
+    "optimizer given",
+    "own backward",
+    "freezes later",
+    "evaluates between",
+)
+PAIRS = ("loss_fn", "loss_fn, which holds the model")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Names of ingredients, and the few numbers that place a fault. Made from a seed."""
+
+    seed: int
+    model: str
+    loss: str
+    declares: bool
+    wiring: str
+    twist: str
+    form: str
+    late: str
+    metric: str | None
+    size: int
+    second_size: int
+    num_rows: tuple[int, ...]
+    dtype: str
+    optimizer: str
+    fault: str
+    fault_batch: int
+    fault_place: float
+
+    def plain(self, **changes: Any) -> "Combination":
+        """The same without twist, fault and metric: only what is computed."""
+        return dataclasses.replace(self, twist="none", fault="none", metric=None, **changes)
+
+    def __str__(self) -> str:
+        words = [self.model, self.loss + (", declared" if self.declares else "")]
+        words += [self.wiring, self.form]
+        words += [f"{self.late} late"] if self.late != "nothing" else []
+        words += [word for word in (self.twist, self.fault) if word != "none"]
+        words += [f"metric: {self.metric}"] if self.metric else []
+        words += [self.dtype] if self.dtype != "float64" else []
+        words += [f"rows {list(self.num_rows)}", f"size {self.size}"]
+        return " | ".join(words)
+
+    @property
+    def parts(self) -> tuple[Model, Loss]:
+        return MODELS[self.model], LOSSES[self.loss]
+
+    @property
+    def draws(self) -> bool:
+        model, loss = self.parts
+        return model.draws or loss.draws
+
+    @property
+    def taken(self) -> Denominator:
+        """What automicro takes the loss to be divided by."""
+        loss = self.parts[1]
+        if self.declares and loss.true is not None:
+            return loss.true
+        if self.wiring == "loss_fn" and loss.read is not None:
+            return loss.read
+        return per_row
+
+    @property
+    def has_wrong_average(self) -> bool:
+        return self.parts[1].true is not self.taken
+
+
+class Job:
+    """All objects of one run. `whole` is the loss of a batch as plain torch has it."""
+
+    def __init__(self, combination: Combination) -> None:
+        self.of = combination
+        kind, ingredient = combination.parts
+        seed_all(combination.seed)
+        dtype = DTYPES[combination.dtype]
+        self.model: nn.Module = kind.build().to(dtype)
+        self.loss = ingredient.make()
+        if isinstance(self.loss, nn.Module):
+            self.loss.to(dtype)
+        self.extra: dict[str, Any] = {}  # parameters, leaves and modules that a closure holds
+        self.options: dict[str, Any] = {}
+        self.form: Form = FORMS[combination.form]
+        self.contents = make_contents(
+            combination.seed, kind.shape, list(combination.num_rows), combination.late, dtype
+        )
+        self.metric_kind: MetricKind | None = METRICS.get(combination.metric or "")
+        self.metric = self.metric_kind.make() if self.metric_kind else None
+        self._wire(dtype)
+        self._declare()
+        self.leaves = dict(self._named_leaves())
+        self._make_optimizer()
+        self._twist()
+
+    # What is computed
+
+    def rows_of(self, batch: Any) -> Mapping[str, Any]:
+        if self.of.wiring in PAIRS:
+            inputs, targets = batch
+            return targets if isinstance(targets, Mapping) else {"x": inputs, "w": inputs}
+        if self.of.wiring in ("keywords", "Composer"):
+            return dict(batch)
+        return self.form.read(batch)
+
+    def outputs_and_loss(self, model: Any, rows: Mapping[str, Any]) -> tuple[Any, Any]:
+        ingredient = self.of.parts[1]
+        if ingredient.is_program:
+            return None, self.loss(model, rows)
+        out = model(rows["x"])
+        return out, self.loss(out, rows if ingredient.target == "all" else rows[ingredient.target])
+
+    def make_batch(self, content: Content, index: int) -> Any:
+        if self.of.wiring in PAIRS:
+            return pair_of(content, self.of.parts[1].target)
+        if self.of.wiring in ("keywords", "Composer"):
+            return dict(content.rows)
+        return self.form.make(content, index)
+
+    def whole(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
+        """The loss of a batch, its parts by name, and the outputs."""
+        if self.of.wiring in PAIRS:
+            out = self.model(batch[0])
+            return *read_loss(self.options["loss_fn"](out, batch[1])), out
+        if self.of.wiring == "keywords":
+            result = self.model(**batch)
+            return result["loss"], {}, result["logits"]
+        if self.of.wiring == "Composer":
+            model: Any = self.model
+            out = model(batch)
+            return *read_loss(model.loss(out, batch)), out
+        result = self.options["forward"](self.model, batch)
+        out = None
+        if isinstance(result, tuple):
+            result, out = result
+        return *read_loss(result), out
+
+    # How it is handed over
+
+    def _wire(self, dtype: torch.dtype) -> None:
+        wiring = self.of.wiring
+        if wiring in PAIRS:
+            holds = wiring != "loss_fn"
+            self.options["loss_fn"] = HoldsModel(self.model, self.loss) if holds else self.loss
+        elif wiring == "keywords":
+            self.model = Keywords(self.model, self)
+        elif wiring == "Composer":
+            self.model = ComposerStyle(self.model, self)
+        else:
+            self.options.update(self.form.options)
+            self.options["forward"] = self._forward(wiring, dtype)
+        if self.metric_kind is not None:
+            kind = self.metric_kind
+
+            def update(metric: Any, out: Any, batch: Any) -> None:
+                kind.update(metric, read_outputs(out), self._metric_rows(batch))
+
+            self.options["update_metric"] = update
+
+    def _metric_rows(self, batch: Any) -> Mapping[str, Any]:
+        if self.of.wiring in PAIRS:
+            _inputs, targets = batch
+            return targets if isinstance(targets, Mapping) else {"y": targets, "t": targets}
+        return self.rows_of(batch)
+
+    def _forward(self, wiring: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+        change: Callable[[Any], Any] = lambda model: model  # noqa: E731
+        if wiring == "a parameter in a closure":
+            scale = nn.Parameter(torch.linspace(0.5, 1.5, CLASSES, dtype=dtype))
+            self.extra["scale"] = scale
+            change = lambda model: Wrapped(model, lambda inner, x: inner(x) * scale)  # noqa: E731
+        elif wiring == "a tensor in a closure":
+            shift = torch.linspace(-1, 1, CLASSES, dtype=dtype, requires_grad=True)
+            self.extra["shift"] = shift
+            change = lambda model: Wrapped(model, lambda inner, x: inner(x) + shift)  # noqa: E731
+        elif wiring in ("a module in a closure", "a module that is named", "modules that overlap"):
+            head = nn.Linear(CLASSES, CLASSES).to(dtype)
+            self.extra["head"] = head
+            change = lambda model: Wrapped(model, lambda inner, x: head(inner(x)))  # noqa: E731
+            if wiring == "a module that is named":
+                self.options["modules"] = [head]
+            elif wiring == "modules that overlap":
+                self.options["modules"] = [head, *self.model.children(), self.model]
+        teacher: Any = None
+        if wiring == "a teacher that trains its BatchNorm":
+            teacher = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)).to(dtype)
+        elif wiring == "a moving-average teacher":
+            teacher = copy.deepcopy(self.model).eval()
+        if teacher is not None:
+            teacher.requires_grad_(False)
+            self.extra["teacher"] = teacher
+        gives_outputs = wiring == "forward with outputs" or self.metric is not None
+
+        def forward(model: Any, batch: Any) -> Any:
+            rows = self.form.read(batch)
+            if teacher is not None:
+                with torch.no_grad():
+                    rows = {**rows, "t": rows["t"] + teacher(rows["x"]).detach()}
+            out, loss = self.outputs_and_loss(change(model), rows)
+            return (loss, out.detach()) if gives_outputs and out is not None else loss
+
+        return forward
+
+    def _declare(self) -> None:
+        true = self.of.parts[1].true
+        if not self.of.declares or true is None:
+            return
+        if true is per_batch:
+            self.options["loss_average"] = "none"
+        elif true is per_row:
+            self.options["loss_average"] = "samples"
+        else:
+            self.options["loss_average"] = lambda batch: true(self._declared_rows(batch))
+
+    def _declared_rows(self, batch: Any) -> Mapping[str, Any]:
+        if self.of.wiring in PAIRS:
+            inputs, targets = batch
+            if isinstance(targets, Mapping):
+                return targets
+            return {"w": inputs, "y": targets, "t": targets}
+        if self.of.wiring in ("keywords", "Composer"):
+            return dict(batch)
+        kept = copy.deepcopy(batch)  # what reads it may take it apart
+        return self.form.read(kept)
+
+    # What is trained
+
+    def modules(self) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {"model": self.model}
+        if isinstance(self.loss, nn.Module):
+            found["loss"] = self.loss
+        held = {n: m for n, m in self.extra.items() if isinstance(m, nn.Module)}
+        return {**found, **held}
+
+    def _named_leaves(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self.modules().items():
+            for name, parameter in module.named_parameters():
+                yield f"{prefix}.{name}", parameter
+        for name, value in self.extra.items():
+            if isinstance(value, Tensor):
+                yield name, value
+
+    def _make_optimizer(self) -> None:
+        self.trained = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+        known = {id(leaf): leaf for leaf in self.trained}
+        self.trained = list(known.values())
+        has_sparse = any(getattr(m, "sparse", False) for m in self.model.modules())
+        if self.of.optimizer == "momentum" and not has_sparse:
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                self.trained, lr=0.05, momentum=0.9
+            )
+        elif self.of.optimizer == "adam" and not has_sparse:
+            self.optimizer = torch.optim.Adam(self.trained, lr=0.01, eps=1e-2)
+        else:
+            self.optimizer = torch.optim.SGD(self.trained, lr=0.05)
+
+    def _twist(self) -> None:
+        twist = self.of.twist
+        self.steps_in_hooks = twist == "hooks that step"
+        self.scale = 8.0 if twist == "own backward" else 1.0
+        if twist == "hooks that clamp":
+            for leaf in self.trained:
+                leaf.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+        elif twist == "hooks that scale":
+            for leaf in self.trained:
+                leaf.register_hook(lambda grad: grad * 0.5)
+        elif self.steps_in_hooks:
+            for leaf in self.trained:
+                own = torch.optim.SGD([leaf], lr=0.05)
+
+                def step(parameter: Tensor, own: torch.optim.Optimizer = own) -> None:
+                    own.step()
+                    own.zero_grad()
+
+                leaf.register_post_accumulate_grad_hook(step)
+        elif twist == "optimizer given":
+            self.options["optimizer"] = self.optimizer
+        elif twist == "own backward":
+            self.options["backward"] = lambda loss: (loss * self.scale).backward()
+
+    # One step
+
+    def before_batch(self, index: int) -> None:
+        twist = self.of.twist
+        if twist == "gradients are zeroed in place":
+            self.optimizer.zero_grad(set_to_none=False)
+        elif twist != "gradients are kept" or index % 2 == 0:
+            for leaf in self.leaves.values():
+                leaf.grad = None
+        if twist == "freezes later" and index == 1:
+            next(iter(self.model.parameters())).requires_grad_(False)
+
+    def after_backward(self) -> dict[str, Tensor | None]:
+        """The gradients that the optimizer is about to use."""
+        if self.scale != 1:
+            for leaf in self.leaves.values():
+                if leaf.grad is not None:
+                    leaf.grad /= self.scale
+        return {
+            name: None if leaf.grad is None else dense(leaf.grad)
+            for name, leaf in self.leaves.items()
+        }
+
+    def step(self) -> None:
+        if not self.steps_in_hooks:
+            self.optimizer.step()
+        teacher = self.extra.get("teacher")
+        if self.of.wiring == "a moving-average teacher" and teacher is not None:
+            with torch.no_grad():
+                for moving, now in zip(teacher.parameters(), self.model.parameters(), strict=True):
+                    moving.lerp_(now, 0.3)
+
+    def microbatchers(self, size: Any) -> list[Microbatcher]:
+        count = 2 if self.of.twist == "two microbatchers" else 1
+        options = {"microbatch_size": size, **self.options}
+        return [Microbatcher(self.model, **options) for _ in range(count)]
+
+    # What must be as it was, or as it should be
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {
+            name: leaf.detach().clone()
+            for name, leaf in self.leaves.items()
+            if not nn.parameter.is_lazy(leaf)
+        }
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {
+            f"{prefix}.{name}": buffer.detach().clone()
+            for prefix, module in self.modules().items()
+            for name, buffer in module.named_buffers()
+        }
+
+    def attributes(self) -> dict[str, Any]:
+        """Modes and plain Python state of all modules."""
+        found: dict[str, Any] = {}
+        for prefix, module in self.modules().items():
+            for name, each in module.named_modules():
+                for key, value in vars(each).items():
+                    if not key.startswith("_") and isinstance(value, int | float | list):
+                        found[f"{prefix}.{name}.{key}"] = copy.copy(value)
+        return found
+
+    def metric_value(self) -> Any:
+        return None if self.metric_kind is None else self.metric_kind.read(self.metric)
+
+
+class Wrapped(nn.Module):
+    """A model and something after it, made anew in each forward, as closures do."""
+
+    def __init__(self, inner: nn.Module, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self.inner, x)
+
+
+class HoldsModel(nn.Module):
+    """A loss that refers to the model, as penalties do."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.inner = model, loss
+
+    def forward(self, out: Any, targets: Any) -> Any:
+        decay = sum((p**2).sum() for p in self.model.parameters() if p.requires_grad)
+        total, _parts = read_loss(self.inner(out, targets))
+        return total + 0.01 * decay
+
+
+class Keywords(nn.Module):
+    """Hugging Face's convention."""
+
+    def __init__(self, inner: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.inner = inner
+        self.compute = job.outputs_and_loss
+        if isinstance(job.loss, nn.Module):
+            self.loss_module = job.loss
+
+    def forward(self, **rows: Any) -> Any:
+        out, loss = self.compute(self.inner, rows)
+        return {"loss": read_loss(loss)[0], "logits": out}
+
+
+class ComposerStyle(nn.Module):
+    """Composer's interface."""
+
+    def __init__(self, inner: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.inner = inner
+        self.held, self.target = job.loss, job.of.parts[1].target
+
+    def forward(self, batch: Any) -> Any:
+        return self.inner(batch["x"])
+
+    def loss(self, out: Any, batch: Any) -> Any:
+        return self.held(out, batch if self.target == "all" else batch[self.target])
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return self.inner(batch["x"])
+
+
+def read_loss(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss, or several by name of which those with a gradient count."""
+    if isinstance(result, Tensor):
+        return result, {}
+    if "loss" in result:
+        return result["loss"], {name: v for name, v in result.items() if name != "loss"}
+    trained = [value for value in result.values() if value.requires_grad]
+    return sum(trained[1:], trained[0]) if trained else sum(result.values()), dict(result)
+
+
+def read_outputs(out: Any) -> Any:
+    return out.get("logits") if isinstance(out, Mapping) else out
+
+
+def dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).clone()
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def random_states() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+    }

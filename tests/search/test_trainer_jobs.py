@@ -1,0 +1,33 @@
+"""Forty random runs of the Trainer end where a loop written by hand ends."""
+
+import warnings
+
+import pytest
+import torch
+
+from automicro.torture.torture import quiet
+from tests.search.trainer_jobs import TrainerJob, by_loop, by_trainer, draw_trainer_job
+
+JOBS = [draw_trainer_job(seed) for seed in range(40)]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: str(job.seed))
+def test_a_run_of_the_trainer_ends_as_a_loop_by_hand(job: TrainerJob) -> None:
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("error")
+        ours = by_trainer(job)
+    theirs = by_loop(job)
+    # Autocast rounds to eight bits, each microbatch by itself.
+    rtol, atol = (1e-9, 1e-9) if job.precision == "fp32" else (0.1, 0.05)
+    for one, other in zip(ours.parameters, theirs.parameters, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+    assert ours.steps == theirs.steps
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6 if job.precision == "fp32" else 0.1)
+    if job.precision == "fp32":
+        assert ours.accuracy == pytest.approx(theirs.accuracy)
+
+
+def test_the_jobs_reach_every_option() -> None:
+    for name in ("accumulates", "clip", "optimizer", "scheduler", "interval", "precision", "size"):
+        assert len({getattr(job, name) for job in JOBS}) > 1, name
+    assert any(job.fails for job in JOBS)
