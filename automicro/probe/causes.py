@@ -171,6 +171,7 @@ def explain(
         weights is not None
         and min(weights) >= -slack
         and abs(sum(weights) - 1) <= slack
+        and not _divides_by_itself(rows)
         and not _are_configured(probed, batch, rows, weights)
     ):
         return (
@@ -192,6 +193,12 @@ def explain(
         f"{_several_parts(rows)}Splitting changes its gradient; {KEEP_WHOLE}, or ask "
         "automicro.verify for the place"
     )
+
+
+def _divides_by_itself(rows: Rows) -> bool:
+    """Whether every row has the same loss, as ``loss / loss.detach()`` has."""
+    losses = [one.loss for one in rows.alone if math.isfinite(one.loss)]
+    return len(losses) > 2 and max(losses) - min(losses) <= 1e-6 * abs(max(losses))
 
 
 def _several_parts(rows: Rows) -> str:
@@ -247,10 +254,13 @@ def _measured(probed: Probed, batch: Any, indices: Sequence[int]) -> Rows | str:
             gradients = passes.take_gradients()
             count = sum(each.numel() for each in passes.leaves)
             step = max(1, count // _MAX_COORDINATES)
-            thinned = {
-                names.get(id(leaf), f"leaf {index}"): _thin(gradient, step)
+            # A forward may make leaves of its own, of as many rows as it is given.
+            known = [
+                (names.get(id(leaf), f"leaf {index}"), gradient)
                 for index, (leaf, gradient) in enumerate(zip(passes.leaves, gradients, strict=True))
-            }
+                if not names or id(leaf) in names
+            ]
+            thinned = {name: _thin(gradient, step) for name, gradient in known}
             return Measured(loss=loss, losses=losses, gradients=thinned)
 
         return measure_rows(run, indices)

@@ -1,0 +1,483 @@
+"""Looks at gradients of a few rows: what they find, how often they are taken, what they leave."""
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import (
+    FitSummary,
+    LossAverageWarning,
+    Microbatcher,
+    Trainer,
+    is_extra_pass,
+    verify,
+)
+from automicro.probe.silence import CollectiveError, Silence
+
+
+def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            microbatcher.backward(batch)
+    return [str(each.message) for each in caught if each.category is LossAverageWarning]
+
+
+def net(*sizes: int) -> Any:
+    layers: list[nn.Module] = []
+    for one, other in itertools.pairwise(sizes):
+        layers += [nn.Linear(one, other), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def rows(count: int = 12, width: int = 6) -> Tensor:
+    return torch.randn(count, width, dtype=torch.float64)
+
+
+# What a look finds that the values of losses do not show
+
+
+class Centred(nn.Module):
+    """Compares rows, in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(6, 8), net(8, 3)
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.first(inputs)
+        if self.training:
+            hidden = hidden - hidden.mean(0)
+        return self.second(hidden)
+
+
+class Autoencoder(nn.Module):
+    """A summed loss that always draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = net(6, 8), net(4, 6)
+
+    def forward(self, inputs: Tensor) -> Any:
+        mean, log_variance = self.encode(inputs).chunk(2, 1)
+        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        divergence = mean.square() + log_variance.exp() - 1 - log_variance
+        return F.mse_loss(self.decode(code), inputs, reduction="sum") + divergence.sum() / 2
+
+
+def scale_free(model: Any, batch: Any) -> Any:
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    return loss / loss.detach()
+
+
+def forces(model: Any, batch: Any) -> Any:
+    """An inner gradient, averaged over the rows that a mask leaves."""
+    places = batch[0].detach().requires_grad_()
+    (force,) = torch.autograd.grad(model(places).sum(), places, create_graph=True)
+    each = (force - batch[1]).square().mean(1) * batch[2]
+    return each.sum() / batch[2].sum()
+
+
+def balanced(model: Any, batch: Any) -> Any:
+    """A routing term over the batch with a small coefficient."""
+    shares = model(batch[0]).softmax(1)
+    return F.cross_entropy(model(batch[0]), batch[1]) + 1e-3 * shares.mean(0).square().sum()
+
+
+def dropped(model: Any, batch: Any) -> Any:
+    return F.mse_loss(model(F.dropout(batch[0], 0.4)), batch[1], reduction="sum")
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
+    "rows compared in training mode only": (
+        Centred,
+        lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+        lambda: (rows(), torch.arange(12) % 3),
+        "no weighting of rows",
+    ),
+    "a sum that draws": (Autoencoder, lambda m, b: m(b), rows, "a sum .*'none'"),
+    "functional dropout in a sum": (
+        lambda: net(6, 6),
+        dropped,
+        lambda: (rows(), rows()),
+        "a sum .*'none'",
+    ),
+    "divided by itself": (
+        lambda: net(6, 6),
+        scale_free,
+        lambda: (rows(), rows() * torch.rand(12, 1)),
+        "loss / loss.detach",
+    ),
+    "an inner gradient under a mask": (
+        lambda: net(6, 8, 1),
+        forces,
+        lambda: (rows(), rows(), (torch.arange(12) % 3 > 0).double()),
+        "weighted by '2'",
+    ),
+    "a small term over the batch": (
+        lambda: net(6, 3),
+        balanced,
+        lambda: (rows(), torch.arange(12) % 3),
+        "no weighting of rows",
+    ),
+    "a loss near 1e-7": (
+        lambda: net(6, 6),
+        lambda m, b: 1e-7 * ((m(b[0]) - b[1]).square() * b[2]).sum() / b[2].sum(),
+        lambda: (rows(), rows(), (torch.rand(12, 6) > 0.4).double()),
+        "weighted by '2'",
+    ),
+    "a decay beside a sum": (
+        lambda: net(6, 6),
+        lambda m, b: (
+            F.mse_loss(m(b[0]), b[1], reduction="sum")
+            + sum(p.square().sum() for p in m.parameters())
+        ),
+        lambda: (rows(), rows()),
+        "a term that does not come from rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_values_in_evaluation_mode_do_not_show_is_named(name: str) -> None:
+    make, forward, batch, message = FOUND[name]
+    microbatcher = Microbatcher(
+        make(),
+        forward=forward,
+        microbatch_size=3,
+        loss_average="none" if "decay" in name else "auto",
+    )
+    with pytest.warns(LossAverageWarning, match=message):
+        result = microbatcher.backward(batch())
+    assert result.loss_average_is == "wrong"
+
+
+@pytest.mark.parametrize("first_padded", [2, 10, 25])
+def test_padding_that_comes_late_is_looked_at(first_padded: int) -> None:
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).double()
+    microbatcher = Microbatcher(
+        model,
+        forward=lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()),
+        microbatch_size=2,
+    )
+    batches = []
+    for index in range(30):
+        ids = torch.randint(1, 20, (8, 6))
+        lengths = torch.randint(1, 7, (8, 1)) if index >= first_padded else torch.tensor([[6]])
+        batches.append((ids, torch.where(torch.arange(6) < lengths, ids, -100)))
+    assert warnings_of(microbatcher, *batches[:first_padded]) == []
+    (message,) = warnings_of(microbatcher, *batches[first_padded:])
+    assert "loss_average='tokens'" in message
+
+
+def test_a_class_that_comes_late_is_looked_at() -> None:
+    weight = torch.tensor([1.0, 1.0, 1.0, 9.0], dtype=torch.float64)
+    microbatcher = Microbatcher(
+        net(6, 4), forward=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight), microbatch_size=4
+    )
+    common = [(rows(), torch.arange(12) % 3) for _ in range(20)]
+    assert warnings_of(microbatcher, *common) == []
+    rare = (rows(), (torch.arange(12) % 3).index_fill(0, torch.tensor([5]), 3))
+    assert "class weights" in warnings_of(microbatcher, rare)[0]
+
+
+def test_a_head_of_zeros_is_looked_past_once_it_has_learned() -> None:
+    model = net(6, 8, 8, 3)
+    nn.init.zeros_(model[4].weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def forward(m: Any, batch: Any) -> Any:
+        # Rows are compared in the layers that get no gradient at first.
+        return F.cross_entropy(m[4](m[:4](batch[0]).sub(m[:4](batch[0]).mean(0))), batch[1])
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=4)
+    batch = (rows(), torch.arange(12) % 3)
+    messages = []
+    for _ in range(4):
+        messages += warnings_of(microbatcher, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(messages) == 1
+
+
+def test_an_evaluation_loss_that_depends_on_the_cut_is_named_once() -> None:
+    def forward(m: Any, batch: Any) -> Any:
+        return ((m(batch[0]) - batch[1]).square() * batch[2]).sum() / batch[2].sum()
+
+    microbatcher = Microbatcher(net(6, 6), forward=forward, eval_microbatch_size=4)
+    batch = (rows(), rows(), (torch.rand(12, 6) > 0.4).double())
+    with pytest.warns(LossAverageWarning, match="the evaluation loss of a few rows is"):
+        microbatcher.evaluate(batch)
+    microbatcher.evaluate(batch)
+
+
+# What cannot be seen is said
+
+
+class Carried(nn.Module):
+    """Begins where the last call ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 5).double(), net(5, 3)
+        self.state: Any = None
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.state is None or len(self.state) != len(inputs):
+            self.state = torch.zeros(len(inputs), 5, dtype=inputs.dtype)
+        state = self.cell(inputs, self.state)
+        self.state = state.detach()
+        return self.head(state)
+
+
+def test_state_that_goes_from_call_to_call_is_named_whatever_the_loss() -> None:
+    microbatcher = Microbatcher(Carried(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=4)
+    (message,) = warnings_of(microbatcher, (rows(), torch.arange(12) % 3))
+    assert "keeps state from one call to the next" in message
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_draws_that_nothing_can_silence_are_named_with_both_remedies(draw: Any) -> None:
+    def forward(m: Any, batch: Any) -> Any:
+        noise = torch.tensor([draw() for _ in batch[0]])
+        return ((m(batch[0]) - batch[1]).square().mean(1) * noise).mean()
+
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
+    (message,) = warnings_of(microbatcher, (rows(), rows()))
+    assert "could not check that the loss is a mean over samples" in message
+    assert "loss_average=" in message
+    assert "automicro.verify" in message
+    assert microbatcher.loss_average_is == "unchecked"
+
+
+def test_rows_that_are_mixed_at_random_are_not_taken_for_checked() -> None:
+    def mixed(m: Any, batch: Any) -> Any:
+        other = torch.randperm(len(batch[0]))
+        return F.mse_loss(m(batch[0] + batch[0][other]), batch[1] + batch[1][other])
+
+    microbatcher = Microbatcher(net(6, 6), forward=mixed, microbatch_size=4)
+    (message,) = warnings_of(microbatcher, (rows(), rows()))
+    assert "could not check" in message
+    assert "torch.randperm" in message
+
+
+def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
+    model = net(6, 6)
+    microbatcher = Microbatcher(model, forward=lambda m, b: m(b[0]).sum() * 0.0, microbatch_size=4)
+    messages = warnings_of(microbatcher, *[(rows(), rows())] * 20)
+    assert len(messages) == 1
+    assert "no gradient reaches any parameter" in messages[0]
+
+
+def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
+    silence = Silence(is_alone=True)
+
+    class Func:
+        namespace = "c10d"
+        overloadpacket = torch.ops.aten.add
+        tags = ()
+
+    with pytest.raises(CollectiveError, match="c10d"):
+        silence.run(Func(), (), (), {})
+
+
+# How sure it is
+
+
+def test_a_result_says_how_sure_the_average_is() -> None:
+    batch = (rows(), rows())
+    mean = lambda m, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
+    sure = {
+        "read": {"loss_fn": nn.MSELoss()},
+        "declared": {"forward": mean, "loss_average": "samples"},
+        "checked": {"forward": mean},
+        "unchecked": {"forward": mean, "probe": False},
+    }
+    for expected, options in sure.items():
+        microbatcher = Microbatcher(net(6, 6), microbatch_size=4, **options)  # type: ignore[arg-type]
+        assert microbatcher.backward(batch).loss_average_is == expected
+
+
+def test_the_summary_and_verify_say_it_too() -> None:
+    model = net(6, 6)
+    trainer = Trainer(
+        model,
+        [(rows(), rows())],
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        microbatch_size=4,
+        progress=False,
+    )
+    summary = trainer.fit()
+    assert isinstance(summary, FitSummary)
+    assert summary.loss_average_is == "read"
+    assert "read off the loss or the model" in str(summary)
+    report = verify(model, (rows(), rows()), forward=lambda m, b: F.mse_loss(m(b[0]), b[1]))
+    assert report.loss_average_is == "checked"
+    assert "The average of the loss: checked" in str(report)
+
+
+# What a look costs
+
+
+class Counted(nn.Module):
+    """A model to count the calls of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net(6, 6)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.net(inputs)
+
+
+def test_a_look_is_four_passes_over_sixteen_rows_and_then_nothing() -> None:
+    class Tally:
+        def __enter__(self) -> "Tally":
+            self.lengths: list[int] = []
+            self.handle = nn.modules.module.register_module_forward_hook(self.count)
+            return self
+
+        def count(self, module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(module, Counted) and is_extra_pass():
+                self.lengths.append(len(args[0]))
+
+        def __exit__(self, *_: object) -> None:
+            self.handle.remove()
+
+    microbatcher = Microbatcher(
+        Counted(), forward=lambda m, b: F.mse_loss(m(b[0]), b[1]), microbatch_size=16
+    )
+    batch = (rows(64), rows(64))
+    with Tally() as tally:
+        for _ in range(40):
+            microbatcher.backward(batch)
+    assert len(tally.lengths) == 4
+    assert tally.lengths[:2] == [16, 16]
+    assert sum(tally.lengths[2:]) == 16
+
+
+def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
+    looked_at: set[int] = set()
+    number = 0
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if is_extra_pass():
+            looked_at.add(number)
+
+    microbatcher = Microbatcher(
+        net(6, 6), forward=lambda m, b: m(b[0]).sum() * 0.0, loss_average="none", microbatch_size=4
+    )
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        for number in range(1, 21):  # noqa: B007
+            microbatcher.backward((rows(), rows()))
+    finally:
+        handle.remove()
+    assert sorted(looked_at) == [1, 2, 4, 8, 16]
+
+
+# What a look leaves behind: nothing
+
+
+def test_counters_states_and_modules_of_closures_are_as_if_nobody_had_looked() -> None:
+    teacher: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    seen = 0
+    history: list[Tensor] = []
+    hidden: Any = None
+    totals = {"loss": np.zeros(1)}
+
+    def forward(m: Any, batch: Any) -> Any:
+        nonlocal seen, hidden
+        seen += len(batch[0])
+        with torch.no_grad():
+            goal = teacher(batch[0])
+        loss = F.mse_loss(m(batch[0]), goal)
+        history.append(loss.detach())
+        totals["loss"] += float(loss.detach())
+        hidden = goal if hidden is None else hidden + goal
+        return loss
+
+    states: list[Any] = []
+    for probe in (False, True):
+        torch.manual_seed(0)
+        model = net(6, 6)
+        teacher[1].reset_running_stats()
+        seen, hidden = 0, None
+        history.clear()
+        totals["loss"][:] = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Microbatcher(model, forward=forward, microbatch_size="auto", probe=probe).backward(
+                (rows(12),)
+            )
+        assert hidden is not None
+        states.append(
+            (
+                seen,
+                len(history),
+                totals["loss"].item(),
+                hidden.sum().item(),
+                teacher[1].running_mean.sum().item(),
+            )
+        )
+    assert states[0] == states[1]
+
+
+def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
+    model, calls = net(6, 6), list[int]()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: calls.append(1))
+        parameter.register_post_accumulate_grad_hook(lambda leaf: calls.append(2))
+    before = torch.randn_like(model[0].weight)
+    model[0].weight.grad = before
+    Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto").backward((rows(), rows()))
+    assert sorted(calls) == [1, 1, 2, 2]
+    assert model[0].weight.grad is before
+
+
+def test_a_generator_of_the_callers_is_where_it_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    with Silence() as silence:
+        torch.randn(3, generator=generator)
+        torch.empty(3).normal_(generator=generator)
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+    assert silence.drawn == {"randn", "normal"}
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "alpha_dropout": lambda h: F.alpha_dropout(h, 0.3, True),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "gumbel": F.gumbel_softmax,
+    "beta": lambda h: h + torch.distributions.Beta(2.0, 2.0).sample((len(h), 1)),
+    "dirichlet": lambda h: h + torch.distributions.Dirichlet(torch.ones(8)).sample((len(h),)),
+    "student": lambda h: h + torch.distributions.StudentT(3.0).sample(h.shape),
+    "binomial": lambda h: h + torch.distributions.Binomial(5, torch.full_like(h, 0.3)).sample(),
+    "poisson": lambda h: h + torch.poisson(h.abs()),
+    "time steps": lambda h: h * torch.randint(9, (len(h), 1)),
+    "stochastic depth": lambda h: h * torch.empty(len(h), 1).bernoulli_(0.8),
+    "one sample": lambda h: h * torch.multinomial(h.softmax(1), 1),
+    "attention": lambda h: F.scaled_dot_product_attention(
+        h[:, None], h[:, None], h[:, None], dropout_p=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_rows_draw_the_same_whatever_rows_are_beside_them(name: str) -> None:
+    draw, inputs = DRAWS[name], torch.randn(6, 8)
+    with Silence() as silence:
+        together = draw(inputs)
+        apart = torch.cat([draw(part) for part in inputs.split([4, 2])])
+    assert torch.allclose(together, apart, atol=1e-6)
+    assert silence.drawn
+    assert not silence.unsilenced
