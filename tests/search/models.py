@@ -19,12 +19,17 @@ HIDDEN = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """An ingredient: `build` makes a fresh one; `draws` says that its outputs are random."""
+    """An ingredient: `build` makes a fresh one; `draws` says that its outputs are random.
+
+    `splits` is False where outputs or buffers depend on how rows are cut: weighted pieces are not
+    the truth of it, and a warning about it is never a false alarm.
+    """
 
     build: Callable[[], nn.Module]
     shape: str = "vectors"
     draws: bool = False
     has_batchnorm: bool = False
+    splits: bool = True
     only_float64: bool = False
 
 
@@ -398,9 +403,14 @@ MODELS = {
     "an unused layer": Model(build=unused_layer),
     "frozen but the head": Model(build=all_frozen_but_the_head),
     "frozen BatchNorm": Model(build=frozen_statistics),
-    "BatchNorm": Model(build=lambda: mlp(nn.BatchNorm1d(HIDDEN), nn.Tanh()), has_batchnorm=True),
-    "conv with BatchNorm": Model(build=lambda: Convolutions(nn.BatchNorm2d(4)), has_batchnorm=True),
+    "BatchNorm": Model(
+        splits=False, build=lambda: mlp(nn.BatchNorm1d(HIDDEN), nn.Tanh()), has_batchnorm=True
+    ),
+    "conv with BatchNorm": Model(
+        splits=False, build=lambda: Convolutions(nn.BatchNorm2d(4)), has_batchnorm=True
+    ),
     "BatchNorm without statistics": Model(
+        splits=False,
         build=lambda: Convolutions(nn.BatchNorm2d(4, track_running_stats=False)),
         has_batchnorm=True,
     ),
@@ -411,7 +421,7 @@ MODELS = {
     "inplace ReLU": Model(build=lambda: mlp(nn.ReLU(inplace=True))),
     "PReLU": Model(build=lambda: mlp(nn.PReLU())),
     "weight norm": Model(build=weight_normed),
-    "spectral norm": Model(build=spectral),
+    "spectral norm": Model(splits=False, build=spectral),
     "a forward hook": Model(build=with_forward_hook),
     "lazy": Model(build=lazy),
     "checkpointed": Model(build=lambda: Checkpointed(reentrant=False)),
@@ -420,24 +430,33 @@ MODELS = {
         build=lambda: nn.Sequential(MergingLinear(), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
     ),
     "router": Model(build=Router),
-    "codebook": Model(build=Codebook),
-    "carried state": Model(build=Carried),
-    "running mean": Model(build=around(_running_mean, mean=lambda: torch.zeros(HIDDEN))),
-    "counted calls": Model(build=around(_calls, count=lambda: 0)),
-    "a history in a list": Model(build=around(_history, seen=list)),
+    "codebook": Model(splits=False, build=Codebook),
+    "carried state": Model(splits=False, build=Carried),
+    "running mean": Model(
+        splits=False, build=around(_running_mean, mean=lambda: torch.zeros(HIDDEN))
+    ),
+    "counted calls": Model(splits=False, build=around(_calls, count=lambda: 0)),
+    "a history in a list": Model(splits=False, build=around(_history, seen=list)),
     "rows counted": Model(build=around(_rows_seen, rows=lambda: 0)),
     "cached by the largest batch": Model(build=around(_cached_positions, cache=lambda: None)),
     "clamps its weight": Model(build=around(_clamped_weight)),
     "observes the range": Model(
-        build=around(_minmax, low=lambda: torch.tensor(0.0), high=lambda: torch.tensor(0.0))
+        splits=False,
+        build=around(_minmax, low=lambda: torch.tensor(0.0), high=lambda: torch.tensor(0.0)),
     ),
-    "a buffer that counts": Model(build=around(_count_buffer, batches=lambda: torch.tensor(0))),
-    "centred over the batch": Model(build=around(lambda module, h: h - h.mean(0))),
+    "a buffer that counts": Model(
+        splits=False, build=around(_count_buffer, batches=lambda: torch.tensor(0))
+    ),
+    "centred over the batch": Model(splits=False, build=around(lambda module, h: h - h.mean(0))),
     "spread over the batch": Model(
-        build=around(lambda module, h: h * (1 + h.var(0, unbiased=False)))
+        splits=False, build=around(lambda module, h: h * (1 + h.var(0, unbiased=False)))
     ),
-    "attention over rows": Model(build=around(lambda module, h: (h @ h.T).softmax(-1) @ h)),
-    "a neighbour's row": Model(build=around(lambda module, h: h + 0.1 * h.roll(1, 0))),
+    "attention over rows": Model(
+        splits=False, build=around(lambda module, h: (h @ h.T).softmax(-1) @ h)
+    ),
+    "a neighbour's row": Model(
+        splits=False, build=around(lambda module, h: h + 0.1 * h.roll(1, 0))
+    ),
     "dropout": Model(build=lambda: mlp(nn.Tanh(), nn.Dropout(0.3)), draws=True),
     "dropout, checkpointed": Model(
         build=lambda: Checkpointed(reentrant=False, drops=True), draws=True
@@ -480,7 +499,7 @@ MODELS = {
     "max_norm": Model(build=lambda: Sequences(nn.Tanh(), max_norm=1.5), shape="tokens"),
     "sparse embedding": Model(build=lambda: Sequences(nn.Tanh(), sparse=True), shape="tokens"),
     "frequency-scaled embedding": Model(
-        build=lambda: Sequences(nn.Tanh(), scale_grad_by_freq=True), shape="tokens"
+        splits=False, build=lambda: Sequences(nn.Tanh(), scale_grad_by_freq=True), shape="tokens"
     ),
     "bags": Model(build=Bags, shape="tokens"),
     "conv over time": Model(

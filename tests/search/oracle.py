@@ -70,6 +70,9 @@ def judge_combination(one: Combination) -> Judgement:
         return Judgement(one, Verdict.INVALID, "the loss of plain torch is not finite")
     trace, plan = _run(one)
     verdict, reason = _faults(one, trace, plan)
+    after_error = trace.has_raised and plan.fault.startswith("error")
+    if verdict is None and after_error and _is_stateful(one):
+        verdict, reason = Verdict.INVALID, "plain torch keeps what the error left, too"
     if verdict is None:
         verdict, reason = _result(one, trace, whole)
     return Judgement(one, verdict, reason)
@@ -157,13 +160,16 @@ STATEFUL = (
 )
 
 
+def _is_stateful(one: Combination) -> bool:
+    return any(each in STATEFUL for each in (one.model, one.loss, one.wiring))
+
+
 def _may_excuse_state(one: Combination, trace: Trace, plan: Plan) -> bool:
     """Whether it is state that nobody can put back, and a warning names it.
 
     After an error plain torch leaves it changed, too, and nothing needs to be said.
     """
-    is_stateful = any(each in STATEFUL for each in (one.model, one.loss, one.wiring))
-    return is_stateful and (bool(trace.said) or plan.fault == "error at an operation")
+    return _is_stateful(one) and (bool(trace.said) or plan.fault == "error at an operation")
 
 
 # Beside plain torch
@@ -182,8 +188,9 @@ def _result(one: Combination, trace: Trace, whole: Trace) -> tuple[Verdict, str]
 
 
 def _drawn_truth(one: Combination, trace: Trace) -> Trace | None:
-    loss = one.parts[1]
-    if loss.true is None:
+    model, loss = one.parts
+    trains_teacher = one.wiring == "a teacher that trains its BatchNorm"
+    if loss.true is None or not model.splits or trains_teacher:
         return None
     with caught():
         return by_hand(Job(one), trace.cuts, loss.true)
@@ -305,6 +312,8 @@ def is_exact_at_every_size(one: Combination) -> bool:
     By hand and in float64, without twists and faults: of what draws, whether its parts are known
     to.
     """
+    if not one.parts[0].splits:
+        return False
     if one.metric == "a running window" or one.wiring == "a teacher that trains its BatchNorm":
         return False
     job = Job(one)
