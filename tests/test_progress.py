@@ -135,6 +135,7 @@ def test_the_summary_aligns_what_it_reports() -> None:
         "tokens                       98,765",
         "global batch (average)       750 = 250 rows per device × 2 devices × 1.5 accumulated",
         "train loss (last batch)      0.2500",
+        "average of the loss          assumed to be over samples, not checked",
         "train accuracy (last epoch)  0.5000",
         "OOMs survived: 0 (0 in train, 0 in eval)",
         "final microbatch size: 1 row (1 × 1 of 1) in train",

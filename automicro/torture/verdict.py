@@ -17,6 +17,7 @@ PROBE, DRY_RUN = "probe", "dry run of the optimizer"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
     "look": PROBE,
+    "look_at_evaluation": PROBE,
     "_unless_it_always_fails": "look at a metric",
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",
