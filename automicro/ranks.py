@@ -172,6 +172,12 @@ class Ranks(Protocol):
     def settle(self) -> None:
         """Put wrappers into the state that they have between steps, a user's forward behind."""
 
+    def looking_alone(self) -> AbstractContextManager[None]:
+        """Around forwards of an attempt that this rank alone runs: a collective in one raises."""
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        """Around what users do between attempts: a vote comes before each collective of theirs."""
+
     def agree(self, proposal: Proposal) -> Agreement:
         """Put together what all ranks bring to an attempt. All call it."""
 
@@ -247,6 +253,12 @@ class OneRank:
 
     def settle(self) -> None:
         """There is no wrapper."""
+
+    def looking_alone(self) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        return self._nothing
 
     def agree(self, proposal: Proposal) -> Agreement:
         return Agreement(

@@ -122,4 +122,7 @@ class TrainingWork:
                 RandomState(self._device, find_generators(self._modules)),
             ]
         )
-        prober.look(batch, num_rows, self._layout, self._passes.losses_of_rows, undo, self._device)
+        with self._ranks.looking_alone():
+            prober.look(
+                batch, num_rows, self._layout, self._passes.losses_of_rows, undo, self._device
+            )

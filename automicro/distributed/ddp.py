@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
 from automicro.ranks import StrayedError
-from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import (
     GradBucket,
     arrive,
@@ -54,7 +54,7 @@ class VotingHook:
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.before is not None:
             self.before(bucket)
-        with without_modes():
+        with own_collectives():
             future = (self.hook or _average)(state, bucket)
         self.pending.append(future)
         return future
@@ -138,6 +138,14 @@ class DdpGuard:
         """A forward outside of a step leaves nothing."""
 
     @property
+    def is_replaying(self) -> bool:
+        return self._is_open and self._training and not self._votes_here
+
+    def owns(self, call: Call) -> bool:
+        used = local_used_map(self._model) if self._is_open and self._is_reduced else None
+        return used is not None and used.data_ptr() in call.pointers
+
+    @property
     def has_strayed(self) -> bool:
         return self._has_strayed
 
@@ -146,6 +154,9 @@ class DdpGuard:
         return self._unused
 
     def prepare(self) -> None:
+        if not self._has_looked:
+            watch_for_strangers(self._votes)
+            self._has_looked = True
         self._flat = []
         if self._stale_buffers:
             self._flat = [
@@ -154,13 +165,12 @@ class DdpGuard:
             ]
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
-        if not self._has_looked:
-            watch_for_strangers(self._votes)
-            self._has_looked = True
         # What DDP would do in the next forward, where a rank may be missing.
-        self._send_buffers()
+        with own_collectives():
+            self._send_buffers()
+            is_rebuilt = training and rebuild_buckets(self._model)
         self._model.require_forward_param_sync = False
-        if training and rebuild_buckets(self._model):
+        if is_rebuilt:
             self._known = False
             self._buckets = []
         self._last = num_microbatches - 1
@@ -200,7 +210,7 @@ class DdpGuard:
     def play_rest(self) -> None:
         if not self._training or self._votes_here:
             return
-        with without_modes():
+        with own_collectives():
             self._hook.drain()
             for buffer in self._buckets[self._launched :]:
                 self._hook.pending.append(average_buffer(self._model.process_group, buffer.zero_()))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from automicro.distributed.entrance import Call
+
 
 class Guard(Protocol):
     """Stands between a wrapper (DDP, FSDP2) and its collectives.
@@ -39,6 +41,13 @@ class Guard(Protocol):
             StrayedError: collectives are others than were known, and it did not run them.
             ValueError: gradients were computed that nothing reduces.
         """
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a rank that failed now would play collectives, and not vote right away."""
+
+    def owns(self, call: Call) -> bool:
+        """Whether a collective that is about to run is the wrapper's, and guarded as such."""
 
     @property
     def has_strayed(self) -> bool:

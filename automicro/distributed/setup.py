@@ -14,6 +14,7 @@ from automicro.distributed.collectives import CollectivesGuard, runs_collectives
 from automicro.distributed.commons import Commons, commons_of_group
 from automicro.distributed.coordination import CoordinatedRanks
 from automicro.distributed.ddp import DdpGuard
+from automicro.distributed.entrance import open_entrance
 from automicro.distributed.exchange import AloneExchange, Exchange, TreeExchange
 from automicro.distributed.fsdp import FsdpGuard
 from automicro.distributed.groups import GlooGroup
@@ -58,6 +59,7 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
 
 def _open_votes() -> Votes:
     exchange = open_exchange()
+    open_entrance()
     return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
 
 
@@ -93,7 +95,7 @@ def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:
     for root, sharded in _sharded_parts(modules):
         guards.append(commons.guard_of(sharded, functools.partial(FsdpGuard, [root], votes)))
     if runs_collectives(modules):
-        guards.append(CollectivesGuard(modules, votes))
+        guards.append(CollectivesGuard(modules))
     if len(guards) > 1:
         # Collectives that are played must be all that peers wait for.
         for guard in guards:

@@ -341,7 +341,12 @@ class Trainer:
             )
         self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
-        with telling_once(ranks), self._session.open() as progress, noting(fit.loop.where):
+        with (
+            telling_once(ranks),
+            ranks.guarding_calls(),
+            self._session.open() as progress,
+            noting(fit.loop.where),
+        ):
             return fit(progress)
 
     def eval(self, dataloader: Any = None) -> dict[str, float]:
@@ -367,8 +372,8 @@ class Trainer:
                 "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer, or a "
                 "loader to eval()"
             )
-        phase = PhaseState()
-        with telling_once(self._microbatcher.ranks), self._session.open() as progress:
+        phase, ranks = PhaseState(), self._microbatcher.ranks
+        with telling_once(ranks), ranks.guarding_calls(), self._session.open() as progress:
             for evaluation in evaluations:
                 evaluation.run(
                     phase,
