@@ -59,7 +59,6 @@ class Call:
         peer: the rank that it sends to or receives from; None where it is for all members.
         sends: whether it sends to one peer.
         shape: how many numbers of which type, where all members have to bring the same.
-        pointers: where its tensors lie.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Call:
     peer: int | None = None
     sends: bool = False
     shape: str = ""
-    pointers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         what = f"{self.name} of {self.shape}" if self.shape else self.name
@@ -184,7 +182,6 @@ def _read(name: str, arguments: Mapping[str, Any], tensors: Sequence[Tensor]) ->
         peer=None if peer is None else members[peer],
         sends="dst" in place,
         shape=_shape(tensors) if is_alike else "",
-        pointers=tuple(each.data_ptr() for each in tensors),
     )
 
 
