@@ -25,7 +25,7 @@ from automicro.checks import (
 )
 from automicro.compilation import refuse_cuda_graphs
 from automicro.filling import SpareRows
-from automicro.finding_ranks import find_ranks
+from automicro.finding_ranks import find_ranks, telling_of_failure
 from automicro.forward import choose_convention
 from automicro.inputs import cost_of_row
 from automicro.memory import OccupiedDevice
@@ -106,6 +106,7 @@ class Microbatcher:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
     """
 
+    @telling_of_failure
     def __init__(
         self,
         model: nn.Module,

@@ -4,17 +4,21 @@
 uses it.
 """
 
-from automicro.distributed.coordination import CoordinatedRanks
+from automicro.distributed.coordination import TOLD, CoordinatedRanks, describe
 from automicro.distributed.ddp import VotingHook
-from automicro.distributed.setup import coordinate, is_parallel
+from automicro.distributed.setup import coordinate, is_parallel, tell_of_absence, wait_for_all
 from automicro.distributed.simulated import SimulatedWorld
 from automicro.distributed.votes import Votes
 
 __all__ = [
+    "TOLD",
     "CoordinatedRanks",
     "SimulatedWorld",
     "Votes",
     "VotingHook",
     "coordinate",
+    "describe",
     "is_parallel",
+    "tell_of_absence",
+    "wait_for_all",
 ]

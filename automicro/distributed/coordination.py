@@ -19,6 +19,9 @@ from automicro.errors import PeerFailedError, PeerLostError, PeerStoppedError, R
 from automicro.oom import Failure, classify
 from automicro.ranks import Agreement, Proposal, Report, Status, StrayedError
 
+TOLD = "automicro: this happened on rank"
+"""How the note begins that an error gets when the others are told of it."""
+
 _CANNOT_TAKE_BACK = (
     "automicro: at that point messages of one rank to another (send, isend) had not been received, "
     "and a second attempt would take them for its own; exchange with all_to_all or all_gather "
@@ -278,18 +281,24 @@ class CoordinatedRanks:
     def _raise_reasons(self, own: BaseException | None, *, rolls_back: bool = False) -> None:
         """Let all ranks know who failed, and why; raise where it was not this one."""
         self._votes.is_over = True
-        reasons = self._votes.explain(None if own is None else _describe(own))
+        reasons = self._votes.explain(None if own is None else describe(own))
         if own is None:
             raise PeerFailedError(
                 f"rank {self.rank} stops because another rank failed:\n{reasons}\n"
                 f"{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
                 "log has the traceback), and start again from the last checkpoint."
             )
-        own.add_note(
-            f"automicro: this happened on rank {self.rank} of {self.world_size}; the others were "
-            "told and stop too"
-        )
+        own.add_note(f"{TOLD} {self.rank} of {self.world_size}; the others were told and stop too")
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def describe(error: BaseException) -> str:
+    """An error in words, whatever its own text does.
+
+    >>> describe(ValueError("a mistake"))
+    'ValueError: a mistake'
+    """
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its text cannot be made: {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}"

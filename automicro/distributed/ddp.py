@@ -206,7 +206,7 @@ class DdpGuard:
             self._reduce_rest(is_expected=self._expects_gradients)
 
     def _after_forward(self) -> None:
-        """Take down what a forward expects; one without gradients may follow, which expects none."""
+        """Note what a forward expects: one without gradients may follow, which expects none."""
         if self._is_open:
             self._was_called = True
             self._expects_gradients |= bool(self._model.require_forward_param_sync)

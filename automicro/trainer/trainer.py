@@ -36,7 +36,7 @@ from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.session import Session, noting
 from automicro.trainer.summary import FitSummary
-from automicro.trainer.together import telling_once
+from automicro.trainer.together import telling_of_failure, telling_once
 from automicro.weighting import LossAverage
 
 
@@ -145,6 +145,7 @@ class Trainer:
         DesyncError: ranks were given different arguments.
     """
 
+    @telling_of_failure
     def __init__(
         self,
         model: nn.Module,

@@ -88,9 +88,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce subgroup": lambda x: dist.all_reduce(x, group=_subgroup()),
     "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x, x.clone()]),
     "all_gather": lambda x: dist.all_gather(_list(x), x),
-    "all_gather_coalesced": lambda x: dist.all_gather_coalesced(
-        [[y] for y in _list(x)], [x]
-    ),
+    "all_gather_coalesced": lambda x: dist.all_gather_coalesced([[y] for y in _list(x)], [x]),
     "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(_wide(x), x),
     "all_gather_single": lambda x: dist.all_gather_single(_wide(x), x),
     "all_gather_object": lambda x: dist.all_gather_object(_objects(), dist.get_rank()),

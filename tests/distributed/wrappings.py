@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -185,9 +187,11 @@ WRAPPINGS: dict[str, Wrap] = {
     "pairs": _pairs,
     "kept after forward": lambda model: _all_in_children(model, reshard_after_forward=False),
     "freed after forward": lambda model: _all_in_children(model, reshard_after_forward=True),
-    "to one rank": lambda model: _all_in_children(model, reshard_after_forward=1)
-    if dist.get_world_size() == 1
-    else _all_in_children(model, reshard_after_forward=dist.get_world_size()),
+    "to one rank": lambda model: (
+        _all_in_children(model, reshard_after_forward=1)
+        if dist.get_world_size() == 1
+        else _all_in_children(model, reshard_after_forward=dist.get_world_size())
+    ),
     "half precision": lambda model: _all_in_children(
         model,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -238,7 +242,11 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(
-    name: str, *, fault: tuple[int, int, int] | None = None, sizes: Sequence[int] = (), rows: int = 4
+    name: str,
+    *,
+    fault: tuple[int, int, int] | None = None,
+    sizes: Sequence[int] = (),
+    rows: int = 4,
 ) -> tuple[list[Tensor], list[int], bool]:
     """Three steps; all parameters, the size of each step, and whether the fault came.
 
