@@ -270,7 +270,8 @@ class Microbatcher:
         with self._memory.limited():
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
-                self._ranks.settle()
+                parameters = [p for module in self._modules for p in module.parameters()]
+                self._ranks.settle(parameters)
                 rows = self._spare.rows_of(batches)
                 policy = self._split_guard.allowed_policy(self._train.policy)
                 could_split = self._split_guard.could_split(policy, rows)
@@ -279,7 +280,6 @@ class Microbatcher:
                     denominators = self._passes.denominators(batches, rows)
                 elif is_lazy(self._modules):
                     self._passes.materialize(batches[0])
-                parameters = [p for module in self._modules for p in module.parameters()]
                 tensors = [self._passes.tensors(batch) for batch in batches]
             watch = self._train.watch([each for batch in tensors for each in batch])
             buffers, narrator = self._train.buffers(), self._train.narrator()

@@ -168,7 +168,19 @@ def first_line(error: BaseException) -> str:
     >>> first_line(RuntimeError("CUDA out of memory.\nGPU 0 has …")), first_line(MemoryError())
     ('CUDA out of memory.', 'MemoryError')
     """
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(text_of(error).splitlines()), type(error).__name__)
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, also where it cannot be made.
+
+    >>> text_of(ValueError("a mistake"))
+    'a mistake'
+    """
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be made: {type(failure).__name__})"
 
 
 def release(exception: BaseException, device: torch.device | str | None = None) -> None:
@@ -221,7 +233,7 @@ def _classify_one(exception: BaseException) -> Failure | None:
     # Whatever torch, Triton or a driver raises is one of these; a ValueError only quotes them.
     if not isinstance(exception, RuntimeError | MemoryError):
         return None
-    text = _REPLICA.sub("", str(exception), count=1)
+    text = _REPLICA.sub("", text_of(exception), count=1)
     for pattern, means in _COMPILED:
         if pattern.match(text):
             return means

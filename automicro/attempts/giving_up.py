@@ -17,9 +17,10 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
         SampleTooLargeError: it happened on another rank.
     """
     if isinstance(failure, PeerStoppedError):
+        who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
         raise SampleTooLargeError(
-            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on another "
-            'rank; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on {who}; "
+            'microbatch_size="auto" would try smaller ones. The state is as before the step.'
         ) from failure
     what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
     failure.add_note(

@@ -6,6 +6,7 @@ uses it.
 
 from automicro.distributed.coordination import TOLD, CoordinatedRanks, describe
 from automicro.distributed.ddp import VotingHook
+from automicro.distributed.entrance import own_collectives
 from automicro.distributed.setup import coordinate, is_parallel, tell_of_absence, wait_for_all
 from automicro.distributed.simulated import SimulatedWorld
 from automicro.distributed.votes import Votes
@@ -19,6 +20,7 @@ __all__ = [
     "coordinate",
     "describe",
     "is_parallel",
+    "own_collectives",
     "tell_of_absence",
     "wait_for_all",
 ]

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -64,6 +64,9 @@ class CollectivesGuard:
 
     def stay_guarded(self) -> None:
         """It never replays."""
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        """There is no wrapper."""
 
     def settle(self) -> None:
         """There is no wrapper."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
+from torch import Tensor
 
 from automicro.distributed.entrance import (
     Call,
@@ -16,7 +17,7 @@ from automicro.distributed.entrance import (
 from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
 from automicro.errors import PeerFailedError, PeerLostError, PeerStoppedError, RankError
-from automicro.oom import Failure, classify
+from automicro.oom import Failure, classify, text_of
 from automicro.ranks import Agreement, Proposal, Report, Status, StrayedError
 
 TOLD = "automicro: this happened on rank"
@@ -63,6 +64,7 @@ class CoordinatedRanks:
         self.copies = copies
         self._name = name
         self._looks_alone = False
+        self._trained: list[int] = []  # the parameters, by identity
         self._strayed: StrayedError | None = None  # in this attempt, at a collective
 
     @property
@@ -93,7 +95,12 @@ class CoordinatedRanks:
         with self._between_steps():
             return self._votes.agree(proposal, asker=self._name)
 
-    def settle(self) -> None:
+    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
+        trained = [id(each) for each in parameters if each.requires_grad]
+        if trained and trained != self._trained:
+            for guard in self._guards:
+                guard.require_known(parameters)
+            self._trained = trained
         for guard in self._guards:
             guard.settle()
 
@@ -155,6 +162,9 @@ class CoordinatedRanks:
             yield
         finally:
             self._looks_alone = False
+
+    def voted(self) -> AbstractContextManager[None]:
+        return own_collectives()
 
     def guarding_calls(self) -> AbstractContextManager[None]:
         return keeping_between_steps(self)
@@ -297,8 +307,4 @@ def describe(error: BaseException) -> str:
     >>> describe(ValueError("a mistake"))
     'ValueError: a mistake'
     """
-    try:
-        text = str(error)
-    except Exception as failure:
-        text = f"(its text cannot be made: {type(failure).__name__})"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text_of(error)}"

@@ -138,6 +138,22 @@ class DdpGuard:
     def stay_guarded(self) -> None:
         self._can_replay = False
 
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        known = {id(each) for each in self._parameters.values()}
+        ignored = self._model.parameters_to_ignore
+        new = [
+            name
+            for name, each in self._model.module.named_parameters()
+            if each.requires_grad and id(each) not in known and name not in ignored
+        ]
+        if new:
+            raise ValueError(
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model, or "
+                "were thawed, after DistributedDataParallel was put around it, so nobody would "
+                "average their gradients over ranks; change the model before it is wrapped, or "
+                "wrap it anew and make a new Microbatcher or Trainer"
+            )
+
     def settle(self) -> None:
         """A forward outside of a step leaves nothing."""
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
@@ -179,6 +180,22 @@ class FsdpGuard:
         if group is None or call.name != "all_reduce":
             return False
         return call.members == tuple(dist.get_process_group_ranks(group))
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        new = [
+            name
+            for root in self._roots
+            if isinstance(root, nn.Module)
+            for name, each in root.named_parameters()
+            if each.requires_grad and not isinstance(each, DTensor)
+        ]
+        if new:
+            raise ValueError(
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model "
+                "after fully_shard was applied to it, so nobody would average their gradients "
+                "over ranks; change the model before it is sharded, or shard them too and make a "
+                "new Microbatcher or Trainer"
+            )
 
     def settle(self) -> None:
         # After a forward without gradients the outermost modules stay whole.

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from torch import Tensor
+
 from automicro.distributed.entrance import Call
 
 
@@ -20,6 +22,13 @@ class Guard(Protocol):
 
     def stay_guarded(self) -> None:
         """Never replay, because other collectives run in between."""
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters to train that are inside the wrapper and that it does not know.
+
+        Raises:
+            ValueError: they came into the model, or were thawed, after it was wrapped.
+        """
 
     def settle(self) -> None:
         """Between steps: undo what a forward outside of one has left."""

@@ -70,6 +70,7 @@ class Votes:
         self._trained = 0  # of these
         self._point = "at the beginning"
         self._stopped: Status | None = None
+        self._culprit: int | None = None
         self.any_strayed = False
         self.is_in_attempt = False
         self.told: tuple[float, ...] = ()
@@ -306,14 +307,18 @@ class Votes:
 
     def _hear(self, together: Ballot) -> None:
         self._stopped, self.told = together.means, together.highs
+        self._culprit = int(together.culprit) if together.culprit < math.inf else None
         self.any_strayed = together.flag > 0
 
     def _raise_stopped(self) -> None:
         if self._stopped is not None:
-            raise PeerStoppedError(
-                f"rank {self.rank} stops this attempt because another rank voted "
-                f"{self._stopped.name}; all ranks roll back together"
+            who = "another rank" if self._culprit is None else f"rank {self._culprit}"
+            stopped = PeerStoppedError(
+                f"rank {self.rank} stops this attempt because {who} voted {self._stopped.name}; "
+                "all ranks roll back together"
             )
+            stopped.culprit = self._culprit
+            raise stopped
 
     def _report_desync(self, point: str, remedy: str) -> None:
         where = self.explain(f"{point}, after {self._attempts_so_far()}")

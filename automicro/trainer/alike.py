@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from automicro.distributed import wait_for_all
-from automicro.distributed.entrance import own_collectives
+from automicro.distributed import own_collectives, wait_for_all
 from automicro.errors import DesyncError
 from automicro.ranks import Ranks
 from automicro.trainer.outline import Outline

@@ -82,7 +82,8 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
         return [value]
     ranks.ready(point)
     values: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(values, value)
+    with ranks.voted():
+        dist.all_gather_object(values, value)
     return values
 
 

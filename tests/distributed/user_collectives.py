@@ -1,6 +1,7 @@
-"""Collectives that people run themselves: in a forward, a loss, a metric, a callback, a data set."""
+"""Collectives that people run themselves: in a forward, a loss, a metric, a callback, data."""
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +12,10 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from automicro import Callback, Microbatcher, Trainer
+from automicro import Callback, Trainer
 from automicro.distributed import commons
 
 Operation = Callable[[Tensor], object]
@@ -49,7 +48,8 @@ def _ring(x: Tensor, *, both: bool = False) -> None:
 def _pair(x: Tensor, *, later: bool = False) -> None:
     """Ranks 0 and 1 exchange; a third one has a message for itself alone, by another way."""
     rank = dist.get_rank()
-    send, receive = (dist.isend, dist.irecv) if later else (dist.send, dist.recv)
+    send: Any = dist.isend if later else dist.send
+    receive: Any = dist.irecv if later else dist.recv
     if rank == 0:
         work = send(x, 1)
     elif rank == 1:
@@ -57,7 +57,15 @@ def _pair(x: Tensor, *, later: bool = False) -> None:
     else:
         return
     if later:
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
+
+
+def _pair_of_objects() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send_object_list([3], 1)
+    elif rank == 1:
+        dist.recv_object_list([None], 0)
 
 
 def _objects() -> list[Any]:
@@ -84,7 +92,7 @@ def make_subgroups() -> None:
 # By the name of the function of torch.distributed; what follows a space is a variation.
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": lambda x: dist.all_reduce(x),
-    "all_reduce async": lambda x: dist.all_reduce(x, async_op=True).wait(),  # type: ignore[union-attr]
+    "all_reduce async": lambda x: dist.all_reduce(x, async_op=True).wait(),
     "all_reduce subgroup": lambda x: dist.all_reduce(x, group=_subgroup()),
     "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x, x.clone()]),
     "all_gather": lambda x: dist.all_gather(_list(x), x),
@@ -112,6 +120,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "send": _pair,
     "isend": lambda x: _pair(x, later=True),
+    "send_object_list": lambda x: _pair_of_objects(),
     "nn.all_gather": lambda x: dnn.all_gather(x),
     "nn.all_reduce": lambda x: dnn.all_reduce(x),
     "funcol.all_reduce": lambda x: funcol.all_reduce(x, "sum", _world()).sum(),
@@ -136,11 +145,16 @@ def operations_of_torch() -> set[str]:
         "get_rank",
         "get_world_size",
         "is_backend_available",
+        "new_subgroups",  # groups are made before anybody trains
+        "shrink_group",
+        "reduce_op",  # is deprecated, and says so when it is looked at
     }
     found = set()
     for name in dist.distributed_c10d.__all__:
+        if name in local:
+            continue
         value = getattr(dist.distributed_c10d, name)
-        if inspect.isfunction(value) and name not in local:
+        if inspect.isfunction(value):
             parameters = inspect.signature(inspect.unwrap(value)).parameters
             if "group" in parameters or name == "batch_isend_irecv":
                 found.add(name)
@@ -153,7 +167,7 @@ class Where:
     def __init__(self, name: str, place: str, ranks: Sequence[int], oom: tuple[int, int] | None):
         self._operation, self.place, self._ranks = OPERATIONS[name], place, ranks
         self._oom = oom
-        self.is_settled = False
+        self.is_in_microbatch = False
         self.calls = 0
 
     def come(self, place: str, *, rows: Tensor | None = None) -> None:
@@ -163,9 +177,10 @@ class Where:
                 self._operation(torch.ones(2, 3))
 
     def forward(self) -> None:
-        """Called after the collective of a forward."""
-        self.calls += 1
+        """Called after the collective of a forward; a look at the loss does not count."""
+        self.calls += self.is_in_microbatch
         if self._oom is not None and (dist.get_rank(), self.calls) == self._oom:
+            self._oom = None
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -197,6 +212,7 @@ class Rows(Dataset[Any]):
 
 class Counting(Metric):
     full_state_update = False
+    total: Tensor
 
     def __init__(self, where: Where) -> None:
         super().__init__()
@@ -220,6 +236,12 @@ class Counting(Metric):
 class Calling(Callback):
     def __init__(self, where: Where) -> None:
         self.where = where
+
+    def microbatch_start(self, run: Any, cut: Any) -> None:
+        self.where.is_in_microbatch = True
+
+    def microbatch_end(self, run: Any, cut: Any) -> None:
+        self.where.is_in_microbatch = False
 
     def batch_end(self, run: Any, result: Any) -> None:
         self.where.come("callback")
@@ -275,23 +297,20 @@ def train(
     return [each.clone() for each in whole], tuple(sizes)
 
 
-def walk(
-    names: Sequence[str], place: str, ranks: Sequence[int], options: dict[str, Any]
-) -> dict[str, Any]:
-    """How runs end, by operation: an error's kind and text, or whether it is as it should be."""
-    ended: dict[str, Any] = {}
+def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+    """How a run ends: an error's kind and text, or the parameters and sizes that it ended with."""
     make_subgroups()
-    for name in names:
-        # A run that ended in an error has no votes any more; all ranks begin anew.
-        commons._opened = None
-        try:
-            state, sizes = train(name, place, ranks, **options)
-        except Exception as error:
-            notes = "\n".join(getattr(error, "__notes__", []))
-            ended[name] = (type(error).__name__, f"{error}\n{notes}")
-        else:
-            ended[name] = ("ended", [each.tolist() for each in state], sizes)
-    return ended
-
-
-__all__ = ["DistributedDataParallel", "Microbatcher", "fully_shard"]
+    # A run that ended in an error has no votes any more; all ranks begin anew.
+    commons._opened = None
+    if nodes := options.get("nodes"):
+        os.environ["LOCAL_WORLD_SIZE"] = str(nodes[dist.get_rank()])
+    try:
+        state, sizes = train(
+            name, place, ranks, **{key: each for key, each in options.items() if key != "nodes"}
+        )
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        return {"kind": type(error).__name__, "text": "\n".join([str(error), *notes])}
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return {"kind": "", "state": state, "sizes": sizes}
