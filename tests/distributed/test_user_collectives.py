@@ -23,7 +23,7 @@ Case = tuple[str, str, bool, dict[str, Any]]
 def require_ended(world: World, case: Case) -> str:
     """In a word how a case ended: "exact" or "named"."""
     name, place, on_all, options = case
-    ranks = list(range(world.size)) if on_all else [world.size - 1]
+    ranks = list(range(world.size)) if on_all else [1]
     ends = world.run(end_of, name, place, ranks, options)
     if not on_all:
         assert all(end["kind"] in ("DesyncError", "PeerFailedError") for end in ends), ends
@@ -101,6 +101,18 @@ def test_out_of_memory_before_a_collective_changes_nothing(
             expected = world2.run(end_of, name, place, [0, 1], options)[0]
             for one, other in zip(found["state"], expected["state"], strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("nodes", [(), (2, 2, 1)], ids=["one node", "two nodes"])
+def test_a_few_operations_on_three_ranks(world3: World, nodes: Sequence[int]) -> None:
+    for case in random.Random(f"{SEED} {nodes}").sample(list(every_case(3, nodes)), 4):
+        require_ended(world3, case)
+
+
+def test_a_collective_at_the_start_of_a_batch_that_one_rank_lacks_is_named(world2: World) -> None:
+    for end in world2.run(end_of, "all_reduce", "batch_start", [0, 1], {"rows": 9}):
+        assert end["kind"] == "DesyncError"
+        assert "all_reduce" in end["text"]
 
 
 class Forced:

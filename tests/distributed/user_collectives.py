@@ -243,6 +243,9 @@ class Calling(Callback):
     def microbatch_end(self, run: Any, cut: Any) -> None:
         self.where.is_in_microbatch = False
 
+    def batch_start(self, run: Any, batch: Any) -> None:
+        self.where.come("batch_start")
+
     def batch_end(self, run: Any, result: Any) -> None:
         self.where.come("callback")
 
@@ -258,7 +261,7 @@ def train(
     kind: str = "ddp",
     oom: tuple[int, int] | None = None,
     size: Any = "auto",
-    probe: bool = True,
+    rows: int | None = None,
 ) -> tuple[list[Tensor], tuple[int, ...]]:
     """Two epochs of a Trainer; all parameters at the end, and the sizes of its batches."""
     where = Where(name, place, ranks, oom)
@@ -277,7 +280,7 @@ def train(
 
     trainer = Trainer(
         net,
-        DataLoader(Rows(where, 4 * dist.get_world_size()), batch_size=4),
+        DataLoader(Rows(where, rows or 4 * dist.get_world_size()), batch_size=4),
         loss_fn=loss_fn,
         optimizer=torch.optim.SGD,
         metrics={"counting": Counting(where)},
@@ -289,7 +292,6 @@ def train(
         loss_average="samples",
         device="cpu",
         progress=False,
-        probe=probe,
     )
     trainer.fit()
     found = [each.detach() for each in net.parameters()]
