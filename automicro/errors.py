@@ -133,7 +133,13 @@ class RankError(AutomicroError, RuntimeError):
 
 
 class PeerStoppedError(RankError):
-    """Another rank ended the attempt. All ranks roll back; it reaches nobody outside a step."""
+    """Another rank ended the attempt. All ranks roll back; it reaches nobody outside a step.
+
+    Attributes:
+        culprit: the lowest rank that did, where it is known.
+    """
+
+    culprit: int | None = None
 
 
 class PeerFailedError(RankError):

@@ -1,12 +1,16 @@
 """Which ranks train a model together: found from what it is wrapped in."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
 from torch import nn
 
 from automicro.model_modes import is_lazy
 from automicro.ranks import OneRank, Ranks
+
+P = ParamSpec("P")
 
 
 def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
@@ -29,3 +33,40 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
             "ranks cannot do together; run the model once on one row before it is wrapped"
         )
     return ranks
+
+
+def telling_of_failure(
+    construct: Callable[P, None],
+) -> Callable[P, None]:
+    """Let a constructor that fails on this rank tell the others, who would wait for it.
+
+    Args:
+        construct: an ``__init__`` whose first argument, ``model``, is wrapped for several ranks
+            where it is for them.
+    """
+
+    @functools.wraps(construct)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            construct(*args, **kwargs)
+        except Exception as error:
+            tell_of_construction(args[1] if len(args) > 1 else kwargs.get("model"), error)
+            raise
+
+    return telling
+
+
+def tell_of_construction(model: Any, error: Exception, *, is_shared: bool = False) -> None:
+    """Tell the other ranks, if there are any, that this one could not make what all of them make.
+
+    Args:
+        model: of which this rank would have trained its part.
+        error: why it cannot.
+        is_shared: whether the model was to be wrapped for several ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    from automicro.distributed import is_parallel, tell_of_absence
+
+    if is_shared or (isinstance(model, nn.Module) and is_parallel([model])):
+        tell_of_absence(error)

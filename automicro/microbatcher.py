@@ -28,7 +28,7 @@ from automicro.checks import (
 )
 from automicro.compilation import refuse_cuda_graphs
 from automicro.filling import SpareRows
-from automicro.finding_ranks import find_ranks
+from automicro.finding_ranks import find_ranks, telling_of_failure
 from automicro.forward import choose_convention
 from automicro.inputs import cost_of_row
 from automicro.memory import OccupiedDevice
@@ -122,6 +122,7 @@ class Microbatcher:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
     """
 
+    @telling_of_failure
     def __init__(
         self,
         model: nn.Module,
@@ -332,7 +333,9 @@ class Microbatcher:
         with self._memory.limited():
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
-                self._ranks.settle()
+                # Once, however many modules hold them.
+                parameters = list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
+                self._ranks.settle(parameters)
                 rows, contents = self._read(batches)
                 self._passes.check_form(batches, rows)
                 policy = self._split_guard.allowed_policy(self._train.policy)
@@ -343,9 +346,8 @@ class Microbatcher:
                 elif is_lazy(self._modules):
                     self._materialize(batches[0])
                 if could_split and not self._prober.is_done and batches:
-                    self._prober.look(batches[0], rows[0])
-                # Once, however many modules hold them.
-                parameters = list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
+                    with self._ranks.looking_alone():
+                        self._prober.look(batches[0], rows[0])
             watch = self._train.watch(contents)
             buffers, narrator = self._train.buffers(), self._train.narrator()
             gradients = Gradients(parameters, self._gradients, inputs=watch.requiring_grad)
@@ -464,7 +466,8 @@ class Microbatcher:
                     and batches
                     and self._split_guard.could_split(self._eval.policy, rows)
                 ):
-                    self._prober.look_at_evaluation(batches[0], rows[0])
+                    with self._ranks.looking_alone():
+                        self._prober.look_at_evaluation(batches[0], rows[0])
             watch = self._eval.watch(contents)
             narrator = self._eval.narrator()
 

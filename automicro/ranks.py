@@ -27,6 +27,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 __all__ = [
     "Agreement",
     "OneRank",
@@ -169,8 +171,24 @@ class Ranks(Protocol):
     def told(self) -> Sequence[float]:
         """The highs of the vote that ended the last attempt; empty where nobody told any."""
 
-    def settle(self) -> None:
-        """Put wrappers into the state that they have between steps, a user's forward behind."""
+    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
+        """Put wrappers into the state that they have between steps, a user's forward behind.
+
+        Args:
+            parameters: of the model and all that is trained with it, before a training step.
+
+        Raises:
+            ValueError: some of them came into a model after it was wrapped.
+        """
+
+    def looking_alone(self) -> AbstractContextManager[None]:
+        """Around forwards of an attempt that this rank alone runs: a collective in one raises."""
+
+    def voted(self) -> AbstractContextManager[None]:
+        """Around collectives that a vote has come before."""
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        """Around what users do between attempts: a vote comes before each collective of theirs."""
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Put together what all ranks bring to an attempt. All call it."""
@@ -245,8 +263,17 @@ class OneRank:
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
 
-    def settle(self) -> None:
+    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         """There is no wrapper."""
+
+    def looking_alone(self) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def voted(self) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        return self._nothing
 
     def agree(self, proposal: Proposal) -> Agreement:
         return Agreement(

@@ -42,6 +42,7 @@ __all__ = [
     "gradient_hooks",
     "inductor_is_deterministic",
     "is_accumulation",
+    "is_collective",
     "is_compiled",
     "is_uninitialized",
     "is_wrapper",
@@ -109,6 +110,29 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs: its further arguments.
         """
         return func(*args, **kwargs)
+
+
+_COLLECTIVES_IN = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+)
+_ALSO_COLLECTIVE = frozenset({"_dtensor::shard_dim_alltoall"})
+# These look at what is here, or wait for what was begun.
+_NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+
+
+def is_collective(func: Any) -> bool:
+    """Tell whether an operation that torch dispatches needs other ranks to take part.
+
+    Args:
+        func: as a dispatch mode gets it.
+
+    >>> is_collective(torch.ops.aten.add.Tensor)
+    False
+    """
+    namespace = getattr(func, "namespace", None)
+    if namespace in _COLLECTIVES_IN:
+        return func._schema.name.partition("::")[2] not in _NOT_COLLECTIVE
+    return namespace == "_dtensor" and func._schema.name in _ALSO_COLLECTIVE
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """The private names of `torch.distributed` and of its wrappers: as `torch_private`, for them."""
 
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ __all__ = [
     "Store",
     "TCPStore",
     "arrive",
+    "before_collectives",
+    "broadcast_on_host",
     "buffer_comm_hook",
     "collectives_of",
     "comm_hooks",
@@ -26,7 +29,10 @@ __all__ = [
     "default_tcp_store",
     "drop_unsharded",
     "expect_gradients",
+    "gather_on_host",
+    "group_of",
     "has_many_groups",
+    "is_in_backward",
     "keeping_versions",
     "local_used_map",
     "mesh_dims",
@@ -64,6 +70,80 @@ def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """
     preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
     return cast(AbstractContextManager[None], preserve(tuple(tensors)))
+
+
+def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
+    """From now on, call something before each collective that this process runs.
+
+    Whoever runs it: Python, C++, compiled code. All of torch's come down to operations of c10d,
+    and a kernel that torch asks before it chooses a device is put in front of them. Symmetric
+    memory alone goes past it.
+
+    Args:
+        ask: is given the name of the operation and its arguments by name, the process group as
+            such. Where it raises, the collective does not run.
+    """
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    _libraries.append(library)  # what was put there goes with it
+    chosen = torch._C.DispatchKey.BackendSelect
+    rest = torch._C._dispatch_keyset_full_after(chosen)
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace != "c10d":
+            continue
+        names = [argument.name for argument in schema.arguments]
+        if "process_group" in names:
+            func = getattr(getattr(torch.ops.c10d, name), schema.overload_name or "default")
+            asking = functools.partial(_ask_before, ask, func, name, names, rest)
+            library.impl(name, asking, chosen.name, with_keyset=True)
+
+
+_libraries: list[Any] = []
+
+
+def _ask_before(
+    ask: Callable[[str, Mapping[str, Any]], None],
+    func: Any,
+    name: str,
+    names: Sequence[str],
+    rest: Any,
+    keys: Any,
+    *args: Any,
+) -> Any:
+    ask(name, dict(zip(names, args, strict=False)))
+    return func.redispatch(keys & rest, *args)
+
+
+def group_of(process_group: Any) -> dist.ProcessGroup:
+    """The process group, from what an operation is given."""
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(process_group)
+    return group
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward, on which torch puts threads of its own.
+
+    >>> is_in_backward()
+    False
+    """
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def gather_on_host(group: dist.ProcessGroup, message: Tensor) -> Tensor:
+    """The messages of all members of a gloo group, one in a row, past torch's operations."""
+    gathered = message.new_empty(group.size() * message.numel())
+    backend: Any = group._get_backend(message.device)
+    backend._allgather_base(gathered, message).wait()
+    return gathered.view(group.size(), -1)
+
+
+def broadcast_on_host(group: dist.ProcessGroup, message: Tensor) -> Tensor:
+    """The message of a gloo group's first member, written over that of this one."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    backend: Any = group._get_backend(message.device)
+    backend.broadcast([message], options).wait()
+    return message
 
 
 # DistributedDataParallel

@@ -280,13 +280,9 @@ def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
 def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
     silence = Silence(is_alone=True)
 
-    class Func:
-        namespace = "c10d"
-        overloadpacket = torch.ops.aten.add
-        tags = ()
-
-    with pytest.raises(CollectiveError, match="c10d"):
-        silence.run(Func(), (), (), {})
+    operation = torch.ops._c10d_functional.all_reduce.default
+    with pytest.raises(CollectiveError, match="all_reduce"):
+        silence.run(operation, (), (torch.ones(2), "sum", ""), {})
 
 
 # How sure it is

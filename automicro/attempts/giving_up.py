@@ -23,15 +23,16 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
         SampleTooLargeError: it happened on another rank.
     """
     if isinstance(failure, PeerStoppedError):
+        who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
         raise SampleTooLargeError(
-            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on another "
-            'rank; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on {who}; "
+            'microbatch_size="auto" would try smaller ones. The state is as before the step.'
         ) from failure
-    who = bystander(failure)
-    if who is not None:
+    beside = bystander(failure)
+    if beside is not None:
         add_note(
             failure,
-            f"automicro: memory ran out in {who}, while {size} rows of {num_rows} were computed. "
+            f"automicro: memory ran out in {beside}, while {size} rows of {num_rows} were computed. "
             f"The state is as before the step. What helps: {_LESS_BESIDE}.",
         )
         raise failure

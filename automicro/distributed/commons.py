@@ -79,3 +79,9 @@ def commons_of_group(open_votes: Callable[[], Votes]) -> Commons:
     if _opened is None or _opened.group is not group:
         _opened = _Opened(group=group, commons=Commons(open_votes()))
     return _opened.commons
+
+
+def opened_commons() -> Commons | None:
+    """What is shared in the present process group; None where nobody has opened it."""
+    is_here = _opened is not None and _opened.group is dist.group.WORLD
+    return _opened.commons if _opened is not None and is_here else None

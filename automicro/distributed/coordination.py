@@ -6,13 +6,34 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
+from torch import Tensor
 
+from automicro.distributed.entrance import (
+    Call,
+    keep_in_step,
+    keeping_between_steps,
+    own_collectives,
+)
 from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
-from automicro.errors import PeerFailedError, PeerLostError, PeerStoppedError, RankError
+from automicro.errors import (
+    PeerFailedError,
+    PeerLostError,
+    PeerStoppedError,
+    RankError,
+    describe_error,
+)
 from automicro.oom import Failure, classify
 from automicro.ranks import Agreement, Proposal, Report, Status, StrayedError
-from automicro.torch_private import without_modes
+
+TOLD = "automicro: this happened on rank"
+"""How the note begins that an error gets when the others are told of it."""
+
+_CANNOT_TAKE_BACK = (
+    "automicro: at that point messages of one rank to another (send, isend) had not been received, "
+    "and a second attempt would take them for its own; exchange with all_to_all or all_gather "
+    "instead, or use a fixed microbatch_size that fits on every rank"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +69,9 @@ class CoordinatedRanks:
         self.world_size = votes.world_size
         self.copies = copies
         self._name = name
+        self._looks_alone = False
+        self._trained: list[int] = []  # the parameters, by identity
+        self._strayed: StrayedError | None = None  # in this attempt, at a collective
 
     @property
     def is_alone(self) -> bool:
@@ -77,7 +101,12 @@ class CoordinatedRanks:
         with self._between_steps():
             return self._votes.agree(proposal, asker=self._name)
 
-    def settle(self) -> None:
+    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
+        trained = [id(each) for each in parameters if each.requires_grad]
+        if trained and trained != self._trained:
+            for guard in self._guards:
+                guard.require_known(parameters)
+            self._trained = trained
         for guard in self._guards:
             guard.settle()
 
@@ -89,6 +118,8 @@ class CoordinatedRanks:
             self.fail(error)
             raise
         self._votes.is_in_attempt = True
+        self._strayed = None
+        keep_in_step(self)
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         if len(self._guards) == 1:
@@ -102,9 +133,58 @@ class CoordinatedRanks:
                 stack.enter_context(guard.microbatch(index, weightless=weightless))
             yield
 
-    def vote(self, report: Report = Report()) -> Report:  # noqa: B008 (it is frozen)
-        strayed = any(guard.has_strayed for guard in self._guards)
+    def before(self, call: Call) -> None:
+        """Vote before a collective that is not ours: a model's, a loss's, a callback's.
+
+        Raises:
+            RankError: a peer is not well, or does not come to it.
+            StrayedError: peers would not expect a vote.
+            ValueError: it cannot be voted on.
+        """
+        if any(guard.owns(call) for guard in self._guards):
+            return
+        if self._looks_alone:
+            raise ValueError(f"{call}: this rank alone looks at the loss, and no other comes to it")
+        if call.name == "recv_any_source":
+            raise ValueError(
+                "a message from any rank (recv without src) cannot be voted on, so where memory "
+                "ran out on its sender this rank would wait for ever; say src=…"
+            )
+        if not self._votes.is_in_attempt:
+            with self._between_steps():
+                self._votes.collective(call, where="between batches")
+            return
+        if any(guard.is_replaying for guard in self._guards):
+            self._strayed = StrayedError(f"{call} was not known")
+            raise self._strayed
+        for guard in self._guards:
+            guard.stay_guarded()  # what is played must be all that peers wait for
+        self._votes.collective(call, where="in a step")
+
+    @contextlib.contextmanager
+    def looking_alone(self) -> Iterator[None]:
+        self._looks_alone = True
+        try:
+            yield
+        finally:
+            self._looks_alone = False
+
+    def voted(self) -> AbstractContextManager[None]:
+        return own_collectives()
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        return keeping_between_steps(self)
+
+    def _leave(self) -> None:
+        """The attempt is over on this rank."""
         self._votes.is_in_attempt = False
+        keep_in_step(None)
+
+    def vote(self, report: Report = Report()) -> Report:  # noqa: B008 (it is frozen)
+        if self._strayed is not None:
+            raise self._strayed  # a user's code has caught it
+        strayed = any(guard.has_strayed for guard in self._guards)
+        self._leave()
         own = [each for guard in self._guards for each in guard.unused]
         any_strayed, together, unused = self._votes.commit(report, flag=strayed, unused=own)
         for guard in self._guards:
@@ -114,11 +194,15 @@ class CoordinatedRanks:
         return together
 
     def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
-        self._votes.is_in_attempt = False
+        self._leave()
+        self._strayed = None
         if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
             return Status.FATAL  # there is nobody left to vote with
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
+            if self._votes.messages.are_under_way and status is not Status.FATAL:
+                failure.add_note(_CANNOT_TAKE_BACK)
+                status = Status.FATAL
             self._play_rest()
         has_strayed = isinstance(failure, StrayedError)
         together = self._votes.report(status, highs, strayed=has_strayed)
@@ -136,11 +220,12 @@ class CoordinatedRanks:
 
     def _recover(self) -> Exception | None:
         try:
-            for guard in self._guards:
-                if self._votes.any_strayed:
-                    # Such a model's collectives depend on its input: they cannot be foretold.
-                    guard.stay_guarded()
-                guard.recover()
+            with own_collectives():
+                for guard in self._guards:
+                    if self._votes.any_strayed:
+                        # Such collectives depend on the input: they cannot be foretold.
+                        guard.stay_guarded()
+                    guard.recover()
         except Exception as error:
             return error
         return None
@@ -179,7 +264,7 @@ class CoordinatedRanks:
         self.ready(point)
         sent = [message]
         try:
-            with without_modes():
+            with own_collectives():
                 dist.broadcast_object_list(sent, rank)
         except RuntimeError as error:
             self._votes.give_up(error, point)
@@ -212,18 +297,11 @@ class CoordinatedRanks:
     def _raise_reasons(self, own: BaseException | None, *, rolls_back: bool = False) -> None:
         """Let all ranks know who failed, and why; raise where it was not this one."""
         self._votes.is_over = True
-        reasons = self._votes.explain(None if own is None else _describe(own))
+        reasons = self._votes.explain(None if own is None else describe_error(own))
         if own is None:
             raise PeerFailedError(
                 f"rank {self.rank} stops because another rank failed:\n{reasons}\n"
                 f"{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
                 "log has the traceback), and start again from the last checkpoint."
             )
-        own.add_note(
-            f"automicro: this happened on rank {self.rank} of {self.world_size}; the others were "
-            "told and stop too"
-        )
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        own.add_note(f"{TOLD} {self.rank} of {self.world_size}; the others were told and stop too")

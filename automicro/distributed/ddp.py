@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
 from automicro.ranks import StrayedError
-from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import (
     GradBucket,
     arrive,
@@ -49,12 +49,13 @@ class VotingHook:
         # DDP asks for these, and forbids bf16 where they say so and the network cannot.
         self.__name__ = self.__qualname__ = getattr(hook, "__name__", "voting_hook")
         self.before: Callable[[GradBucket], None] | None = None
+        self.after_forward: Callable[[], None] | None = None
         self.pending: list[torch.futures.Future[Tensor]] = []
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self.before is not None:
             self.before(bucket)
-        with without_modes():
+        with own_collectives():
             future = (self.hook or _average)(state, bucket)
         self.pending.append(future)
         return future
@@ -109,6 +110,7 @@ class DdpGuard:
         self._votes = votes
         self._hook = _voting_hook_of(model)
         self._hook.before = self._before
+        self._hook.after_forward = self._after_forward
         # The zeros that a failed rank reduces would go through a user's hook as well.
         self._can_replay = self._hook.hook is None
         self._parameters = reduced_parameters(model)
@@ -116,6 +118,7 @@ class DdpGuard:
         self._unused = self._nothing_unused
         self._had_gradient: list[bool] = []
         self._was_called = False
+        self._expects_gradients = False
         self._is_reduced = False
         self._buckets: list[Tensor] = []
         self._known = False
@@ -128,14 +131,40 @@ class DdpGuard:
         self._training = False
         self._has_strayed = False
         self._votes_here = False
+        self._map_is_due = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
 
     def stay_guarded(self) -> None:
         self._can_replay = False
 
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        known = {id(each) for each in self._parameters.values()}
+        ignored = self._model.parameters_to_ignore
+        new = [
+            name
+            for name, each in self._model.module.named_parameters()
+            if each.requires_grad and id(each) not in known and name not in ignored
+        ]
+        if new:
+            raise ValueError(
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model, or "
+                "were thawed, after DistributedDataParallel was put around it, so nobody would "
+                "average their gradients over ranks; change the model before it is wrapped, or "
+                "wrap it anew and make a new Microbatcher or Trainer"
+            )
+
     def settle(self) -> None:
         """A forward outside of a step leaves nothing."""
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._is_open and self._training and not self._votes_here
+
+    def owns(self, call: Call) -> bool:
+        # After the last bucket torch reduces which parameters were used, with the reducer locked.
+        is_due, self._map_is_due = self._map_is_due, False
+        return is_due and call.name == "all_reduce" and call.shape.endswith(" int32")
 
     @property
     def has_strayed(self) -> bool:
@@ -146,6 +175,9 @@ class DdpGuard:
         return self._unused
 
     def prepare(self) -> None:
+        if not self._has_looked:
+            watch_for_strangers(self._votes)
+            self._has_looked = True
         self._flat = []
         if self._stale_buffers:
             self._flat = [
@@ -154,13 +186,12 @@ class DdpGuard:
             ]
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
-        if not self._has_looked:
-            watch_for_strangers(self._votes)
-            self._has_looked = True
         # What DDP would do in the next forward, where a rank may be missing.
-        self._send_buffers()
+        with own_collectives():
+            self._send_buffers()
+            is_rebuilt = training and rebuild_buckets(self._model)
         self._model.require_forward_param_sync = False
-        if training and rebuild_buckets(self._model):
+        if is_rebuilt:
             self._known = False
             self._buckets = []
         self._last = num_microbatches - 1
@@ -170,24 +201,32 @@ class DdpGuard:
         self._launched = 0
         self._unused = self._nothing_unused
         self._was_called = self._is_reduced = False
-        self._has_strayed = False
+        self._has_strayed = self._map_is_due = False
         self._votes_here = not (self._known and self._can_replay)
         self._is_open = True
 
     @contextlib.contextmanager
     def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
-        # The wrapper's forward sets it: to whether it expects a backward with reductions.
+        # A forward sets it: to whether it expects a backward with reductions.
         self._model.require_forward_param_sync = _NOT_CALLED
+        self._expects_gradients = False
         if self._training and index < self._last:
             with self._model.no_sync():
                 yield
         else:
             yield
-        expects_gradients = self._model.require_forward_param_sync
+        if self._model.require_forward_param_sync is not _NOT_CALLED:
+            self._after_forward()
         self._model.require_forward_param_sync = False
-        self._was_called |= expects_gradients is not _NOT_CALLED
         if self._training and index == self._last and not self._is_reduced:
-            self._reduce_rest(is_expected=bool(expects_gradients))
+            self._reduce_rest(is_expected=self._expects_gradients)
+
+    def _after_forward(self) -> None:
+        """Note what a forward expects: one without gradients may follow, which expects none."""
+        if self._is_open:
+            self._was_called = True
+            self._expects_gradients |= bool(self._model.require_forward_param_sync)
+            self._model.require_forward_param_sync = False  # nor does the next one send buffers
 
     def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         self._is_open = False
@@ -200,7 +239,7 @@ class DdpGuard:
     def play_rest(self) -> None:
         if not self._training or self._votes_here:
             return
-        with without_modes():
+        with own_collectives():
             self._hook.drain()
             for buffer in self._buckets[self._launched :]:
                 self._hook.pending.append(average_buffer(self._model.process_group, buffer.zero_()))
@@ -233,12 +272,13 @@ class DdpGuard:
             self._has_strayed = True
         self._launched = index + 1
         self._is_reduced = bucket.is_last()
+        self._map_is_due = self._is_reduced and self._model.find_unused_parameters
 
     def _reduce_rest(self, *, is_expected: bool) -> None:
         """Reduce what the last microbatch did not use, or all where it did without the wrapper.
 
         Args:
-            is_expected: whether the wrapper's last forward has prepared the reducer.
+            is_expected: whether a forward of the wrapper has prepared the reducer.
 
         Raises:
             StrayedError: this rank has nothing to reduce, and its peers may have.
@@ -298,6 +338,14 @@ def _went_past(received: Sequence[str]) -> str:
     )
 
 
+def _tell_of_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:
+    # Not a method, because it is copied and pickled with its model.
+    assert isinstance(model, DistributedDataParallel)
+    for hook, _ in comm_hooks(model):
+        if isinstance(hook, VotingHook) and hook.after_forward is not None:
+            hook.after_forward()
+
+
 def _buffers_by_type(model: DistributedDataParallel) -> list[list[Tensor]]:
     groups: dict[Any, list[Tensor]] = {}
     for name, buffer in model.module.named_buffers():
@@ -311,9 +359,12 @@ def _voting_hook_of(model: DistributedDataParallel) -> VotingHook:
     if not hooks:
         hook = VotingHook()
         model.register_comm_hook(model.process_group, hook)
+        model.register_forward_hook(_tell_of_forward)
         return hook
     hook = hooks[0][0]
     if isinstance(hook, VotingHook):
+        if hook.after_forward is None:
+            model.register_forward_hook(_tell_of_forward)
         return hook
     raise ValueError(
         f"the model's DDP wrapper has the communication hook "

@@ -53,7 +53,7 @@ class TreeExchange:
 
     def texts(self, text: str) -> str:
         together = self._up_and_down(
-            text.encode()[:TEXT_BYTES],
+            text.encode(errors="backslashreplace")[:TEXT_BYTES],
             lambda group, own: b"\n".join(filter(None, group.gather_text(own)))[:TEXT_BYTES],
             lambda group, own: group.broadcast_text(own),
         )

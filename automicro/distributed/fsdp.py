@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
 from automicro.ranks import StrayedError
-from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import (
     collectives_of,
     drop_unsharded,
@@ -70,7 +71,7 @@ class GuardedAllGather(_Guarded):
     ) -> dist.Work | None:
         step = Collective("all-gather", self.where, input_tensor.numel(), input_tensor.dtype)
         self.guard.before(step, group)
-        with without_modes():
+        with own_collectives():
             work: dist.Work | None = self.inner(
                 output_tensor=output_tensor,
                 input_tensor=input_tensor,
@@ -94,7 +95,7 @@ class GuardedReduceScatter(_Guarded):
     ) -> dist.Work | None:
         step = Collective("reduce-scatter", self.where, input_tensor.numel(), input_tensor.dtype)
         self.guard.before(step, group, op=op, device=input_tensor.device)
-        with without_modes():
+        with own_collectives():
             if self.guard.is_weightless:
                 input_tensor.zero_()
             work: dist.Work | None = self.inner(
@@ -159,6 +160,7 @@ class FsdpGuard:
         self._votes_here = True
         self._is_open = False
         self._has_looked = False
+        self._next_sum: dist.ProcessGroup | None = None
         self.is_weightless = False
 
     communicates_in_forward = True
@@ -168,18 +170,44 @@ class FsdpGuard:
     def stay_guarded(self) -> None:
         self._can_replay = False
 
+    @property
+    def is_replaying(self) -> bool:
+        return self._is_open and not self._votes_here
+
+    def owns(self, call: Call) -> bool:
+        # Over the replicas torch sums up right after it has scattered over the shards.
+        group, self._next_sum = self._next_sum, None
+        if group is None or call.name != "all_reduce":
+            return False
+        return call.members == tuple(dist.get_process_group_ranks(group))
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        new = [
+            name
+            for root in self._roots
+            if isinstance(root, nn.Module)
+            for name, each in root.named_parameters()
+            if each.requires_grad and not isinstance(each, DTensor)
+        ]
+        if new:
+            raise ValueError(
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model "
+                "after fully_shard was applied to it, so nobody would average their gradients "
+                "over ranks; change the model before it is sharded, or shard them too and make a "
+                "new Microbatcher or Trainer"
+            )
+
     def settle(self) -> None:
         # After a forward without gradients the outermost modules stay whole.
         for module in self._modules:
             module.reshard()
 
     def prepare(self) -> None:
-        """Nothing is needed."""
-
-    def open(self, num_microbatches: int, *, training: bool) -> None:
         if not self._has_looked:
             watch_for_strangers(self._votes)
             self._has_looked = True
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
         self._num_microbatches = num_microbatches
         self._training = training
         self._fresh = {}
@@ -218,7 +246,7 @@ class FsdpGuard:
         rest = self._rest()
         self._is_open = False
         self._reset()
-        with without_modes(), torch.no_grad():
+        with own_collectives(), torch.no_grad():
             for step in rest:
                 if step.kind == "all-gather":
                     self._modules[step.where].unshard()
@@ -264,6 +292,8 @@ class FsdpGuard:
         """A collective was enqueued."""
         if self._is_open:
             self._trace.append(step)
+            if step.kind == "reduce-scatter":
+                self._next_sum = replicate_group(self._modules[step.where])
 
     def _rest(self) -> list[Collective]:
         """What is to come of the microbatch, as far as it is known."""
@@ -279,6 +309,7 @@ class FsdpGuard:
 
     def _begin(self, index: int) -> None:
         self._index = index
+        self._next_sum = None
         self._key = (self._training, index == 0, index == self._num_microbatches - 1)
         self._trace = []
         self._votes_here = not self._can_replay or self._key not in self._schedules

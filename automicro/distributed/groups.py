@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro.torch_private import without_modes
+from automicro.torch_private_distributed import broadcast_on_host, gather_on_host
 
 
 class Group(Protocol):
@@ -48,7 +49,7 @@ class GlooGroup:
 
     def __init__(self, ranks: list[int], *, timeout_seconds: float) -> None:
         self._ranks = ranks
-        self._group = dist.new_group(
+        self._group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=timeout_seconds),
             backend="gloo",
@@ -64,32 +65,23 @@ class GlooGroup:
 
     def gather(self, message: list[float]) -> list[list[float]]:
         with without_modes():
-            rows: list[list[float]] = self._gather(torch.tensor(message, dtype=torch.float64))
+            numbers = torch.tensor(message, dtype=torch.float64)
+            rows: list[list[float]] = gather_on_host(self._group, numbers).tolist()
             return rows
 
     def broadcast(self, message: list[float]) -> list[float]:
         with without_modes():
-            tensor = torch.tensor(message, dtype=torch.float64)
-            dist.broadcast(tensor, self._ranks[0], group=self._group)
-            numbers: list[float] = tensor.tolist()
-            return numbers
+            numbers = torch.tensor(message, dtype=torch.float64)
+            leaders: list[float] = broadcast_on_host(self._group, numbers).tolist()
+            return leaders
 
     def gather_text(self, text: bytes) -> list[bytes]:
         with without_modes():
-            return [_read(row) for row in self._gather(_padded(text))]
+            return [_read(row) for row in gather_on_host(self._group, _padded(text)).tolist()]
 
     def broadcast_text(self, text: bytes) -> bytes:
         with without_modes():
-            tensor = _padded(text)
-            dist.broadcast(tensor, self._ranks[0], group=self._group)
-            return _read(tensor.tolist())
-
-    def _gather(self, message: Tensor) -> list:  # type: ignore[type-arg]
-        gathered = message.new_empty(self.size * message.numel())
-        # The same under its older name before torch 2.13.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, message, group=self._group)
-        return gathered.view(self.size, -1).tolist()
+            return _read(broadcast_on_host(self._group, _padded(text)).tolist())
 
 
 def _padded(text: bytes) -> Tensor:

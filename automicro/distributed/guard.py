@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from torch import Tensor
+
+from automicro.distributed.entrance import Call
+
 
 class Guard(Protocol):
     """Stands between a wrapper (DDP, FSDP2) and its collectives.
@@ -18,6 +22,13 @@ class Guard(Protocol):
 
     def stay_guarded(self) -> None:
         """Never replay, because other collectives run in between."""
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters to train that are inside the wrapper and that it does not know.
+
+        Raises:
+            ValueError: they came into the model, or were thawed, after it was wrapped.
+        """
 
     def settle(self) -> None:
         """Between steps: undo what a forward outside of one has left."""
@@ -39,6 +50,13 @@ class Guard(Protocol):
             StrayedError: collectives are others than were known, and it did not run them.
             ValueError: gradients were computed that nothing reduces.
         """
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a rank that failed now would play collectives, and not vote right away."""
+
+    def owns(self, call: Call) -> bool:
+        """Whether a collective that is about to run is the wrapper's, and guarded as such."""
 
     @property
     def has_strayed(self) -> bool:

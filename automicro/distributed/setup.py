@@ -11,17 +11,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.distributed.collectives import CollectivesGuard, runs_collectives
-from automicro.distributed.commons import Commons, commons_of_group
-from automicro.distributed.coordination import CoordinatedRanks
+from automicro.distributed.commons import Commons, commons_of_group, opened_commons
+from automicro.distributed.coordination import TOLD, CoordinatedRanks
 from automicro.distributed.ddp import DdpGuard
+from automicro.distributed.entrance import open_entrance
 from automicro.distributed.exchange import AloneExchange, Exchange, TreeExchange
 from automicro.distributed.fsdp import FsdpGuard
 from automicro.distributed.groups import GlooGroup
 from automicro.distributed.guard import Guard
+from automicro.distributed.meeting import exchange_words, say_failed
 from automicro.distributed.roll_call import RollCall
-from automicro.distributed.topology import plan_levels
+from automicro.distributed.topology import plan_levels, ranks_by_node
 from automicro.distributed.votes import Votes
 from automicro.distributed.watching import watch_peers
+from automicro.errors import RankError, describe_error
 from automicro.ranks import OneRank, Ranks
 from automicro.torch_private_distributed import default_store, num_data_parallel
 
@@ -56,8 +59,42 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     return CoordinatedRanks(commons.votes, guards, copies=copies, name=name)
 
 
+def tell_of_absence(error: Exception) -> None:
+    """Tell the other ranks that this one does not come to what they wait for, once.
+
+    Args:
+        error: why.
+    """
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, RankError) or any(note.startswith(TOLD) for note in notes):
+        return
+    commons = opened_commons()
+    if commons is not None:
+        CoordinatedRanks(commons.votes).fail(error)
+        return
+    say_failed(describe_error(error))
+    error.add_note(f"{TOLD} {dist.get_rank()} of {dist.get_world_size()}; the others were told")
+
+
+def wait_for_all(point: str) -> None:
+    """Go on where all ranks have come, or where one says that it will not. All ranks call it.
+
+    Args:
+        point: in the program, by a name.
+
+    Raises:
+        RankError: some rank does not come.
+    """
+    commons = opened_commons()
+    if commons is None:
+        exchange_words(point)
+    else:
+        CoordinatedRanks(commons.votes).ready(point)
+
+
 def _open_votes() -> Votes:
     exchange = open_exchange()
+    open_entrance()
     return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
 
 
@@ -93,7 +130,7 @@ def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:
     for root, sharded in _sharded_parts(modules):
         guards.append(commons.guard_of(sharded, functools.partial(FsdpGuard, [root], votes)))
     if runs_collectives(modules):
-        guards.append(CollectivesGuard(modules, votes))
+        guards.append(CollectivesGuard(modules))
     if len(guards) > 1:
         # Collectives that are played must be all that peers wait for.
         for guard in guards:
@@ -155,13 +192,17 @@ def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
 def open_exchange() -> Exchange:
     """An exchange among all ranks on groups of its own. All ranks call it.
 
-    The number of ranks on a node is read from ``LOCAL_WORLD_SIZE``, which torchrun sets.
+    Each rank says how many there are on its node, by ``LOCAL_WORLD_SIZE``, which torchrun sets.
+
+    Raises:
+        PeerFailedError: another rank will not come.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return AloneExchange()
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    levels = plan_levels(world_size, min(local_world_size, world_size))
+    told = exchange_words(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    # Nodes may have different numbers of processes.
+    levels = plan_levels(ranks_by_node([int(each) for each in told]))
     blocks = [block for level in levels for block in level]
     groups = [(block, GlooGroup(block, timeout_seconds=TIMEOUT_SECONDS)) for block in blocks]
     own = [group for block, group in groups if rank in block]

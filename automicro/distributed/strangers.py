@@ -71,4 +71,5 @@ def _communicates(model: nn.Module) -> bool:
     if isinstance(model, DistributedDataParallel):
         sends = model.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return torch.is_grad_enabled() or bool(sends)
-    return True
+    assert isinstance(model, FSDPModule)
+    return collectives_of(model) is not None  # else all that it has lies in wrapped children

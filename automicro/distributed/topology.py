@@ -39,25 +39,42 @@ def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
     >>> arrange(3, 4, 2)
     Topology(groups=[[2, 3]], height=2)
     """
-    levels = plan_levels(world_size, local_world_size)
+    width = local_world_size
+    nodes = [list(range(at, min(at + width, world_size))) for at in range(0, world_size, width)]
+    levels = plan_levels(nodes)
     groups = [block for blocks in levels for block in blocks if rank in block]
     return Topology(groups, len(levels))
 
 
-def plan_levels(world_size: int, local_world_size: int) -> list[list[list[int]]]:
+def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each node; all in one where what they say does not fit together.
+
+    Args:
+        local_world_sizes: what each rank says of its own node, in order.
+
+    >>> ranks_by_node([2, 2, 1])
+    [[0, 1], [2]]
+    >>> ranks_by_node([2, 1, 2])
+    [[0, 1, 2]]
+    """
+    world_size = len(local_world_sizes)
+    nodes: list[list[int]] = []
+    while (start := sum(map(len, nodes))) < world_size:
+        size = local_world_sizes[start]
+        if size < 1 or list(local_world_sizes[start : start + size]) != [size] * size:
+            return [list(range(world_size))]
+        nodes.append(list(range(start, start + size)))
+    return nodes
+
+
+def plan_levels(nodes: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """All groups of the tree, level by level from the nodes upwards.
 
-    >>> plan_levels(4, 2)
-    [[[0, 1], [2, 3]], [[0, 2]]]
+    >>> plan_levels([[0, 1], [2, 3]]), plan_levels([[0, 1, 2]])
+    ([[[0, 1], [2, 3]], [[0, 2]]], [[[0, 1, 2]]])
     """
-    members: Sequence[int] = range(world_size)
-    width = local_world_size
-    levels: list[list[list[int]]] = []
-    while True:
-        if levels and len(members) <= FAN_OUT:
-            width = len(members)
-        levels.append([list(members[at : at + width]) for at in range(0, len(members), width)])
-        if len(levels[-1]) == 1:
-            return levels
-        members = [block[0] for block in levels[-1]]
-        width = FAN_OUT
+    levels = [[list(node) for node in nodes]]
+    while len(levels[-1]) > 1:
+        leaders = [block[0] for block in levels[-1]]
+        levels.append([leaders[at : at + FAN_OUT] for at in range(0, len(leaders), FAN_OUT)])
+    return levels

@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, Protocol
 
+from automicro.distributed.balance import Messages, brought
 from automicro.distributed.ballot import SLOTS, Ballot, failed, healthy, padded_highs
+from automicro.distributed.entrance import Call
 from automicro.distributed.exchange import Exchange
 from automicro.distributed.heartbeat import NoWatch, Watch
 from automicro.distributed.roll_call import NoRollCall
@@ -20,6 +22,12 @@ _SAME_CALLS = (
     "Let every rank train, evaluate and save at the same places, with the same model and the same "
     "options: no rank leaves one of these out. One whose data have run out takes part with None in "
     "the place of a batch."
+)
+
+_ALL_COME = (
+    "All ranks vote before every collective, because memory may run out on one of them; so all of "
+    "them have to come to each: let every rank run it at the same place, with as many numbers, and "
+    "of subgroups one on each rank, or leave it out."
 )
 
 
@@ -39,6 +47,7 @@ class Votes:
         count: how many exchanges there were.
         told: the highs of the exchange that ended the last attempt.
         is_in_attempt: whether an attempt has begun and was not voted on; set by who begins it.
+        messages: of which one rank sends each to one other.
         any_strayed: whether a rank said there that its collectives were others than before.
         is_over: whether all ranks know of an error since the last call that they made together.
     """
@@ -61,9 +70,11 @@ class Votes:
         self._trained = 0  # of these
         self._point = "at the beginning"
         self._stopped: Status | None = None
+        self._culprit: int | None = None
         self.any_strayed = False
         self.is_in_attempt = False
         self.told: tuple[float, ...] = ()
+        self.messages = Messages()
         self._broken: RankError | None = None
 
     @property
@@ -86,6 +97,29 @@ class Votes:
         self._raise_stopped()
         self._require_well(self._send(healthy(point, self._agreements), point, remedy))
 
+    def collective(self, call: Call, *, where: str) -> None:
+        """Say before a collective that somebody else runs that this rank comes to it.
+
+        Args:
+            call: the collective.
+            where: it runs, for errors.
+
+        Raises:
+            RankError: as `cast`; `DesyncError` also where not all of its group come.
+        """
+        self._raise_stopped()
+        is_message = call.peer is not None
+        point = f"{'sending or receiving' if is_message else call.name} {where}"
+        own = healthy(point, self._agreements, flag=is_message and not call.sends)
+        own = own._replace(sums=_slots(list(brought(call, self.rank))))
+        together = self._require_well(self._send(own, point, _ALL_COME, said=f"{call} {where}"))
+        if is_message:
+            is_met = self.messages.note(together.sums, any_receives=together.flag > 0)
+        else:
+            is_met = not any(together.sums)
+        if not is_met:
+            self._report_desync(f"{call} {where}", _ALL_COME)
+
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
         """Put together what all ranks bring to an attempt.
 
@@ -97,6 +131,7 @@ class Votes:
             RankError: as `cast`.
         """
         self.clear()
+        self.messages.clear()
         names = list(proposal.denominators)
         point = f"beginning to {'train on' if proposal.training else 'evaluate'} a batch"
         if names != [""]:
@@ -249,7 +284,7 @@ class Votes:
         except RuntimeError as error:
             self.give_up(error, "telling why")
 
-    def _send(self, ballot: Ballot, point: str, remedy: str = "") -> Ballot:
+    def _send(self, ballot: Ballot, point: str, remedy: str = "", *, said: str = "") -> Ballot:
         if self._broken is not None:
             raise self._broken
         if (loss := self._watch.loss()) is not None:
@@ -261,7 +296,7 @@ class Votes:
             self.give_up(error, point)
         self.count += 1
         if not together.is_in_step:
-            self._report_desync(point, remedy or _SAME_CALLS)
+            self._report_desync(said or point, remedy or _SAME_CALLS)
         return together
 
     def _require_well(self, together: Ballot) -> Ballot:
@@ -272,14 +307,18 @@ class Votes:
 
     def _hear(self, together: Ballot) -> None:
         self._stopped, self.told = together.means, together.highs
+        self._culprit = int(together.culprit) if together.culprit < math.inf else None
         self.any_strayed = together.flag > 0
 
     def _raise_stopped(self) -> None:
         if self._stopped is not None:
-            raise PeerStoppedError(
-                f"rank {self.rank} stops this attempt because another rank voted "
-                f"{self._stopped.name}; all ranks roll back together"
+            who = "another rank" if self._culprit is None else f"rank {self._culprit}"
+            stopped = PeerStoppedError(
+                f"rank {self.rank} stops this attempt because {who} voted {self._stopped.name}; "
+                "all ranks roll back together"
             )
+            stopped.culprit = self._culprit
+            raise stopped
 
     def _report_desync(self, point: str, remedy: str) -> None:
         where = self.explain(f"{point}, after {self._attempts_so_far()}")

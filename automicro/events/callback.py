@@ -54,7 +54,8 @@ class Callback:
     def batch_start(self, run: Run, batch: Any) -> None:
         """An optimization batch is about to be trained on.
 
-        With ``accumulate_batches`` it is a list of what the loader gave.
+        With ``accumulate_batches`` it is a list of what the loader gave. Of several ranks, one
+        whose data have run out is not told, so a collective belongs into `batch_end`.
         """
 
     def batch_end(self, run: Run, result: StepResult) -> None:

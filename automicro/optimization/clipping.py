@@ -78,7 +78,8 @@ def _clip_shards(
     ranks.ready("clipping the gradient")
     failure: BaseException | None = None
     try:
-        norm = norm_of_all(own)
+        with ranks.voted():
+            norm = norm_of_all(own)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
         for gradient in gradients:
             part = local(gradient)

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.torch_private import DIRICHLET_DRAW, GAMMA_DRAW, OperationMode, schema_of
-
-COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "symm_mem"})
+from automicro.torch_private import (
+    DIRICHLET_DRAW,
+    GAMMA_DRAW,
+    OperationMode,
+    is_collective,
+    schema_of,
+)
 
 
 class CollectiveError(Exception):
@@ -54,7 +58,7 @@ class Silence(OperationMode):
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, a constant in place of what it draws."""
         kwargs = dict(kwargs)
-        if self._is_alone and func.namespace in COLLECTIVES:
+        if self._is_alone and is_collective(func):
             raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
         name = func.overloadpacket.__name__
         if name in _DRAWS or torch.Tag.nondeterministic_seeded in func.tags:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from automicro.distributed import own_collectives, wait_for_all
 from automicro.errors import DesyncError
 from automicro.ranks import Ranks
-from automicro.torch_private import without_modes
 from automicro.trainer.outline import Outline
 from automicro.trainer.together import of_all_ranks
 
@@ -36,9 +36,10 @@ def require_alike(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     own = dict(outline())
+    wait_for_all(f"comparing {what}")
     number = _number_of(own)
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    with without_modes():
+    with own_collectives():
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         highest, lowest = extremes.tolist()
         if highest == -lowest:

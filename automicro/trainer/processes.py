@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automicro.errors import PeerLostError
+from automicro.errors import PeerFailedError, PeerLostError
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
 
 _MEETING = timedelta(minutes=10)
 _PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
+_HEAR_SECONDS = 0.5
+_PREFIX = "automicro/meeting"
+_ABSENT = "absent: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,10 +267,11 @@ def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) 
     32
     """
     own = uuid.uuid4().hex
-    prefix = "automicro/meeting"
+    prefix = _PREFIX
     if not place.is_first:
         store.set(f"{prefix}/hello/{place.rank}", own)
         name: str = store.get(f"{prefix}/answer/{own}").decode()
+        _require_present(name)
         store.set(f"{prefix}/{name}/{place.rank}", "here")
         return name
     answered: dict[int, bytes] = {}
@@ -284,6 +288,9 @@ def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) 
             hello = f"{prefix}/hello/{rank}"
             # One of an earlier start may lie there until this start's rank says its own.
             if store.check([hello]) and (word := store.get(hello)) != answered.get(rank):
+                if (said := word.decode()).startswith(_ABSENT):
+                    _answer_all(store, place, said, until=_PATIENCE)
+                    _require_present(said)
                 store.set(f"{prefix}/answer/{word.decode()}", own)
                 answered[rank] = word
         absent = {rank for rank in absent if not store.check([f"{prefix}/{own}/{rank}"])}
@@ -291,8 +298,56 @@ def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) 
     return own
 
 
+def say_absent(reason: str) -> None:
+    """Tell the processes of this start, before they have met, that this one will not come.
+
+    Under torchrun its agent ends the others, and what is said in its store would outlast them.
+    Rank 0 has the store, as a rule, and so it stays for a little until the others have heard.
+
+    Args:
+        reason: why.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return
+    try:
+        place = place_in_environment()
+        if place.world_size == 1:
+            return
+        store = _tcp_store(place, _PATIENCE)
+        said = f"{_ABSENT}rank {place.rank}: {reason}".encode(errors="backslashreplace").decode()
+        if place.is_first:
+            _answer_all(store, place, said, until=_PATIENCE)
+        else:
+            store.set(f"{_PREFIX}/hello/{place.rank}", said)
+    except (RuntimeError, ValueError):  # nobody is there to be told, or nothing says where
+        return
+
+
+def _answer_all(store: Store, place: Place, said: str, *, until: timedelta) -> None:
+    """Answer everybody who says hello that nobody meets, and why."""
+    end = time.monotonic() + until.total_seconds()
+    absent = set(range(1, place.world_size))
+    while absent and time.monotonic() < end:
+        for rank in sorted(absent):
+            hello = f"{_PREFIX}/hello/{rank}"
+            if store.check([hello]):
+                store.set(f"{_PREFIX}/answer/{store.get(hello).decode()}", said)
+                absent.discard(rank)
+        time.sleep(_POLL_SECONDS)
+    time.sleep(_HEAR_SECONDS)  # the store ends with this process
+
+
+def _require_present(said: str) -> None:
+    if said.startswith(_ABSENT):
+        raise PeerFailedError(
+            "another rank will not come, because it failed:\n"
+            f"{said.removeprefix(_ABSENT)}\nMend the cause on that rank (its log has the "
+            "traceback), and start all processes again."
+        )
+
+
 @functools.cache
-def _tcp_store(place: Place) -> TCPStore:
+def _tcp_store(place: Place, timeout: timedelta = _MEETING) -> TCPStore:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address is None or port is None:
         raise ValueError(
@@ -301,7 +356,7 @@ def _tcp_store(place: Place) -> TCPStore:
         )
     # Under torchrun its agent has the store, which outlives the processes.
     is_master = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    return TCPStore(address, int(port), place.world_size, is_master, _MEETING)
+    return TCPStore(address, int(port), place.world_size, is_master, timeout)
 
 
 def _read(name: str, default: int) -> int:

@@ -1,16 +1,20 @@
 """What the ranks of a run agree on between steps. For one process all of it is free."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
 
+from automicro.distributed import TOLD
+from automicro.errors import describe_error
+from automicro.finding_ranks import tell_of_construction
 from automicro.ranks import Ranks
 from automicro.trainer.interruption import STOPPED
+from automicro.trainer.processes import say_absent
 
-_TOLD = "automicro: this happened on rank"
-"""How the note begins that an error gets when the others are told of it."""
+P = ParamSpec("P")
 
 
 def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
@@ -37,9 +41,30 @@ def telling_once(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         notes = getattr(error, "__notes__", [])
-        if not any(note.startswith(_TOLD) or STOPPED in note for note in notes):
+        if not any(note.startswith(TOLD) or STOPPED in note for note in notes):
             ranks.fail(error)
         raise
+
+
+def telling_of_failure(
+    construct: Callable[P, None],
+) -> Callable[P, None]:
+    """Let a Trainer that cannot be made on this rank tell the others, also before they have met."""
+
+    @functools.wraps(construct)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            construct(*args, **kwargs)
+        except Exception as error:
+            is_shared = kwargs.get("parallel") is not None
+            tell_of_construction(
+                args[1] if len(args) > 1 else kwargs.get("model"), error, is_shared=is_shared
+            )
+            if is_shared and not dist.is_initialized():
+                say_absent(describe_error(error))
+            raise
+
+    return telling
 
 
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
@@ -58,7 +83,8 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
         return [value]
     ranks.ready(point)
     values: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(values, value)
+    with ranks.voted():
+        dist.all_gather_object(values, value)
     return values
 
 

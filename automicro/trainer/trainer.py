@@ -36,7 +36,7 @@ from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.session import Session, noting
 from automicro.trainer.summary import FitSummary
-from automicro.trainer.together import telling_once
+from automicro.trainer.together import telling_of_failure, telling_once
 from automicro.weighting import LossAverage
 
 
@@ -148,6 +148,7 @@ class Trainer:
         DesyncError: ranks were given different arguments.
     """
 
+    @telling_of_failure
     def __init__(
         self,
         model: nn.Module,
@@ -346,7 +347,12 @@ class Trainer:
             )
         self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
-        with telling_once(ranks), self._session.open() as progress, noting(fit.loop.where):
+        with (
+            telling_once(ranks),
+            ranks.guarding_calls(),
+            self._session.open() as progress,
+            noting(fit.loop.where),
+        ):
             return fit(progress)
 
     def eval(self, dataloader: Any = None) -> dict[str, float]:
@@ -372,8 +378,8 @@ class Trainer:
                 "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer, or a "
                 "loader to eval()"
             )
-        phase = PhaseState()
-        with telling_once(self._microbatcher.ranks), self._session.open() as progress:
+        phase, ranks = PhaseState(), self._microbatcher.ranks
+        with telling_once(ranks), ranks.guarding_calls(), self._session.open() as progress:
             for evaluation in evaluations:
                 evaluation.run(
                     phase,

@@ -1,0 +1,236 @@
+"""What ranks do that are not like the others: errors of all kinds, on one of them alone."""
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from automicro import Microbatcher, Trainer
+from automicro.distributed import commons
+
+
+def end_of(work: Callable[[], object]) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        work()
+    except Exception as error:
+        try:
+            text = str(error)
+        except Exception:
+            text = "?"
+        notes = getattr(error, "__notes__", [])
+        end = {"kind": type(error).__name__, "text": "\n".join([text, *notes])}
+    else:
+        end = {"kind": "", "text": ""}
+    # A lone surrogate cannot go home by a pipe.
+    end["text"] = end["text"].encode(errors="backslashreplace").decode()
+    return {**end, "seconds": time.perf_counter() - began}
+
+
+def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(rows, 4, generator=generator), torch.arange(rows) % 2
+
+
+class UnreadableError(RuntimeError):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+ERRORS: dict[str, Exception] = {
+    "a lone surrogate": ValueError("cannot decode caf\udce9.jpg"),
+    "text that raises": UnreadableError(),
+    "a long one": ValueError("é" * 5000),
+}
+
+
+class Broken(Dataset[Any]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise self.error
+        return torch.ones(4), index % 2
+
+
+def trainer(data: Any, **options: Any) -> Trainer:
+    return Trainer(
+        nn.Linear(4, 2),
+        DataLoader(data, batch_size=4),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        **{"parallel": "ddp", "device": "cpu", "progress": False, "seed": 0, **options},
+    )
+
+
+def fit_with_an_error(name: str) -> dict[str, Any]:
+    commons._opened = None
+    return end_of(lambda: trainer(Broken(copy.copy(ERRORS[name]))).fit())
+
+
+def forward_with_an_error(name: str) -> dict[str, Any]:
+    commons._opened = None
+    model = DistributedDataParallel(nn.Linear(4, 2))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise copy.copy(ERRORS[name])
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    found = Microbatcher(model, forward=forward, loss_average="samples", probe=False)
+    return end_of(lambda: found.backward(batch()))
+
+
+def construct(what: str, options: dict[str, Any], *, rank: int, again: bool) -> dict[str, Any]:
+    """A constructor that fails on one rank; the others go on to train.
+
+    Args:
+        what: ``"Microbatcher"`` or ``"Trainer"``.
+        options: that one rank has.
+        rank: which.
+        again: whether ranks have met before.
+    """
+    if not again:
+        commons._opened = None
+    own = options if dist.get_rank() == rank else {}
+
+    def work() -> None:
+        if what == "Trainer":
+            trainer(TensorDataset(*batch(8)), **own).fit()
+        else:
+            model = DistributedDataParallel(nn.Linear(4, 2))
+            Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **own).backward(batch())
+
+    first = end_of(work)
+    own = {}
+    return {**first, "then": end_of(work)["kind"]}
+
+
+def change_inside(kind: str, change: str) -> dict[str, Any]:
+    """A model that changes after the first step, inside its wrapper."""
+    commons._opened = None
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if change == "thaw":
+        net[0].requires_grad_(False)
+    model: Any = DistributedDataParallel(net) if kind == "ddp" else fully_shard(net)
+    found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+    found.backward(batch())
+    if change == "add":
+        net.append(nn.Linear(2, 2))
+    elif change == "replace":
+        net[1] = nn.Linear(4, 2)
+    elif change == "thaw":
+        net[0].requires_grad_(True)
+    return end_of(lambda: found.backward(batch()))
+
+
+def too_large(size: Any) -> dict[str, Any]:
+    """One row does not fit on rank 1."""
+    commons._opened = None
+    model = DistributedDataParallel(nn.Linear(4, 2))
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    found = Microbatcher(
+        model, forward=forward, loss_average="samples", probe=False, microbatch_size=size
+    )
+    return end_of(lambda: found.backward(batch()))
+
+
+def without_gradients(order: str, options: dict[str, Any], size: int) -> float:
+    """A layer that batches do not use, and a forward without gradients; off one process's."""
+    commons._opened = None
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.used(x)
+            if x.sum() > 1e6:
+                found = found + self.unused(x)
+            return found
+
+    net = Net()
+    plain = copy.deepcopy(net)
+    model = DistributedDataParallel(net, **options)
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        if order == "before":
+            with torch.no_grad():
+                target = model(x * 1.1)
+        outputs = model(x)
+        if order == "after":
+            with torch.no_grad():
+                target = model(x * 1.1)
+        if order == "twice":
+            with torch.no_grad():
+                target = (model(x * 1.1) + model(x * 1.1)) / 2
+        if order == "in inference":
+            with torch.inference_mode():
+                target = model(x * 1.1)
+            target = target.clone()
+        loss: Tensor = F.cross_entropy(outputs, y) + (outputs - target.detach()).square().mean()
+        return loss
+
+    found = Microbatcher(model, forward=forward, loss_average="samples", microbatch_size=size)
+    furthest = 0.0
+    for _ in range(3):
+        net.zero_grad()
+        plain.zero_grad()
+        found.backward(batch())
+        rows = [
+            torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+            for rank in range(dist.get_world_size())
+        ]
+        y = torch.arange(4).repeat(len(rows)) % 2
+        forward(plain, (torch.cat(rows), y)).backward()
+        gradient, expected = net.used.weight.grad, plain.used.weight.grad
+        assert gradient is not None
+        assert expected is not None
+        furthest = max(furthest, float((gradient - expected).abs().max()))
+        assert net.unused.weight.grad is None
+    return furthest
+
+
+def on_nodes(sizes: list[int]) -> int:
+    """How many rows all ranks have, where each is told of another number of processes."""
+    commons._opened = None
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[dist.get_rank()])
+    try:
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+        return found.backward(batch()).num_global_samples
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        commons._opened = None
+
+
+def evaluate_alone() -> dict[str, Any]:
+    """Rank 0 evaluates, and the others train on."""
+    commons._opened = None
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+    found.backward(batch())
+    return end_of(lambda: (found.evaluate if dist.get_rank() == 0 else found.backward)(batch()))
