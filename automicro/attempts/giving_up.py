@@ -32,8 +32,8 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
     if beside is not None:
         add_note(
             failure,
-            f"automicro: memory ran out in {beside}, while {size} rows of {num_rows} were computed. "
-            f"The state is as before the step. What helps: {_LESS_BESIDE}.",
+            f"automicro: memory ran out in {beside}, while {size} rows of {num_rows} were "
+            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}.",
         )
         raise failure
     what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
