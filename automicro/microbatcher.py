@@ -48,6 +48,7 @@ from automicro.slicing import BatchLayout, Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
 from automicro.transaction import GradientMemory, Gradients, Parameters, RandomState
+from automicro.transaction.surroundings import ChangingState
 from automicro.weighting import LossAverage, is_declared, read_average
 
 _COMMUNICATES = (
@@ -366,6 +367,7 @@ class Microbatcher:
                     [
                         Parameters(parameters),
                         watch,
+                        *self._changing_state(),
                         self._reservation,
                         buffers,
                         gradients,  # the last: hooks at its commit may change all others
@@ -488,7 +490,7 @@ class Microbatcher:
 
             finished = self._eval.run(
                 attempt,
-                [watch, self._eval.buffers()],
+                [watch, *self._changing_state(), self._eval.buffers()],
                 batches=batches,
                 rows=rows,
                 costs=list(map(cost_of_row, contents, rows)),
@@ -512,6 +514,10 @@ class Microbatcher:
             self._device,
             doing="reading the structure of the batch",
         )
+
+    def _changing_state(self) -> list[ChangingState]:
+        """What looks have shown that forwards change beside tensors; nothing, as a rule."""
+        return [ChangingState(self._prober.changing)] if self._prober.changing else []
 
     def _materialize(self, batch: Any) -> None:
         with self._train.initializing():

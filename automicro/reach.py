@@ -137,10 +137,12 @@ class Variable:
     """A place that a function reads: a cell of its closure, or a global name.
 
     Attributes:
+        name: as the function calls it.
         value: what lies there now.
     """
 
-    def __init__(self, read: Read, write: Callable[[Any], Any]) -> None:
+    def __init__(self, name: str, read: Read, write: Callable[[Any], Any]) -> None:
+        self.name = name
         self._read = read
         self._write = write
 
@@ -214,10 +216,10 @@ def _variables_of(function: types.FunctionType) -> Iterator[tuple[tuple[int, str
         except ValueError:  # not filled yet
             continue
         write = functools.partial(setattr, cell, "cell_contents")
-        yield (id(cell), name), Variable(functools.partial(_contents, cell), write)
+        yield (id(cell), name), Variable(name, functools.partial(_contents, cell), write)
     for name in set(_names(code)) & names.keys():
         write = functools.partial(names.__setitem__, name)
-        yield (id(names), name), Variable(functools.partial(names.get, name), write)
+        yield (id(names), name), Variable(name, functools.partial(names.get, name), write)
 
 
 def _is_ours_or_library(function: types.FunctionType) -> bool:

@@ -42,21 +42,26 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
     copies: dict[Any, Tensor] = {}
 
-    def moved(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
+        if budget is not None:
+            return budget.transfer(tensor)
         if tensor.device != device:
             return tensor.to(device, non_blocking=True)
-        if not isolate:
+        return tensor.clone()
+
+    def moved(tensor: Tensor) -> Tensor:
+        if budget is None and tensor.device == device and not isolate:
             return alias(tensor)
-        # Inputs that are their own targets are written to as one, as they are without a copy.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
-            return tensor.clone()
+            return copy(tensor)
+        # Inputs that are their own targets are written to as one, as they are without a copy.
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place not in copies:
-            copies[place] = tensor.clone()
+            copies[place] = copy(tensor)
         return copies[place]
 
     for microbatch in microbatches:
-        yield map_tensors(microbatch, moved if budget is None else budget.transfer, isolate=True)
+        yield map_tensors(microbatch, moved, isolate=True)
         copies.clear()
 
 

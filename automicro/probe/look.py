@@ -5,6 +5,7 @@ part, the other part. The order shows what chance, state and rounding do; the pa
 microbatches would be, must add up to the whole.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 from automicro.errors import LossError
 from automicro.probe.passes import ExtraPasses, Probed
 from automicro.probe.rows import Choice
+from automicro.transaction.surroundings import Place
 from automicro.transfer import on_device, on_host
 from automicro.weighting import BatchWeights, CutBatch
 
@@ -60,6 +62,7 @@ class Seen:
         noise: names of what draws and cannot be silenced.
         blind: parameters that a gradient of zero reached.
         num_reached: how many parameters a gradient reached.
+        changing: state of Python's that each call changes.
         tells: whether the rows' gradients differ, so that a wrong weight would show.
         why: why nothing was seen; empty where something was.
         tolerance: relative, of the gradient of one parameter.
@@ -71,6 +74,7 @@ class Seen:
     noise: tuple[str, ...] = ()
     blind: frozenset[str] = frozenset()
     num_reached: int = 0
+    changing: tuple[Place, ...] = ()
     tells: bool = False
     why: str = ""
     tolerance: float = 0.0
@@ -109,11 +113,11 @@ def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
             names.get(id(leaf), f"a leaf outside of the modules, of shape {tuple(leaf.shape)}")
             for leaf in passes.leaves
         ]
-        lasting, reached = passes.lasting, passes.reached
+        lasting, reached, changing = passes.lasting, passes.reached, tuple(passes.changed())
         labels = _of_lasting(labels, lasting, "")
         used = {leaf.dtype for leaf in passes.leaves} | passes.silence.dtypes
         noise = (*sorted(passes.silence.unsilenced), *passes.foreign_draws())
-    return _judge(
+    seen = _judge(
         _Numbers(
             labels=labels,
             reached=_of_lasting(reached, lasting, False),
@@ -127,6 +131,7 @@ def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
         noise=noise,
         values=(value, parts),
     )
+    return dataclasses.replace(seen, changing=changing)
 
 
 class CutRows:

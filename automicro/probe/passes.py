@@ -15,13 +15,13 @@ from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
 from automicro.oom import Failure, classify
 from automicro.probe.silence import Silence
-from automicro.reach import Reach, reached_objects, reached_variables
+from automicro.reach import Reach, Variable, reached_objects, reached_variables
 from automicro.slicing import BatchLayout
 from automicro.torch_private import AnyBatchNorm
 from automicro.transaction import BufferMemory, Buffers, RandomState, Transaction
 from automicro.transaction.hooks import HeldHooks
 from automicro.transaction.outside import leaves_of
-from automicro.transaction.surroundings import Surroundings, foreign_states
+from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
 from automicro.transfer import on_device
 from automicro.weighting import Average, BatchWeights
 
@@ -78,6 +78,9 @@ class ExtraPasses:
         self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._reached: list[set[int]] = []
         self._again: Transaction | None = None
+        self._calls = 0
+        self._variables: Sequence[Variable] = ()
+        self._watched: Watched | None = None
         self._foreign = foreign_states()
         modules = probed.reached
         self._modules = modules
@@ -93,11 +96,12 @@ class ExtraPasses:
                 ]
             )
             functions = self.probed.functions
+            self._variables = reached_variables(functions)
             around = Transaction(
                 [
                     Surroundings(
                         modules,
-                        reached_variables(functions),
+                        self._variables,
                         reached_objects(functions),
                     ),
                     self._again,
@@ -127,6 +131,9 @@ class ExtraPasses:
         self._again.roll_back()
         self._again.begin()
         self._foreign = foreign_states()
+        self._calls += 1
+        if self._calls == 2:  # what the first call makes for all later ones is no state
+            self._watched = Watched(self._modules, self._variables)
         moved = next(iter(on_device([rows], self.probed.device, isolate=True)))
         convention, model = self.probed.convention, self.probed.modules[0]
         with self.silence:
@@ -182,6 +189,10 @@ class ExtraPasses:
         """Of each leaf, whether it is more than one that a forward made for itself."""
         every = set.intersection(*self._reached) if self._reached else set()
         return [id(leaf) in self._parameters or id(leaf) in every for leaf in self.leaves]
+
+    def changed(self) -> list[Place]:
+        """Attributes and variables that each call changes, where there were three at least."""
+        return [] if self._watched is None or self._calls < 3 else self._watched.changed()
 
     def foreign_draws(self) -> tuple[str, ...]:
         """Which generators that are not torch's the last pass drew from."""

@@ -21,6 +21,7 @@ from automicro.probe.look import Seen, evaluation_values, look
 from automicro.probe.passes import ExtraPasses, Probed
 from automicro.probe.rows import Choice, choose_rows, read_features
 from automicro.probe.silence import CollectiveError
+from automicro.transaction.surroundings import Place
 from automicro.transfer import on_host
 from automicro.warn import warn
 
@@ -31,6 +32,7 @@ LAST_GLANCE = 4096
 """After so many batches without anything new nobody looks any more."""
 
 _FEWER_ROWS = (16, 4, 2)
+_LOOKS_TO_TELL = 2
 _PATIENCE = 4  # looks that learn nothing, after which that is said
 _REMEDIES = (
     "declare what the loss averages over (loss_average='samples', 'tokens', 'none' or a callable), "
@@ -46,6 +48,9 @@ class Prober:
         declared: whether the caller said what the loss averages over.
         off: whether nothing is looked at.
         why_not: why nothing can be looked at; empty where it can.
+
+    Attributes:
+        changing: state of Python's that each forward changes, as looks have shown.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Prober:
         self._eval = _Evidence(assumed=not self._is_known)
         self._train.is_done = self._eval.is_done = off
         self._has_said_unchecked = off  # who switches it off knows
+        self.changing: list[Place] = []
 
     @property
     def loss_average_is(self) -> str:
@@ -118,13 +124,15 @@ class Prober:
         batch: Any,
         num_rows: int,
         compare: Callable[["_Evidence", Any, Choice], str | None],
+        *,
+        is_retry: bool = False,
     ) -> None:
         message: str | None = None
         failure: Exception | None = None
         choice: Choice | None = None
         try:
             with on_host():
-                if not evidence.wants(self._probed, batch, num_rows):
+                if not (is_retry or evidence.wants(self._probed, batch, num_rows)):
                     return
                 choice = choose_rows(
                     self._probed.layout,
@@ -132,6 +140,7 @@ class Prober:
                     num_rows,
                     most=evidence.most_rows,
                     met=evidence.classes,
+                    seed=evidence.looks,
                 )
             message = compare(evidence, batch, choice)
             evidence.took(choice)
@@ -145,13 +154,24 @@ class Prober:
             )
         except Exception as error:
             failure = error
+        again = False
         try:
             if failure is not None:
-                message = self._recover(evidence, batch, choice, failure)
+                again = self._takes_fewer_rows(evidence, failure)
+                message = None if again else self._recover(evidence, batch, choice, failure)
         finally:
             del failure  # it holds this frame: a cycle
+        if again:
+            self._glance(evidence, batch, num_rows, compare, is_retry=True)
         if message is not None:
             warn(message, LossAverageWarning)
+
+    def _takes_fewer_rows(self, evidence: "_Evidence", failure: Exception) -> bool:
+        """Whether to look again at once, because memory ran out and fewer rows may fit."""
+        if classify(failure) is not Failure.RETRYABLE or not evidence.takes_fewer_rows():
+            return False
+        release(failure, self._probed.device)
+        return True
 
     def _recover(
         self, evidence: "_Evidence", batch: Any, choice: Choice | None, failure: Exception
@@ -159,8 +179,6 @@ class Prober:
         kind = classify(failure)
         if kind is Failure.RETRYABLE:
             release(failure, self._probed.device)
-            if evidence.takes_fewer_rows():
-                return None
             logger.warning(
                 "out of memory while a few rows were looked at, together and apart; nothing is "
                 "lost, and a later batch is looked at"
@@ -202,6 +220,8 @@ class Prober:
 
     def _look_at(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
         seen = look(self._probed, batch, choice)
+        known = {place.name for place in self.changing}
+        self.changing += [place for place in seen.changing if place.name not in known]
         if seen.wrong is not None:
             evidence.is_done = evidence.is_wrong = True
             return self._explain(batch, choice, seen)
@@ -243,9 +263,7 @@ class Prober:
                 f"batch is cut. To mend it, {_REMEDIES}; metrics count every row once in any case"
             )
         if math.isfinite(values.together):
-            evidence.is_informed = True
-            evidence.narrow(choice)
-            evidence.is_done = not evidence.assumed or not (evidence.pending or choice.classes)
+            evidence.saw_values(choice)
         return None
 
     def _could_not_tell(self, seen: Seen) -> str | None:
@@ -301,6 +319,7 @@ class _Evidence:
         pending: what rows have yet to differ in.
         classes: those seen, by path.
         most_rows: of a look.
+        looks: that were taken.
     """
 
     def __init__(self, *, assumed: bool) -> None:
@@ -315,9 +334,10 @@ class _Evidence:
         self.most_rows = _FEWER_ROWS[0]
         self._batches = 0
         self._next = 1
-        self._looks = 0
+        self.looks = 0
         self._blind: frozenset[str] | None = None
         self._same_blind = 0
+        self._told = 0
 
     def wants(self, probed: Probed, batch: Any, num_rows: int) -> bool:
         """Whether this batch is worth a look."""
@@ -325,7 +345,7 @@ class _Evidence:
         is_due = self._batches >= self._next
         if is_due:
             self._next *= 2
-        if self._batches > LAST_GLANCE or self._looks >= MAX_LOOKS:
+        if self._batches > LAST_GLANCE or self.looks >= MAX_LOOKS:
             self.is_done = True
             return False
         if not self.is_informed:
@@ -334,19 +354,18 @@ class _Evidence:
 
     def took(self, choice: Choice | None) -> None:
         """Count a look, and what was among its rows."""
-        self._looks += 1
+        self.looks += 1
         if choice is None:
             return
         for path, classes in choice.classes.items():
             self.classes[path] = self.classes.get(path, frozenset()) | classes
 
     def takes_fewer_rows(self) -> bool:
-        """Whether the next look may get by with fewer rows; it is due at once."""
+        """Whether another look may get by with fewer rows, as all later ones then do."""
         fewer = [rows for rows in _FEWER_ROWS if rows < self.most_rows]
-        self._looks += 1
+        self.looks += 1
         if fewer:
             self.most_rows = fewer[0]
-            self._next = self._batches + 1
         return bool(fewer)
 
     def saw(self, seen: Seen, choice: Choice, *, is_known: bool) -> None:
@@ -358,12 +377,21 @@ class _Evidence:
         # Some gradients are always zero (biases of keys in attention); those behind a head of
         # zeros, or of half of an adapter, are so only at first.
         is_usual = self._same_blind >= 2 and 2 * len(blind) < seen.num_reached
-        self.is_informed = seen.tells and (not blind or is_usual)
+        # Two looks, at other rows cut in another way: one cut may agree by coincidence.
+        self._told += seen.tells
+        self.is_informed = self._told >= _LOOKS_TO_TELL and (not blind or is_usual)
         if is_known:
             self.is_done = self.is_informed
         else:
             self.narrow(choice)
             self.is_done = self.is_informed and not self.pending and not choice.classes
+
+    def saw_values(self, choice: Choice) -> None:
+        """Take note of evaluation losses that add up."""
+        self._told += 1
+        self.is_informed = self._told >= _LOOKS_TO_TELL
+        self.narrow(choice)
+        self.is_done = self.is_informed and not (self.assumed and (self.pending or choice.classes))
 
     def narrow(self, choice: Choice) -> None:
         """Only what no rows have differed in yet is still of interest."""

@@ -74,6 +74,7 @@ def choose_rows(
     *,
     most: int = MAX_ROWS,
     met: Mapping[str, Iterable[float]] | None = None,
+    seed: int = 0,
 ) -> Choice:
     """Rows that differ in what a loss may count: classes, ignored targets, padding, weights.
 
@@ -83,10 +84,11 @@ def choose_rows(
         num_rows: of it, at least two.
         most: rows to choose.
         met: classes that earlier looks have seen, by path; others come first.
+        seed: of the cut; another one leads to parts of other sizes, too.
     """
     features = read_features(layout, batch, num_rows)
     rows = _telling(features, num_rows, most, met or {})
-    small, large = _cut(features, rows)
+    small, large = _cut(features, rows, seed)
     chosen = small + large
     pending = {
         (each.path, each.kind)
@@ -242,10 +244,12 @@ def _rows_of_classes(values: Tensor, met: set[float]) -> list[int]:
     return [int((values == each).nonzero()[0]) for each, _ in order[:_CLASSES_AT_ONCE]]
 
 
-def _cut(features: Sequence[Feature], rows: Sequence[int]) -> tuple[list[int], list[int]]:
+def _cut(
+    features: Sequence[Feature], rows: Sequence[int], seed: int
+) -> tuple[list[int], list[int]]:
     """Two uneven parts, as different as can be in everything in which rows differ."""
-    num_small = max(1, min(_PART_ROWS, len(rows) // 3))
-    draw = random.Random(0)  # not the caller's
+    num_small = max(1, min(_PART_ROWS, len(rows) // 3) - seed % 2)
+    draw = random.Random(seed)  # not the caller's
     best: tuple[list[int], list[int]] | None = None
     best_score = -1.0
     varying = [each for each in features if _varies_among(each, rows)]

@@ -4,8 +4,11 @@ Put back afterwards, so that nobody counts rows twice and no state runs ahead.
 """
 
 import contextlib
+import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,15 @@ from torch import Tensor, nn
 
 from automicro.reach import OF_EVERY_MODULE, Variable
 from automicro.transaction.remembering import CannotRememberError, Remembered
+from automicro.transaction.tensors import seen_version
+
+MISSING = object()
+"""Stands for an attribute that is not there."""
 
 _MOST_BYTES = 2**24  # in a variable that is remembered with all that it holds
 _MOST_VALUES = 10_000
+_MOST_MARKED = 2**16  # bytes of an array that is compared
+_MOST_VALUES_MARKED = 64  # in a container that is compared
 _DEPTH = 5
 
 
@@ -98,6 +107,128 @@ class Surroundings:
     def _remember(self, value: Any) -> None:
         with contextlib.suppress(CannotRememberError):
             self._remembered.add(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a value lies that forwards change: an attribute of a module, or a variable.
+
+    Attributes:
+        name: for people.
+        read: gives the value; `MISSING` where there is none.
+        write: puts it back, or takes it away.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class ChangingState:
+    """State of Python's that forwards are known to change. A part of a transaction."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._before: list[Any] = []
+        self._remembered = Remembered()
+
+    def begin(self) -> None:
+        for place in self._places:
+            value = place.read()
+            self._before.append(value)
+            with contextlib.suppress(CannotRememberError):
+                self._remembered.add(value)
+
+    def prepare(self) -> None:
+        """Nothing here can fail."""
+
+    def commit(self) -> None:
+        self._before.clear()
+        self._remembered = Remembered()
+
+    def roll_back(self) -> None:
+        self._remembered.put_back()
+        for place, value in zip(self._places, self._before, strict=False):
+            place.write(value)
+        self.commit()
+
+
+class Watched:
+    """Notices which attributes of modules and which variables change from one call to the next."""
+
+    def __init__(self, modules: Iterable[nn.Module], variables: Sequence[Variable]) -> None:
+        self._modules = {
+            id(module): (f"{name}", module)
+            for root in modules
+            for name, module in root.named_modules()
+        }
+        self._variables = variables
+        self._marks = self._mark_all()
+
+    def changed(self) -> list[Place]:
+        """Where something else lies, or something changed inside, since this was made."""
+        places = []
+        for key, mark in self._mark_all().items():
+            if self._marks.get(key) == mark:
+                continue
+            kind, where, name = key
+            if kind == "variable":
+                variable = self._variables[where]
+                places.append(
+                    Place(name=name, read=lambda v=variable: v.value, write=variable.put)  # type: ignore[misc]
+                )
+            else:
+                path, module = self._modules[where]
+                places.append(_attribute(f"{path}.{name}".lstrip("."), vars(module), name))
+        return places
+
+    def _mark_all(self) -> dict[tuple[str, int, str], Any]:
+        marks: dict[tuple[str, int, str], Any] = {}
+        for key, (_, module) in self._modules.items():
+            table = vars(module)
+            for name in table.keys() - OF_EVERY_MODULE:
+                if not isinstance(table[name], nn.Module):
+                    marks["attribute", key, name] = _mark(table[name])
+        for index, variable in enumerate(self._variables):
+            marks["variable", index, variable.name] = _mark(variable.value)
+        return marks
+
+
+def _attribute(path: str, table: dict[str, Any], name: str) -> Place:
+    def write(value: Any) -> None:
+        if value is MISSING:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+    return Place(name=path, read=lambda: table.get(name, MISSING), write=write)
+
+
+def _mark(value: Any, depth: int = 2) -> Any:
+    """Something that is another when a value is, or when something changed inside of it."""
+    if isinstance(value, bool | int | float | str | bytes | type(None)):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return id(value), seen_version(value)
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes() if value.nbytes <= _MOST_MARKED else None
+    if depth and isinstance(value, list | tuple | deque):
+        some = itertools.islice(reversed(value), _MOST_VALUES_MARKED)
+        return id(value), len(value), tuple(_mark(each, depth - 1) for each in some)
+    if depth and isinstance(value, dict):
+        some = itertools.islice(value.values(), _MOST_VALUES_MARKED)
+        return id(value), len(value), tuple(_mark(each, depth - 1) for each in some)
+    if isinstance(value, set):
+        return id(value), len(value)
+    table = getattr(value, "__dict__", None)
+    if (
+        depth
+        and isinstance(table, dict)
+        and not isinstance(value, nn.Module)
+        and not callable(value)
+    ):
+        return id(value), _mark(table, depth - 1)
+    return id(value)
 
 
 def _is_light(value: Any) -> bool:
