@@ -28,14 +28,22 @@ def make_subject():
 """
 
 COUNTING = """\
+import functools
+
+
+@functools.cache
+def hidden():  # where nobody can see it
+    return [0]
+
+
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.calls = nn.Linear(3, 2), 0
+        self.layer = nn.Linear(3, 2)
 
     def forward(self, x):
-        self.calls += self.training
-        return self.layer(x) * (1 + 0.1 * self.calls)
+        hidden()[0] += self.training
+        return self.layer(x) * (1 + 0.1 * hidden()[0])
 """
 
 

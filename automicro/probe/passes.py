@@ -96,7 +96,8 @@ class ExtraPasses:
                 ]
             )
             functions = self.probed.functions
-            self._variables = reached_variables(functions)
+            forwards = {type(each).forward for root in modules for each in root.modules()}
+            self._variables = reached_variables([*functions, *forwards])
             around = Transaction(
                 [
                     Surroundings(
@@ -247,17 +248,15 @@ def _roll_back(transaction: Transaction) -> None:
 
 @contextlib.contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
-    """Let a wrapper of several ranks run on this one without the others."""
+    """Let a wrapper of several ranks run on this one without the others: as what it wraps."""
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    earlier = model.require_forward_param_sync
-    with model.no_sync():
-        model.require_forward_param_sync = False
-        try:
-            yield
-        finally:
-            model.require_forward_param_sync = earlier
+    vars(model)["forward"] = model.module
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
 
 
 @contextlib.contextmanager

@@ -186,12 +186,12 @@ class Prober:
             return self._learned_nothing(evidence, "there was no memory to look")
         if kind is not Failure.UNRELATED:
             raise failure
-        # Is it the choice of rows, or a mistake in the model?
-        evidence.is_done = True
         text = next(iter(describe_error(failure).splitlines()))
         release(failure, self._probed.device)
         if choice is None:
-            return self._unchecked(f"its rows cannot be read ({text})")
+            return self._learned_nothing(evidence, f"its rows cannot be read ({text})")
+        # Is it the choice of rows, or a mistake in the model?
+        evidence.is_done = True
         evaluates = evidence is self._eval
         with on_host():
             parts = [self._probed.layout.take_rows(batch, c) for c in (choice.small, choice.large)]

@@ -13,6 +13,7 @@ from automicro.torture.states import values
 from automicro.torture.subject import MakeSubject, Run, build, without_advice
 
 CALLS = ("backward", "evaluate", "unscale", "clip", "step")
+_LOOKS_OVER_AFTER = 3  # batches, and the one that is counted: looks are at 1, 2 and 4
 AFTER_THE_GRADIENT = ("unscale", "clip", "step")
 STEPS_AFTER = 2
 
@@ -45,7 +46,8 @@ class Scene:
         make: builds it.
         call: ``"backward"``, ``"evaluate"``, ``"unscale"`` (of a loss scaler), ``"clip"`` (gradient
             clipping) or ``"step"``.
-        warm_steps: clean steps before it.
+        warm_steps: clean steps before it, each with a batch of its own; before these, where there
+            are any, some on the first batch until the probe's looks are over.
         in_budget: whether it runs on a simulated device.
     """
 
@@ -72,7 +74,7 @@ class Scene:
         self, first_size: int, size: int, keeps_gradient: bool
     ) -> tuple[Policy, Policy]:
         """For training and evaluation without faults: smaller from the disturbed call on."""
-        batches_before = self.warm_steps + self._has_gradient(keeps_gradient)
+        batches_before = len(self._warm_batches) + self._has_gradient(keeps_gradient)
         batches_before += self.call in AFTER_THE_GRADIENT
         later = size if self.call == "backward" else first_size
         return Scripted([first_size] * batches_before + [later] * 9), Scripted([size] * 9)
@@ -81,7 +83,7 @@ class Scene:
         """A run up to the call that is to be disturbed."""
         run = build(self.make, policy, eval_policy)
         with without_advice():
-            for index in range(self.warm_steps):
+            for index in self._warm_batches:
                 run.microbatcher.backward(run.batches[index], metrics=run.metrics)
                 run.step()
                 run.zero_grad()
@@ -124,6 +126,11 @@ class Scene:
     def draw(self, *seed: object) -> random.Random:
         """Chance of its own, the same in every process."""
         return random.Random(f"{self} {seed}")
+
+    @property
+    def _warm_batches(self) -> list[int]:
+        settling = [0] * _LOOKS_OVER_AFTER if self.warm_steps else []
+        return [*settling, *range(self.warm_steps)]
 
     def _has_gradient(self, keeps_gradient: bool) -> bool:
         return keeps_gradient and self.warm_steps > 0

@@ -166,9 +166,15 @@ class Where:
 
     def __init__(self, name: str, place: str, ranks: Sequence[int], oom: tuple[int, int] | None):
         self._operation, self.place, self._ranks = OPERATIONS[name], place, ranks
-        self._oom = oom
         self.is_in_microbatch = False
-        self.calls = 0
+        calls = 0
+
+        def is_due() -> bool:  # a rollback of the metric that holds this must not forget calls
+            nonlocal calls
+            calls += 1
+            return oom == (dist.get_rank(), calls)
+
+        self._is_due = is_due
 
     def come(self, place: str, *, rows: Tensor | None = None) -> None:
         if place == self.place and dist.get_rank() in self._ranks:
@@ -178,9 +184,7 @@ class Where:
 
     def forward(self) -> None:
         """Called after the collective of a forward; a look at the loss does not count."""
-        self.calls += self.is_in_microbatch
-        if self._oom is not None and (dist.get_rank(), self.calls) == self._oom:
-            self._oom = None
+        if self.is_in_microbatch and self._is_due():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 

@@ -38,8 +38,6 @@ def check(trials: Trials, title: str, plans: Sequence[Plan], size: int) -> set[s
 
 
 def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
-    if name == "BERT" and warm_steps == 1:
-        warm_steps = 4  # some of its gradients are always zero: three looks before that is settled
     return Scene(name=name, make=SUBJECTS[name], call=call, warm_steps=warm_steps)
 
 
