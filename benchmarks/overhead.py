@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import Microbatcher
+from automicro import Microbatcher, is_extra_pass
 from automicro.torch_private import OperationMode
 
 
@@ -171,6 +171,43 @@ def measure(job: Job, pairs: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_look(job: Job, pairs: int) -> dict[str, Any]:
+    """What a look at a few rows costs: passes, rows, time beside a hand-written step, and when."""
+    lengths: list[int] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if module is job.model and is_extra_pass():
+            lengths.append(len(args[0]))
+
+    hand = hand_written(job)
+    handle = nn.modules.module.register_module_forward_hook(note)
+    batches_looked_at = []
+    try:
+        step = automatic(job)
+        for number in range(1, 21):
+            before = len(lengths)
+            step()
+            if len(lengths) > before:
+                batches_looked_at.append(number)
+    finally:
+        handle.remove()
+    extra = []
+    for _ in range(pairs):
+        step = automatic(job)
+        first, settled = (time_once(step, job.model, 1) for _ in range(2))
+        later = [time_once(step, job.model, 1) for _ in range(3)]
+        extra.append((first + settled) / 2 - statistics.median(later))
+    by_hand = statistics.median(time_once(hand, job.model, 1) for _ in range(pairs))
+    return {
+        "job": job.name,
+        "passes_per_look": len(lengths) // len(batches_looked_at),
+        "most_rows": max(lengths),
+        "batches_looked_at": batches_looked_at,
+        "look_ms": round(statistics.median(extra) * 1e3, 3),
+        "hand_ms": round(by_hand * 1e3, 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=60, help="interleaved pairs (default 60)")
@@ -193,6 +230,16 @@ def main() -> None:
             f"{result['python_us_per_microbatch']} µs per microbatch, "
             f"{result['operations_by_hand']} → {result['operations_automicro']} operations"
         )
+    looks = [
+        measure_look(job(arguments.device), min(arguments.pairs, 15))
+        for job in (tiny_mlp, small_transformer)
+    ]
+    for look in looks:
+        print(
+            f"a look, {look['job']}: {look['passes_per_look']} passes over at most "
+            f"{look['most_rows']} rows, {look['look_ms']} ms where a step by hand takes "
+            f"{look['hand_ms']}; at batches {look['batches_looked_at']} of 20"
+        )
     if arguments.json:
         report = {
             "date": datetime.date.today().isoformat(),
@@ -200,6 +247,7 @@ def main() -> None:
             "python": platform.python_version(),
             "device": str(arguments.device),
             "results": results,
+            "looks": looks,
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 

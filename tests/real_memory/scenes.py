@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from automicro import Fixed
+from automicro import Fixed, Halving
 from automicro.optimization import step_optimizer
 from automicro.torture.states import values
 from automicro.torture.subject import Run
@@ -37,6 +37,8 @@ def prepare(scene: Scene, size: int | None) -> Run:
     """A run up to the call that is to be disturbed; a size of None is the whole batch."""
     gc.collect()
     run = build(scene.subject, scene.optimizer, scene.rows)
+    if scene.warm_steps:
+        _let_looks_end(run)
     run.microbatcher._train.policy = Fixed(size)
     for _ in range(scene.warm_steps):
         run.microbatcher.backward(run.batches[0], metrics=run.metrics)
@@ -45,6 +47,17 @@ def prepare(scene: Scene, size: int | None) -> Run:
     if scene.call == "optimizer step":
         run.microbatcher.backward(run.batches[1], metrics=run.metrics)
     return run
+
+
+def _let_looks_end(run: Run) -> None:
+    """Looks at a few rows would be most of what is allocated in the first steps."""
+    evaluating = run.microbatcher._eval.policy
+    run.microbatcher._train.policy = run.microbatcher._eval.policy = Halving()  # may split
+    for _ in range(3):
+        run.microbatcher.backward(run.batches[0])
+        run.zero_grad()
+        run.microbatcher.evaluate(run.batches[0])
+    run.microbatcher._eval.policy = evaluating
 
 
 def call(scene: Scene, run: Run) -> Any:
