@@ -220,14 +220,17 @@ def weighted_rows(model: nn.Module, batch: Any) -> Any:
     return (each * batch[2]).sum() / batch[2].sum().clamp(min=1)
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("size", ["auto", 16])
 @pytest.mark.parametrize("num_classes", [2, 5])
 @pytest.mark.parametrize("masked", [0.3, 0.7, 0.95])
 def test_a_mean_by_one_weight_per_row_is_named_whatever_the_rows(
-    masked: float, num_classes: int, size: Any
+    masked: float, num_classes: int, size: Any, seeds: range
 ) -> None:
     remedy = "pass loss_average=lambda batch: batch[2].sum()"
-    for seed in range(40):
+    for seed in seeds:
         torch.manual_seed(seed)
         weights = (torch.rand(64) > masked).float()
         if len(weights.unique()) == 1:

@@ -103,7 +103,9 @@ def test_out_of_memory_before_a_collective_changes_nothing(
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("nodes", [(), (2, 2, 1)], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "nodes", [pytest.param((), marks=pytest.mark.slow), (2, 2, 1)], ids=["one node", "two nodes"]
+)
 def test_a_few_operations_on_three_ranks(world3: World, nodes: Sequence[int]) -> None:
     for case in random.Random(f"{SEED} {nodes}").sample(list(every_case(3, nodes)), 4):
         require_ended(world3, case)
