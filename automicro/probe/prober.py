@@ -9,7 +9,7 @@ was assumed.
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from automicro.transfer import on_host
 from automicro.warn import warn
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_LOOKS = 20
 LAST_GLANCE = 4096
@@ -204,19 +206,32 @@ class Prober:
 
     def _has_loss(self, batch: Any, *, evaluates: bool) -> bool:
         """Whether a loss can be computed of these rows, from the state as it is."""
-        failure: Exception | None = None
-        try:
+
+        def has_loss() -> bool:
             with ExtraPasses(self._probed) as passes, torch.no_grad():
                 return isinstance(passes.losses(batch, evaluates=evaluates).loss, Tensor)
+
+        return self._try(has_loss, otherwise=lambda why: False)
+
+    def _try(self, work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+        """Do what is no part of the step; where it fails, something else, given the reason.
+
+        Raises:
+            BaseException: the device is lost, or somebody interrupts.
+        """
+        failure: Exception | None = None
+        try:
+            return work()
         except Exception as error:
             failure = error
         try:
             if classify(failure) not in (Failure.UNRELATED, Failure.RETRYABLE):
                 raise failure
             release(failure, self._probed.device)
-            return False
+            why = first_line(failure)
         finally:
             del failure  # it holds this frame: a cycle
+        return otherwise(why)
 
     def _look_at(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
         seen = look(self._probed, batch, choice)
@@ -235,20 +250,12 @@ class Prober:
 
     def _explain(self, batch: Any, choice: Choice, seen: Seen) -> str:
         """Why gradients do not add up; where that cannot be found out, that they do not."""
-        assert seen.wrong is not None
-        failure: Exception | None = None
-        try:
-            return explain(self._probed, batch, choice, seen.wrong, seen.tolerance)
-        except Exception as error:
-            failure = error
-        try:
-            if classify(failure) not in (Failure.UNRELATED, Failure.RETRYABLE):
-                raise failure
-            release(failure, self._probed.device)
-            why = first_line(failure)
-        finally:
-            del failure  # it holds this frame: a cycle
-        return unexplained(self._probed, seen.wrong, why)
+        wrong = seen.wrong
+        assert wrong is not None
+        return self._try(
+            lambda: explain(self._probed, batch, choice, wrong, seen.tolerance),
+            otherwise=lambda why: unexplained(self._probed, wrong, why),
+        )
 
     def _compare_values(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
         values = evaluation_values(self._probed, batch, choice)
