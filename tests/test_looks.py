@@ -178,6 +178,20 @@ def test_padding_that_comes_late_is_looked_at(first_padded: int) -> None:
     assert "loss_average='tokens'" in message
 
 
+def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
+    def forward(m: Any, batch: Any) -> Any:
+        return F.cross_entropy(m(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).double()
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=2)
+    ids = torch.randint(1, 20, (8, 6))
+    whole, padded = (ids, ids), (ids, torch.where(torch.arange(6) < ids[:, :1] % 6 + 1, ids, -100))
+    equal = tuple(each[:1].expand(8, 6).clone() for each in whole)  # rows that cannot tell
+    assert warnings_of(microbatcher, whole, equal) == []
+    (message,) = warnings_of(microbatcher, padded)  # the third batch, when no look is due
+    assert "loss_average='tokens'" in message
+
+
 def test_a_class_that_comes_late_is_looked_at() -> None:
     weight = torch.tensor([1.0, 1.0, 1.0, 9.0], dtype=torch.float64)
     microbatcher = Microbatcher(

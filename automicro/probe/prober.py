@@ -355,7 +355,7 @@ class _Evidence:
         if self._batches > LAST_GLANCE or self.looks >= MAX_LOOKS:
             self.is_done = True
             return False
-        if not self.is_informed:
+        if not self.is_informed and (is_due or self.pending is None):
             return is_due
         return self._shows_news(probed, batch, num_rows, everywhere=is_due)
 
