@@ -54,11 +54,13 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             return alias(tensor)
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             return copy(tensor)
-        # Inputs that are their own targets are written to as one, as they are without a copy.
+        # Inputs that are their own targets are written to as one, as they are without a copy. They
+        # are two tensors in any case: compiled code asks whether they are one.
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in copies:
-            copies[place] = copy(tensor)
-        return copies[place]
+        if place in copies:
+            return alias(copies[place])
+        copies[place] = copied = copy(tensor)
+        return copied
 
     for microbatch in microbatches:
         yield map_tensors(microbatch, moved, isolate=True)
