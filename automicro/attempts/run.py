@@ -229,7 +229,8 @@ def _plan(
         return agreement
     if agreement.lender is not None and spare is not None:
         spare.pass_on(agreement.lender)
-    return plan_together(bid, agreement, ranks, policy, rule)
+    with telling(ranks):
+        return plan_together(bid, agreement, ranks, policy, rule)
 
 
 def _outcome(done: Tried[T], plan: Plan) -> Outcome:

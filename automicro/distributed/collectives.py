@@ -74,6 +74,9 @@ class CollectivesGuard:
     def prepare(self) -> None:
         """Nothing is needed."""
 
+    def meet(self, *, training: bool) -> None:
+        """Nothing comes before the first forward."""
+
     def open(self, num_microbatches: int, *, training: bool) -> None:
         """Nothing is known in advance."""
 

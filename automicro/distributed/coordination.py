@@ -99,7 +99,16 @@ class CoordinatedRanks:
             self.fail(error)
             raise
         with self._between_steps():
-            return self._votes.agree(proposal, asker=self._name)
+            agreement = self._votes.agree(proposal, asker=self._name)
+        try:
+            if agreement.max_rows:
+                with own_collectives():
+                    for guard in self._guards:
+                        guard.meet(training=proposal.training)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return agreement
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         trained = [id(each) for each in parameters if each.requires_grad]

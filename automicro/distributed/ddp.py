@@ -185,15 +185,15 @@ class DdpGuard:
                 for buffers in _buffers_by_type(self._model)
             ]
 
-    def open(self, num_microbatches: int, *, training: bool) -> None:
+    def meet(self, *, training: bool) -> None:
         # What DDP would do in the next forward, where a rank may be missing.
-        with own_collectives():
-            self._send_buffers()
-            is_rebuilt = training and rebuild_buckets(self._model)
-        self._model.require_forward_param_sync = False
-        if is_rebuilt:
+        self._send_buffers()
+        if training and rebuild_buckets(self._model):
             self._known = False
             self._buckets = []
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
+        self._model.require_forward_param_sync = False
         self._last = num_microbatches - 1
         self._training = training
         if training:

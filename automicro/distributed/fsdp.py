@@ -207,6 +207,9 @@ class FsdpGuard:
             watch_for_strangers(self._votes)
             self._has_looked = True
 
+    def meet(self, *, training: bool) -> None:
+        """Nothing comes before the first forward."""
+
     def open(self, num_microbatches: int, *, training: bool) -> None:
         self._num_microbatches = num_microbatches
         self._training = training

@@ -34,10 +34,16 @@ class Guard(Protocol):
         """Between steps: undo what a forward outside of one has left."""
 
     def prepare(self) -> None:
-        """Before the ranks agree: allocate what `open` needs."""
+        """Before the ranks agree: allocate what `meet` needs."""
+
+    def meet(self, *, training: bool) -> None:
+        """Right after the ranks agreed: run the collectives that come before an attempt.
+
+        The agreement is the vote before them, so nothing may fail in between.
+        """
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
-        """All ranks have agreed to begin an attempt."""
+        """All ranks begin an attempt."""
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         """Around forward and backward of a microbatch. At its end it may vote.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Microbatcher, Trainer
 from automicro.distributed import commons
+from automicro.policy import Halving
 
 
 def end_of(work: Callable[[], object]) -> dict[str, Any]:
@@ -234,3 +235,20 @@ def evaluate_alone() -> dict[str, Any]:
     found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
     found.backward(batch())
     return end_of(lambda: (found.evaluate if dist.get_rank() == 0 else found.backward)(batch()))
+
+
+class BreaksAfterAgreement(Halving):
+    """A policy that cannot say its unit, which is asked for when sizes are agreed on."""
+
+    @property
+    def multiple_of(self) -> int:
+        raise ValueError("no unit")
+
+
+def fail_after_agreement(rank: int) -> dict[str, Any]:
+    """A rank fails between agreeing on a batch and its attempt; buffers have to be sent there."""
+    commons._opened = None
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    policy = BreaksAfterAgreement() if dist.get_rank() == rank else Halving()
+    found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=policy)
+    return end_of(lambda: found.backward(batch()))

@@ -94,3 +94,13 @@ def test_evaluating_on_one_rank_alone_is_named(world2: World) -> None:
         assert end["kind"] == "DesyncError"
         assert "beginning to evaluate a batch" in end["text"]
         assert "beginning to train on a batch" in end["text"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_between_agreement_and_attempt_keeps_nobody_waiting(
+    world2: World, rank: int
+) -> None:
+    ends = world2.run(absences.fail_after_agreement, rank)
+    assert ends[rank]["kind"] == "ValueError"
+    assert ends[1 - rank]["kind"] == "PeerFailedError"
+    assert f"rank {rank}: ValueError: no unit" in ends[1 - rank]["text"]
