@@ -1,7 +1,7 @@
 """All microbatches of a step, one after the other: gradients add up, losses and outputs too."""
 
-import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,14 +9,13 @@ from torch import Tensor
 
 from automicro.checks import refuse_constant
 from automicro.filling import Fillers
-from automicro.forward import outputs_with_rows
 from automicro.inputs import InputWatch
+from automicro.kept import Kept
 from automicro.observer import Narrator
-from automicro.passes import Losses, Passes
+from automicro.passes import Keep, Losses, Passes
 from automicro.ranks import Ranks
-from automicro.slicing import concat_rows
 from automicro.transaction import Gradients
-from automicro.transfer import on_device, on_host
+from automicro.transfer import on_device
 from automicro.weighting import BatchWeights, CutBatch, Weight, add_up
 
 
@@ -30,6 +29,7 @@ def accumulate_gradients(
     weights: BatchWeights,
     ranks: Ranks,
     gradients: Gradients,
+    kept: Kept,
     fillers: Fillers | None = None,
     narrator: Narrator | None = None,
 ) -> Losses:
@@ -44,6 +44,7 @@ def accumulate_gradients(
         weights: of the microbatches.
         ranks: that run as many.
         gradients: that add up.
+        kept: what the caller asked for of each forward.
         fillers: for those that this rank has no rows for; None for none.
         narrator: tells of every microbatch.
 
@@ -60,6 +61,7 @@ def accumulate_gradients(
         microbatches += fillers.microbatches()
     gradients.expect(len(microbatches))
     losses = []
+    keeping = _keeping(passes, cuts, kept)
     is_alone = ranks.is_alone  # one process pays for nothing that several need
     for index, microbatch in enumerate(on_device(microbatches, device, isolate=watch.isolate)):
         if index >= num_real:
@@ -71,11 +73,13 @@ def accumulate_gradients(
         if tell is not None:
             tell("microbatch_start")
         used = passes.tensors(microbatch) if watch.compares else ()
+        keep = None if keeping is None else keeping(index)
+        given = microbatch, weights, index, metrics, gradients, tell, keep
         if is_alone:
-            losses.append(passes.train(microbatch, weights, index, metrics, gradients, tell))
+            losses.append(passes.train(*given))
         else:
             with ranks.microbatch(index, weightless=weights.is_nothing(index)):
-                losses.append(passes.train(microbatch, weights, index, metrics, gradients, tell))
+                losses.append(passes.train(*given))
         if watch.compares:
             watch.compare(passes.tensors(microbatches[index]), used)
         if tell is not None:
@@ -84,6 +88,7 @@ def accumulate_gradients(
         refuse_constant()
     gradients.require_untouched()
     passes.warn_of_nothing(weights)
+    kept.join()
     return add_up(losses)
 
 
@@ -94,26 +99,25 @@ def accumulate_outputs(
     watch: InputWatch,
     device: torch.device,
     metrics: Any,
-    keep_outputs: bool,
+    kept: Kept,
     ranks: Ranks,
     fillers: Fillers | None = None,
     predicts: bool = False,
     narrator: Narrator | None = None,
-) -> tuple[Tensor | None, dict[str, Tensor], Any, dict[str, Weight | None]]:
+) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]:
     """Forward of every microbatch of one batch, for evaluation, or for its outputs alone.
 
-    Returns the loss, its parts by name, the outputs of all rows where they are kept, and what
-    the losses were divided by: of this rank's rows. ``cuts`` are none where it has none.
+    Returns the loss, its parts by name, and what the losses were divided by: of this rank's rows.
+    ``cuts`` are none where it has none.
     """
     run = passes.predict if predicts else passes.evaluate
     weights: BatchWeights | None = None
-    losses, outputs = [], []
+    losses = []
     microbatches = [each for cut in cuts for each in cut.microbatches]
     num_real = len(microbatches)
     if fillers is not None:
         microbatches += fillers.microbatches()
-    tensors = [tensor for cut in cuts for tensor in passes.tensors(cut.batch)]
-    home = next((tensor.device for tensor in tensors), device)
+    keeping = _keeping(passes, cuts, kept)
     for index, microbatch in enumerate(on_device(microbatches, device, isolate=watch.isolate)):
         if index >= num_real:
             assert fillers is not None
@@ -133,12 +137,20 @@ def accumulate_outputs(
             )
         if watch.compares:
             watch.compare(passes.tensors(microbatches[index]), used)
-        if keep_outputs:
-            outputs.append(passes.bring_home(outputs_with_rows(output.outputs), home))
+        if keeping is not None:
+            keeping(index)(output)
         del output  # before the next forward
         if tell is not None:
             tell("microbatch_end")
     loss, parts = add_up(losses) if losses else (None, {})
-    with on_host() if home.type == "cpu" else contextlib.nullcontext():
-        rows = concat_rows(outputs) if outputs else None
-    return loss, parts, rows, weights.totals if weights is not None else {}
+    kept.join()
+    return loss, parts, weights.totals if weights is not None else {}
+
+
+def _keeping(passes: Passes, cuts: Sequence[CutBatch], kept: Kept) -> Callable[[int], Keep] | None:
+    """What keeps the output of a microbatch, by its index; None where nothing is kept."""
+    if kept.is_nothing:
+        return None
+    batch = [tensor for cut in cuts for tensor in passes.tensors(cut.batch)]
+    sizes = [size for cut in cuts for size in cut.sizes]
+    return lambda index: functools.partial(kept.add, batch=batch, num_rows=sizes[index])

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -28,6 +28,18 @@ HOW_TO_GIVE_A_LOSS = (
 )
 
 
+class Carried(NamedTuple):
+    """A batch, and the state that the batch before it has left: one thing to be cut by rows.
+
+    Attributes:
+        batch: as the data loader gave it.
+        carry: of the same rows; None at the start.
+    """
+
+    batch: Any
+    carry: Any
+
+
 @dataclasses.dataclass(slots=True)
 class Output:
     """What one microbatch's forward gave.
@@ -37,12 +49,14 @@ class Output:
         losses: its parts by name.
         outputs: the model's.
         has_total: whether the total was given beside its parts, and not summed from them.
+        carry: state for the next batch; None without one.
     """
 
     loss: Tensor | None
     losses: Mapping[str, Tensor]
     outputs: Any
     has_total: bool = False
+    carry: Any = None
 
 
 class Convention(Protocol):
@@ -78,14 +92,22 @@ class Convention(Protocol):
 def choose_convention(
     model: nn.Module,
     *,
-    forward: Callable[[Any, Any], Any] | None,
+    forward: Callable[..., Any] | None,
     loss_fn: Callable[..., Any] | None,
+    carries: bool = False,
 ) -> Convention:
     """Pick the way to the loss; see the module's text for the order.
 
+    Args:
+        model: that is trained.
+        forward: the caller's.
+        loss_fn: the caller's.
+        carries: whether ``forward`` takes and gives state that goes from batch to batch. Batches
+            are then `Carried`.
+
     Raises:
         TypeError: ``forward`` or ``loss_fn`` cannot be called.
-        ValueError: both are given.
+        ValueError: both are given, or state is carried without ``forward``.
     """
     for name, function in (("forward", forward), ("loss_fn", loss_fn)):
         if function is not None and not callable(function):
@@ -100,8 +122,14 @@ def choose_convention(
             "both forward and loss_fn were given, and only one can compute the loss; call the "
             "loss function inside forward and leave loss_fn out"
         )
+    if carries and forward is None:
+        raise ValueError(
+            "carry_layout=… was given without forward=…, and only that says how the state goes in "
+            "and comes out; pass a forward that takes (model, microbatch, carry) and returns a "
+            "mapping with 'loss' and 'carry'"
+        )
     if forward is not None:
-        return _OwnForward(forward)
+        return _CarryingForward(forward) if carries else _OwnForward(forward)
     if loss_fn is not None:
         return _LossFunction(loss_fn)
     if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
@@ -115,7 +143,7 @@ class _OwnForward:
     computes_loss_in_model = False
     needs_pairs = False
 
-    def __init__(self, forward: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
 
     def train(
@@ -148,6 +176,30 @@ class _OwnForward:
                 "(loss, outputs), or pass update_metric=… that takes (metric, outputs, microbatch)"
             )
         metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+class _CarryingForward(_OwnForward):
+    """The caller's ``forward(model, microbatch, carry)``; batches are `Carried`."""
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        result = self._forward(model, *microbatch)
+        if forwarded is not None:
+            forwarded()
+        if not isinstance(result, Mapping) or "carry" not in result:
+            raise LossError(
+                f"forward returned {_named(result)}, and with carry_layout=… it has to return a "
+                "mapping with 'loss' and 'carry', the state for the next batch (None for none)"
+            )
+        rest = {name: value for name, value in result.items() if name != "carry"}
+        return dataclasses.replace(_read_result(rest), carry=result["carry"])
+
+    def targets(self, batch: Any) -> Any:
+        return super().targets(batch.batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        super().update_metric(metric, outputs, microbatch.batch)
 
 
 class _LossFunction:

@@ -31,6 +31,7 @@ from automicro.filling import SpareRows
 from automicro.finding_ranks import find_ranks, telling_of_failure
 from automicro.forward import choose_convention
 from automicro.inputs import cost_of_row
+from automicro.kept import Carrying, Where
 from automicro.memory import OccupiedDevice
 from automicro.metric_guard import MetricGuard
 from automicro.model_modes import evaluation_mode, is_lazy
@@ -44,7 +45,7 @@ from automicro.ranks import Agreement, Ranks, telling
 from automicro.reach import Reach
 from automicro.results import EvalResult, StepResult, unevaluated, untrained
 from automicro.sharing import SharedLosses
-from automicro.slicing import BatchLayout, Contents
+from automicro.slicing import Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
 from automicro.transaction import GradientMemory, Gradients, Parameters, RandomState
@@ -106,6 +107,10 @@ class Microbatcher:
             is always their own.
         batch_layout: which dimension holds the rows, and which parts are shared; see
             `split_batch`.
+        carry_layout: the same of state that goes from batch to batch, such as a recurrent model's
+            (dimension 1 of an ``nn.LSTM``'s). With it ``forward(model, microbatch, carry)`` takes
+            the state of its rows, None at the start, and returns a mapping with ``"loss"`` and
+            ``"carry"``; see `backward`.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits.
         probe: whether to compare, at the first batches that could be split, the gradient of a few
@@ -129,7 +134,7 @@ class Microbatcher:
         model: nn.Module,
         *,
         loss_fn: Callable[..., Any] | None = None,
-        forward: Callable[[Any, Any], Any] | None = None,
+        forward: Callable[..., Any] | None = None,
         backward: Callable[[Tensor], Any] | None = None,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
@@ -143,6 +148,7 @@ class Microbatcher:
         precision: str = "fp32",
         gradient_sums: str = "fp32",
         batch_layout: int | Mapping[str, Any] = 0,
+        carry_layout: int | Mapping[str, Any] | None = None,
         update_metric: Callable[[Any, Any, Any], None] | None = None,
         probe: bool = True,
         observer: Observer | None = None,
@@ -156,7 +162,8 @@ class Microbatcher:
         innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules)
         self._device = resolve_device(device, model)
-        self._layout = BatchLayout(batch_layout)
+        self._carrying = carrying = Carrying(batch_layout, carry_layout)
+        self._layout = carrying.layout
         reach = Reach(
             {
                 **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
@@ -176,7 +183,7 @@ class Microbatcher:
             optimizer=innermost,
             precision=precision,
             layout=self._layout,
-            observer=observer,
+            observer=carrying.hiding(observer),
             ranks=self._ranks,
             reach=reach,
         )
@@ -185,16 +192,18 @@ class Microbatcher:
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
         )
-        convention = choose_convention(unwrapped(model), forward=forward, loss_fn=loss_fn)
+        convention = choose_convention(
+            unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
+        )
         averages = read_average(
-            loss_average,
+            carrying.hiding(loss_average),
             loss_fn=loss_fn,
             model=unwrapped(model),
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
         self._metric_guard = MetricGuard(
-            update_metric or convention.update_metric,
+            carrying.hiding(update_metric) or convention.update_metric,
             self._layout,
             lambda: [RandomState(self._device, reach.generators)],
             is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
@@ -285,22 +294,49 @@ class Microbatcher:
         self._train.load_state_dict(state["train"])
         self._eval.load_state_dict(state["eval"])
 
-    def backward(self, batch: Any, metrics: Any = None) -> StepResult:
+    def backward(
+        self,
+        batch: Any,
+        metrics: Any = None,
+        *,
+        return_outputs: Where = False,
+        carry: Any = None,
+    ) -> StepResult:
         """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
 
         Args:
             batch: the full optimization batch, on the host or on the device. Of several ranks,
                 each brings its own, of any number of rows; None where its data have run out.
             metrics: torchmetrics to update, each row once.
+            return_outputs: whether to give the outputs of all rows, detached, in order: True where
+                the batch lies, ``"host"``, or ``"device"``. They take memory there.
+            carry: the state that the batch before left, ``result.carry``, of as many rows; None at
+                the start. It needs ``carry_layout``.
 
         Raises:
             SampleTooLargeError: the smallest microbatch does not fit.
-            BatchError: the batch cannot be cut.
-            LossError: the forward gives no usable loss.
+            BatchError: the batch cannot be cut, or ``carry`` has other rows.
+            LossError: the forward gives no usable loss, or no state to carry.
 
         After any exception the state is as it was before the call.
+
+        Example:
+            >>> lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+            >>> def forward(model, batch, carry):
+            ...     outputs, carry = model(batch, carry)
+            ...     return {"loss": outputs.square().mean(), "carry": carry}
+            >>> microbatcher = Microbatcher(
+            ...     lstm, forward=forward, loss_average="samples", carry_layout=1
+            ... )
+            >>> carry = None
+            >>> for batch in torch.randn(6, 10, 3).split(5, dim=1):
+            ...     result = microbatcher.backward(batch, carry=carry)
+            ...     carry = result.carry
+            >>> [tuple(state.shape) for state in carry]
+            [(2, 6, 4), (2, 6, 4)]
         """
-        return self.accumulate(self._spare.given(batch), metrics)
+        batches = self._spare.given(self._carrying.beside(batch, carry))
+        return self._step(batches, metrics, return_outputs=return_outputs)
 
     def accumulate(
         self,
@@ -308,6 +344,7 @@ class Microbatcher:
         metrics: Any = None,
         *,
         accept: Callable[[Tensor], bool] | None = None,
+        return_outputs: Where = False,
     ) -> StepResult:
         """Forward and backward of several batches as if they were one.
 
@@ -320,10 +357,11 @@ class Microbatcher:
             metrics: torchmetrics to update, each row once.
             accept: given the loss, says whether to keep the step. False leaves no trace of it: no
                 gradient, no count in a metric or a BatchNorm; see `StepResult.is_committed`.
+            return_outputs: as `backward`, of all batches together.
 
         Raises:
-            ValueError: no batch. Else as `backward`, and after any exception the state is as it
-                was before the call.
+            ValueError: no batch, or state is carried between them. Else as `backward`, and after
+                any exception the state is as it was before the call.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -331,6 +369,18 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
+        self._carrying.refuse_several()
+        return self._step(batches, metrics, accept=accept, return_outputs=return_outputs)
+
+    def _step(
+        self,
+        batches: Sequence[Any],
+        metrics: Any,
+        *,
+        accept: Callable[[Tensor], bool] | None = None,
+        return_outputs: Where,
+    ) -> StepResult:
+        kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited():
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
@@ -362,6 +412,7 @@ class Microbatcher:
                         buffers=buffers,
                         gradients=gradients,
                         metrics=metrics,
+                        kept=kept,
                         narrator=narrator,
                     ),
                     [
@@ -369,6 +420,7 @@ class Microbatcher:
                         watch,
                         *self._changing_state(),
                         self._reservation,
+                        kept,
                         buffers,
                         gradients,  # the last: hooks at its commit may change all others
                     ],
@@ -400,10 +452,19 @@ class Microbatcher:
             losses=losses,
             is_committed=is_committed,
             loss_average_is=self.loss_average_is,
+            outputs=kept.outputs,
+            carry=kept.carry,
             **finished.counts,
         )
 
-    def evaluate(self, batch: Any, metrics: Any = None, return_outputs: bool = False) -> EvalResult:
+    def evaluate(
+        self,
+        batch: Any,
+        metrics: Any = None,
+        return_outputs: Where = False,
+        *,
+        carry: Any = None,
+    ) -> EvalResult:
         """Forward of a whole batch in evaluation mode, without gradients.
 
         Its size is found apart from training's. Training mode is put back afterwards.
@@ -411,17 +472,19 @@ class Microbatcher:
         Args:
             batch: the full batch, on the host or on the device.
             metrics: torchmetrics to update, each row once.
-            return_outputs: whether to give the outputs of all rows, in order.
+            return_outputs: as `backward`.
+            carry: as `backward`.
 
         Raises:
             SampleTooLargeError: the smallest microbatch does not fit.
-            BatchError: the batch cannot be cut.
+            BatchError: the batch cannot be cut, or ``carry`` has other rows.
 
         After any exception the state is as it was before the call.
         """
-        return self._without_gradients(batch, metrics, keep_outputs=return_outputs)
+        batch = self._carrying.beside(batch, carry)
+        return self._without_gradients(batch, metrics, return_outputs)
 
-    def predict(self, batch: Any) -> Any:
+    def predict(self, batch: Any, *, carry: Any = None) -> Any:
         """The model's outputs for all rows of a batch, in order; its targets may be missing.
 
         As `evaluate`, which it shares the size with. With ``loss_fn``, a list of one or two is
@@ -432,7 +495,8 @@ class Microbatcher:
             >>> microbatcher.predict(torch.randn(5, 8)).shape
             torch.Size([5, 2])
         """
-        return self._without_gradients(batch, None, keep_outputs=True, predicts=True).outputs
+        batch = self._carrying.beside(batch, carry)
+        return self._without_gradients(batch, None, True, predicts=True).outputs
 
     def _shared(self, batches: Sequence[Any]) -> list[Tensor]:
         """What lies on the device with every microbatch: of several batches, the most of one."""
@@ -452,8 +516,9 @@ class Microbatcher:
         return evaluation_mode(self._modules)
 
     def _without_gradients(
-        self, batch: Any, metrics: Any, *, keep_outputs: bool, predicts: bool = False
+        self, batch: Any, metrics: Any, return_outputs: Where, *, predicts: bool = False
     ) -> EvalResult:
+        kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with telling(self._ranks):
                 self._ranks.settle()
@@ -481,7 +546,7 @@ class Microbatcher:
                     watch=watch,
                     device=self._device,
                     metrics=metrics,
-                    keep_outputs=keep_outputs,
+                    kept=kept,
                     ranks=self._ranks,
                     fillers=self._spare.fillers(plan, batches, self._eval),
                     predicts=predicts,
@@ -490,7 +555,7 @@ class Microbatcher:
 
             finished = self._eval.run(
                 attempt,
-                [watch, *self._changing_state(), self._eval.buffers()],
+                [watch, *self._changing_state(), kept, self._eval.buffers()],
                 batches=batches,
                 rows=rows,
                 costs=list(map(cost_of_row, contents, rows)),
@@ -504,8 +569,15 @@ class Microbatcher:
             )
         if isinstance(finished, Agreement):
             return unevaluated(stops=finished.stops)
-        names = ("loss", "losses", "outputs", "denominators")
-        return EvalResult(**dict(zip(names, finished.result, strict=True)), **finished.counts)
+        loss, losses, denominators = finished.result
+        return EvalResult(
+            loss=loss,
+            losses=losses,
+            denominators=denominators,
+            outputs=kept.outputs,
+            carry=kept.carry,
+            **finished.counts,
+        )
 
     def _read(self, batches: Sequence[Any]) -> tuple[list[int], list[Contents]]:
         """The rows of each batch, and what it is made of."""

@@ -83,9 +83,12 @@ IN_CALLBACK = "automicro: in the callback "
 WHILE_UPDATING = "automicro: while updating the metric "
 """How the note begins that names the metric in whose update an exception was raised."""
 
+WHILE_JOINING = "automicro: while joining "
+"""How the note begins that names what of all rows is kept on the device."""
+
 
 def bystander(error: BaseException) -> str | None:
-    """The callback or metric in which an exception was raised, as its notes say; else None.
+    """What beside the step an exception was raised in, as its notes say; None where in nothing.
 
     >>> error = MemoryError()
     >>> error.add_note("automicro: in the callback Images, at forward_end")
@@ -93,7 +96,11 @@ def bystander(error: BaseException) -> str | None:
     'the callback Images, at forward_end'
     """
     for note in getattr(error, "__notes__", ()):
-        for begins, who in ((IN_CALLBACK, "the callback "), (WHILE_UPDATING, "the metric ")):
+        for begins, who in (
+            (IN_CALLBACK, "the callback "),
+            (WHILE_UPDATING, "the metric "),
+            (WHILE_JOINING, "the joining of "),
+        ):
             if isinstance(note, str) and note.startswith(begins):
                 return who + note.removeprefix(begins)
     return None

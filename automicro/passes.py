@@ -20,7 +20,6 @@ from automicro.errors import (
 )
 from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
-from automicro.memory import active_budget
 from automicro.model_modes import evaluation_mode
 from automicro.observer import WHILE_UPDATING, Tell
 from automicro.oom import once_more
@@ -35,6 +34,7 @@ from automicro.weighting import Average, BatchWeights, CutBatch
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
+Keep = Callable[[Output], None]
 
 
 class Passes:
@@ -199,10 +199,11 @@ class Passes:
         metrics: Any,
         gradients: Gradients,
         tell: Tell | None = None,
+        keep: Keep | None = None,
     ) -> Losses:
         """Forward and backward of one microbatch; its weighted losses, detached.
 
-        The model's outputs die here, before the next forward begins.
+        The model's outputs die here, before the next forward begins, but for what is kept of them.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -238,6 +239,8 @@ class Passes:
             tell("backward_end", loss.detach())
         if metrics is not None:
             self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
+        if keep is not None:
+            keep(output)
         return loss.detach(), {name: part.detach() for name, part in parts.items()}
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
@@ -303,13 +306,6 @@ class Passes:
         if tell is not None:
             tell("forward_end")
         return Output(None, {}, outputs)
-
-    def bring_home(self, outputs: Any, home: torch.device) -> Any:
-        """Outputs on the device of the batch that they belong to."""
-        if active_budget() is None:
-            return map_tensors(outputs, lambda tensor: tensor.to(home))
-        with on_host():
-            return map_tensors(outputs, Tensor.clone)
 
     def materialize(self, batch: Any) -> None:
         """Let lazy modules take their shapes from one row, before any attempt.

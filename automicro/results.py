@@ -14,6 +14,10 @@ class StepResult:
     """One optimization batch, trained on: its exact gradient is in ``.grad``.
 
     Attributes:
+        outputs: of the forward, for all rows (of this rank) in order, detached, where they were
+            asked for: what it returned beside the loss.
+        carry: state for the next batch, detached, its rows in order, where the Microbatcher has a
+            ``carry_layout``.
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
             the device.
         losses: the parts of the loss by name, where the forward gives several; as ``loss``.
@@ -44,6 +48,8 @@ class StepResult:
     recalled_size: int | None = None
     stops: bool = False
     loss_average_is: str = "unchecked"
+    outputs: Any = None
+    carry: Any = None
 
     @property
     def ooms(self) -> int:
@@ -71,6 +77,7 @@ class EvalResult:
             for a sum. With them the losses of several batches add up exactly; see `LossMean`.
         recalled_size: as in `StepResult`.
         stops: as in `StepResult`.
+        carry: as in `StepResult`.
     """
 
     loss: Tensor | None
@@ -85,6 +92,7 @@ class EvalResult:
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
     recalled_size: int | None = None
     stops: bool = False
+    carry: Any = None
 
     @property
     def ooms(self) -> int:

@@ -10,6 +10,7 @@ from automicro.attempts import Phase, Plan
 from automicro.checks import check_history
 from automicro.filling import SpareRows
 from automicro.inputs import InputWatch
+from automicro.kept import Kept
 from automicro.metric_guard import MetricGuard
 from automicro.observer import Narrator
 from automicro.passes import Losses, Passes
@@ -64,6 +65,7 @@ class TrainingWork:
         buffers: Buffers,
         gradients: Gradients,
         metrics: Any,
+        kept: Kept,
         narrator: Narrator | None,
     ) -> Losses:
         """Forward and backward of all batches, cut as planned; their loss and its parts.
@@ -76,6 +78,7 @@ class TrainingWork:
             buffers: as they were before.
             gradients: that add up.
             metrics: updated with every row.
+            kept: what the caller asked for of each forward.
             narrator: tells of every microbatch.
         """
         for batch, sizes in zip(batches, plan.cuts, strict=True):
@@ -95,6 +98,7 @@ class TrainingWork:
             weights=weights,
             ranks=self._ranks,
             gradients=gradients,
+            kept=kept,
             fillers=self._spare.fillers(plan, batches, self._phase),
             narrator=narrator,
         )

@@ -49,6 +49,7 @@ LAYERS = (
     ),
     ("attempts", "metric_guard", "passes", "probe", "splitting"),
     ("filling", "finding_ranks", "sharing"),
+    ("kept",),
     ("accumulation",),
     ("training_work",),
     ("microbatcher",),

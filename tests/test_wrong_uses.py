@@ -90,6 +90,20 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "size a policy class": lambda: backward(microbatch_size=Halving),
     "eval size a word": lambda: backward(eval_microbatch_size="atuo"),
     "split size": lambda: split_batch((X, Y), 0),
+    "outputs in a place that there is not": lambda: Microbatcher(model(), loss_fn=LOSS).backward(
+        (X, Y), return_outputs=cast(Any, "gpu")
+    ),
+    "carry without a layout": lambda: Microbatcher(model(), loss_fn=LOSS).backward((X, Y), carry=X),
+    "carry without forward": lambda: backward(carry_layout=1),
+    "forward without carry": lambda: Microbatcher(
+        model(), forward=lambda model, batch, carry: LOSS(model(batch[0]), batch[1]), carry_layout=1
+    ).backward((X, Y)),
+    "carry of other rows": lambda: Microbatcher(
+        model(), forward=lambda model, batch, carry: {"loss": X.sum()}, carry_layout=0
+    ).backward((X, Y), carry=X[:1]),
+    "carry from batch to batch that are one": lambda: Microbatcher(
+        model(), forward=lambda model, batch, carry: {"loss": X.sum()}, carry_layout=0
+    ).accumulate([(X, Y)]),
     "model not a module": lambda: Microbatcher(cast("nn.Module", len)),
     "model in data parallel": lambda: Microbatcher(nn.DataParallel(model())),
     "wrapper with a static graph": lambda: in_a_world_of_one(

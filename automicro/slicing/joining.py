@@ -1,6 +1,7 @@
 """Joining the outputs of microbatches: the inverse of cutting a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,19 @@ from automicro.slicing.containers import builder, join_path, open_container
 from automicro.slicing.kinds import STRUCTURES, Kind, batch_type_of, kind_of
 from automicro.slicing.ragged import concat_nested, concat_packed, concat_sparse
 
+NOWHERE_ELSE: Mapping[str, int] = MappingProxyType({})
 
-def concat_rows(parts: Sequence[Any]) -> Any:
+
+def concat_rows(parts: Sequence[Any], row_dims: Mapping[str, int] = NOWHERE_ELSE) -> Any:
     """Join what a model gave for each microbatch into what it gives for the whole batch.
 
     Tensors and arrays are joined along dimension 0, mappings, tuples and dataclasses part by part,
     lists end to end; None and equal texts stay. A number or a 0-d tensor (a mean, say) cannot be
     joined without knowing what it is, so it is an error.
+
+    Args:
+        parts: of each microbatch, in order.
+        row_dims: where tensors have their rows, by path, if it is not dimension 0.
 
     Raises:
         BatchError: the outputs differ in structure, or hold something that has no rows.
@@ -27,10 +34,10 @@ def concat_rows(parts: Sequence[Any]) -> Any:
     """
     if not parts:
         raise BatchError("There are no outputs to join. Give those of at least one microbatch.")
-    return _concat(list(parts), "")
+    return _concat(list(parts), "", row_dims)
 
 
-def _concat(parts: list[Any], path: str) -> Any:
+def _concat(parts: list[Any], path: str, row_dims: Mapping[str, int]) -> Any:
     first = parts[0]
     types = {type(part) for part in parts}
     if len(types) > 1:
@@ -41,7 +48,7 @@ def _concat(parts: list[Any], path: str) -> Any:
         )
     kind = kind_of(type(first))
     if kind is Kind.TENSOR or kind is Kind.ARRAY:
-        return _concat_arrays(parts, path)
+        return _concat_arrays(parts, path, row_dims.get(path, 0))
     if kind is Kind.PACKED:
         return concat_packed(parts)
     if kind is Kind.REGISTERED:
@@ -52,7 +59,7 @@ def _concat(parts: list[Any], path: str) -> Any:
     if isinstance(first, list):
         return builder(first, ())([row for part in parts for row in part])
     if kind in STRUCTURES or kind is Kind.SEQUENCE:
-        return _concat_structures(parts, path)
+        return _concat_structures(parts, path, row_dims)
     if first is None:
         return None
     numeric = isinstance(first, int | float | complex | np.generic)
@@ -65,7 +72,7 @@ def _concat(parts: list[Any], path: str) -> Any:
     )
 
 
-def _concat_arrays(parts: list[Any], path: str) -> Any:
+def _concat_arrays(parts: list[Any], path: str, dim: int) -> Any:
     if any(part.ndim == 0 for part in parts):
         raise BatchError(
             f"{_named(path)} is a 0-d {type(parts[0]).__name__} for each microbatch, which cannot "
@@ -79,18 +86,18 @@ def _concat_arrays(parts: list[Any], path: str) -> Any:
             return np.concatenate(parts)
         if parts[0].layout not in (torch.strided, torch.jagged):
             return concat_sparse(parts)
-        return concat_nested(parts) if parts[0].is_nested else torch.cat(parts)
+        return concat_nested(parts) if parts[0].is_nested else torch.cat(parts, dim)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or parts[0].ndim < 2:
             raise
         shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
         raise BatchError(
-            f"{_named(path)} has shapes that do not join along dimension 0: {shapes}. Pad the "
+            f"{_named(path)} has shapes that do not join along dimension {dim}: {shapes}. Pad the "
             "outputs to one size, or return a list with one entry per row."
         ) from error
 
 
-def _concat_structures(parts: list[Any], path: str) -> Any:
+def _concat_structures(parts: list[Any], path: str, row_dims: Mapping[str, int]) -> Any:
     opened = [open_container(part) for part in parts]
     keys = list(opened[0][0])
     for other, _ in opened:
@@ -100,7 +107,9 @@ def _concat_structures(parts: list[Any], path: str) -> Any:
                 f"{list(other)}. Return the same structure for every microbatch."
             )
     by_key = [dict(zip(names, values, strict=True)) for names, values in opened]
-    joined = [_concat([part[key] for part in by_key], join_path(path, key)) for key in keys]
+    joined = [
+        _concat([part[key] for part in by_key], join_path(path, key), row_dims) for key in keys
+    ]
     return builder(parts[0], keys)(joined)
 
 

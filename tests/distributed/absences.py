@@ -252,3 +252,36 @@ def fail_after_agreement(rank: int) -> dict[str, Any]:
     policy = BreaksAfterAgreement() if dist.get_rank() == rank else Halving()
     found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=policy)
     return end_of(lambda: found.backward(batch()))
+
+
+def carried_and_kept(kind: str) -> list[tuple[int, float, int]]:
+    """Of three batches, the last of which one rank has none of: rows, difference, rows carried."""
+    torch.manual_seed(0)
+    inner = nn.GRU(3, 4, batch_first=True).double()
+    twin = copy.deepcopy(inner)
+    model: Any = DistributedDataParallel(inner) if kind == "ddp" else fully_shard(inner)
+
+    def forward(model: Any, batch: Any, carry: Any) -> dict[str, Any]:
+        outputs, carry = model(batch, carry)
+        return {"loss": outputs.square().mean(), "outputs": outputs, "carry": carry}
+
+    found = Microbatcher(
+        model, forward=forward, loss_average="samples", carry_layout=1, microbatch_size=2
+    )
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    carry = expected = None
+    ends = []
+    for last in (False, False, True):
+        rows = (5, 3)[rank]
+        given = torch.randn(rows, 6, 3, generator=generator).double()
+        if last and rank == 1:
+            found.backward(None)
+            continue
+        result = found.backward(given, carry=carry, return_outputs=True)
+        with torch.no_grad():
+            outputs, expected = twin(given, expected)
+        difference = float((result.outputs["outputs"] - outputs).abs().max())
+        carry = result.carry
+        ends.append((len(result.outputs["outputs"]), difference, carry.shape[1]))
+    return ends

@@ -104,3 +104,11 @@ def test_an_error_between_agreement_and_attempt_keeps_nobody_waiting(
     assert ends[rank]["kind"] == "ValueError"
     assert ends[1 - rank]["kind"] == "PeerFailedError"
     assert f"rank {rank}: ValueError: no unit" in ends[1 - rank]["text"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_keeps_outputs_and_state_of_its_own_rows(world2: World, kind: str) -> None:
+    first, second = world2.run(absences.carried_and_kept, kind)
+    assert [(rows, carried) for rows, _, carried in first] == [(5, 5)] * 3
+    assert [(rows, carried) for rows, _, carried in second] == [(3, 3)] * 2
+    assert max(difference for _, difference, _ in [*first, *second]) < 1e-12

@@ -1,0 +1,410 @@
+"""Outputs of training steps, and state that goes from batch to batch."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import BatchError, LossError, MemoryBudget, Microbatcher, SampleTooLargeError
+from automicro.observer import Microbatch, Subject
+
+ROWS, STEPS, FEATURES = 6, 5, 3
+SIZES = [6, 4, 3, 1]
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+
+
+def pair(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, FEATURES).double(), torch.arange(rows) % 2
+
+
+def with_outputs(model: nn.Module, batch: Any) -> dict[str, Any]:
+    outputs = model(batch[0])
+    names = [f"row {int(10 * value)}" for value in batch[0][:, 0]]
+    return {"loss": nn.functional.cross_entropy(outputs, batch[1]), "a": outputs, "names": names}
+
+
+@pytest.mark.parametrize("where", [True, "host", "device"])
+@pytest.mark.parametrize("size", SIZES)
+def test_outputs_of_all_rows_come_in_order(size: int, where: Any) -> None:
+    model = classifier().eval()
+    batch = pair()
+    microbatcher = Microbatcher(
+        model, forward=with_outputs, loss_average="samples", microbatch_size=size
+    )
+    outputs = microbatcher.backward(batch, return_outputs=where).outputs
+    assert list(outputs) == ["a", "names"]
+    assert not outputs["a"].requires_grad
+    torch.testing.assert_close(outputs["a"], model(batch[0]))
+    assert outputs["names"] == with_outputs(model, batch)["names"]
+
+
+def test_outputs_are_those_that_the_gradient_comes_from() -> None:
+    model = classifier()
+    batch = pair()
+    seen: list[Tensor] = []
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        if torch.is_grad_enabled():
+            seen.append(outputs.detach().clone())
+        return nn.functional.cross_entropy(outputs, batch[1]), outputs
+
+    microbatcher = Microbatcher(
+        model, forward=forward, loss_average="samples", microbatch_size=4, probe=False
+    )
+    outputs = microbatcher.backward(batch, return_outputs=True).outputs
+    torch.testing.assert_close(outputs, torch.cat(seen), rtol=0, atol=0)  # dropout included
+
+
+def test_outputs_are_not_given_unless_asked_for() -> None:
+    microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
+    result = microbatcher.backward(pair())
+    assert result.outputs is None
+    assert result.carry is None
+
+
+def test_outputs_of_a_failed_attempt_are_not_among_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+    batch = torch.randn(256, 64), torch.randint(10, (256,))
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+    with MemoryBudget("1MiB"):
+        result = microbatcher.backward(batch, return_outputs="host")
+    assert result.ooms > 0
+    torch.testing.assert_close(result.outputs, model(batch[0]).detach())
+
+
+def test_outputs_on_the_device_take_its_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1024)
+    batch = torch.randn(256, 4), torch.zeros(256, 1024)
+    loss_fn = nn.MSELoss()
+
+    def fewest(where: Any) -> int:
+        microbatcher = Microbatcher(model, loss_fn=loss_fn, probe=False)
+        with MemoryBudget("2400KiB"):
+            return microbatcher.backward(batch, return_outputs=where).num_microbatches
+
+    assert fewest("device") > fewest("host") >= fewest(False)
+
+
+def test_outputs_that_no_size_leaves_room_for_are_named() -> None:
+    batch = torch.randn(256, 4), torch.zeros(256, 1024)
+    microbatcher = Microbatcher(nn.Linear(4, 1024), loss_fn=nn.MSELoss(), probe=False)
+    named = r"the joining of outputs of all rows \(return_outputs='host'\), with every size"
+    with MemoryBudget("1700KiB"), pytest.raises(SampleTooLargeError, match=named):
+        microbatcher.backward(batch, return_outputs="device")
+
+
+def test_a_buffer_that_each_forward_writes_anew_is_copied() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 2).double()
+            self.last = torch.zeros(ROWS, 2).double()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.linear(inputs)
+            self.last[: len(inputs)] = outputs.detach()
+            return outputs
+
+    def forward(model: Any, batch: Any) -> tuple[Tensor, Any]:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss, model.last[: len(batch[0])]
+
+    model, batch = Writes(), pair()
+    microbatcher = Microbatcher(model, forward=forward, loss_average="samples", microbatch_size=2)
+    outputs = microbatcher.backward(batch, return_outputs=True).outputs
+    torch.testing.assert_close(outputs, model.linear(batch[0]).detach())
+
+
+def test_outputs_of_several_batches_follow_each_other() -> None:
+    model = classifier().eval()
+    batches = [pair(4), pair(2), pair(5)]
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
+    outputs = microbatcher.accumulate(batches, return_outputs=True).outputs
+    torch.testing.assert_close(outputs, model(torch.cat([inputs for inputs, _ in batches])))
+
+
+@pytest.mark.parametrize("size", [6, 2])
+def test_what_cannot_be_joined_is_named_at_any_size(size: int) -> None:
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        outputs = model(batch[0])
+        return nn.functional.cross_entropy(outputs, batch[1]), (outputs, outputs.detach().mean())
+
+    microbatcher = Microbatcher(
+        classifier(), forward=forward, loss_average="samples", microbatch_size=size
+    )
+    with pytest.raises(BatchError, match=r"'1' is a 0-d Tensor .* Return one value per row"):
+        microbatcher.backward(pair(), return_outputs=True)
+    microbatcher.backward(pair())
+
+
+def test_a_place_that_there_is_not_is_refused() -> None:
+    microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match=r"return_outputs='cpu'; say True .* 'host', 'device'"):
+        microbatcher.backward(pair(), return_outputs="cpu")  # type: ignore[arg-type]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = getattr(nn, kind)(FEATURES, 4, num_layers=2, batch_first=True)
+        self.head = nn.Linear(4, FEATURES)
+
+    def forward(self, inputs: Tensor, carry: Any) -> tuple[Tensor, Any]:
+        outputs, carry = self.cell(inputs, carry)
+        return self.head(outputs), carry
+
+
+def step(model: nn.Module, batch: Mapping[str, Tensor], carry: Any) -> dict[str, Any]:
+    outputs, carry = model(batch["x"], carry)
+    return {"loss": (outputs - batch["y"]).square().mean(), "outputs": outputs, "carry": carry}
+
+
+def windows(count: int = 4) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    series = torch.randn(ROWS, count * STEPS + 1, FEATURES, generator=generator).double()
+    cut = [slice(index * STEPS, (index + 1) * STEPS) for index in range(count)]
+    return [{"x": series[:, :-1][:, each], "y": series[:, 1:][:, each]} for each in cut]
+
+
+def detached(carry: Any) -> Any:
+    return carry.detach() if isinstance(carry, Tensor) else tuple(map(detached, carry))
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    losses, carry = [], None
+    for batch in windows():
+        result = step(model, batch, carry)
+        result["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        carry = detached(result["carry"])
+        losses.append(result["loss"].detach())
+    return losses
+
+
+def carried(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, forward: Any = step, **options: Any
+) -> list[Tensor]:
+    microbatcher = Microbatcher(
+        model,
+        forward=forward,
+        optimizer=optimizer,
+        loss_average="samples",
+        carry_layout=1,
+        **options,
+    )
+    losses, carry = [], None
+    for batch in windows():
+        result = microbatcher.backward(batch, carry=carry)
+        optimizer.step()
+        optimizer.zero_grad()
+        carry = result.carry
+        losses.append(result.loss)
+    return losses
+
+
+def both(
+    kind: str, run: Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
+) -> tuple[nn.Module, list[Tensor]]:
+    model = Recurrent(kind).double()
+    return model, run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("size", [*SIZES, "auto"])
+def test_state_goes_from_batch_to_batch(kind: str, size: Any) -> None:
+    plain, expected = both(kind, by_hand)
+    model, losses = both(kind, lambda *given: carried(*given, microbatch_size=size))
+    is_whole = size in (ROWS, "auto")
+    tolerance = {"rtol": 0, "atol": 0} if is_whole else {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(losses, expected, **tolerance)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, **tolerance)
+
+
+def test_state_of_a_failed_attempt_is_forgotten() -> None:
+    def wide(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.LSTM(8, 64, num_layers=2, batch_first=True)
+
+    def forward(model: nn.Module, batch: Any, carry: Any) -> dict[str, Any]:
+        outputs, carry = model(batch, carry)
+        return {"loss": outputs.square().mean(), "carry": carry}
+
+    def run(limit: str, sizes: list[Any]) -> tuple[list[Any], list[int], int]:
+        model, carry, ooms = wide(), None, 0
+        found: list[Any] = []
+        used: list[int] = []
+        options: dict[str, Any] = {"forward": forward, "loss_average": "samples", "carry_layout": 1}
+        shared = Microbatcher(model, **options)
+        data = torch.randn(64, 30, 8, generator=torch.Generator().manual_seed(2))
+        for batch, size in zip(data.split(10, 1), sizes, strict=True):
+            scripted = Microbatcher(model, microbatch_size=size, **options)
+            with MemoryBudget(limit):
+                microbatcher = shared if size is None else scripted
+                result = microbatcher.backward(batch.contiguous(), carry=carry)
+            carry = result.carry
+            ooms += result.ooms
+            used.append(result.microbatch_size)
+            found.append((result.loss, *carry))
+        return found, used, ooms
+
+    found, sizes, ooms = run("4MiB", [None] * 3)
+    assert ooms > 0
+    same, _, none = run("1GiB", sizes)
+    assert none == 0
+    torch.testing.assert_close(found, same, rtol=0, atol=0)
+
+
+def test_state_that_the_forward_writes_into_stays_as_given() -> None:
+    def forward(model: nn.Module, batch: Any, carry: Any) -> dict[str, Any]:
+        result = step(model, batch, None if carry is None else carry.clone())
+        if carry is not None:
+            carry.zero_()
+        return result
+
+    _, expected = both("GRU", by_hand)
+    _, losses = both("GRU", lambda *given: carried(*given, forward=forward, microbatch_size=2))
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_evaluation_and_prediction_carry_too() -> None:
+    model = Recurrent("LSTM").double()
+    microbatcher = Microbatcher(
+        model, forward=step, loss_average="samples", carry_layout=1, eval_microbatch_size=4
+    )
+    carry = expected = None
+    for batch in windows():
+        with torch.no_grad():
+            outputs, wanted = model(batch["x"], expected)
+        predicted = microbatcher.predict(batch, carry=carry)["outputs"]
+        result = microbatcher.evaluate(batch, return_outputs=True, carry=carry)
+        torch.testing.assert_close(result.outputs["outputs"], outputs)
+        torch.testing.assert_close(predicted, outputs)
+        torch.testing.assert_close(result.carry, wanted)
+        carry, expected = result.carry, wanted
+
+
+def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
+    seen: list[Any] = []
+
+    def count(batch: Any) -> int:
+        seen.append(batch)
+        return int(batch["x"].numel())
+
+    def observe(event: str, subject: Subject) -> None:
+        if isinstance(subject, Microbatch):
+            seen.append(subject.batch)
+
+    class Rows:
+        count = 0
+
+        def update(self) -> None:
+            """Not called: `update_metric` counts."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.count = state["count"]
+
+    def update(metric: Any, outputs: Any, batch: Any) -> None:
+        seen.append(batch)
+        metric.count += len(batch["x"])
+
+    model = Recurrent("GRU").double()
+    microbatcher = Microbatcher(
+        model,
+        forward=step,
+        loss_average=count,
+        carry_layout=1,
+        microbatch_size=4,
+        observer=observe,
+        update_metric=update,
+    )
+    metric, carry = Rows(), None
+    for batch in windows():
+        carry = microbatcher.backward(batch, metric, carry=carry).carry
+    assert metric.count == 4 * ROWS
+    assert len(seen) > 20
+    assert all(type(each) is dict for each in seen)
+
+
+def test_state_of_other_rows_is_refused() -> None:
+    model = Recurrent("GRU").double()
+    microbatcher = Microbatcher(model, forward=step, loss_average="samples", carry_layout=1)
+    first, second, *_ = windows()
+    carry = microbatcher.backward(first, carry=None).carry
+    shorter = {name: each[:4] for name, each in second.items()}
+    with pytest.raises(
+        BatchError, match=r"carry and of the batch disagree: 6 and 4\. .*carry=None"
+    ):
+        microbatcher.backward(shorter, carry=carry)
+    microbatcher.backward(second, carry=carry)
+
+
+@pytest.mark.parametrize("layout", [0, {"": 2}])
+def test_rows_in_another_dimension_are_refused(layout: Any) -> None:
+    model = Recurrent("GRU").double()
+    microbatcher = Microbatcher(model, forward=step, loss_average="samples", carry_layout=layout)
+    with pytest.raises(LossError, match=r"a carry of \d rows for a microbatch of 6; .*dimension"):
+        microbatcher.backward(windows()[0])
+
+
+def test_a_part_of_the_state_that_is_none_at_first_may_be_declared() -> None:
+    model = Recurrent("LSTM").double()
+    layout = {"0": 1, "1": 1}
+    microbatcher = Microbatcher(model, forward=step, loss_average="samples", carry_layout=layout)
+    carry = None
+    for batch in windows():
+        carry = microbatcher.backward(batch, carry=carry).carry
+
+
+def test_a_forward_that_gives_no_state_is_refused() -> None:
+    def forward(model: nn.Module, batch: Any, carry: Any) -> Tensor:
+        loss: Tensor = step(model, batch, carry)["loss"]
+        return loss
+
+    model = Recurrent("GRU").double()
+    microbatcher = Microbatcher(model, forward=forward, loss_average="samples", carry_layout=1)
+    with pytest.raises(LossError, match="a mapping with 'loss' and 'carry'"):
+        microbatcher.backward(windows()[0])
+
+
+def test_state_needs_a_layout_a_forward_and_one_batch_at_a_time() -> None:
+    model = Recurrent("GRU").double()
+    with pytest.raises(ValueError, match=r"carry_layout=1\) for nn.LSTM"):
+        Microbatcher(model, forward=step).backward(windows()[0], carry=torch.zeros(2, 6, 4))
+    with pytest.raises(ValueError, match="carry_layout=… was given without forward=…"):
+        Microbatcher(model, loss_fn=nn.MSELoss(), carry_layout=1)
+    microbatcher = Microbatcher(model, forward=step, carry_layout=1, loss_average="samples")
+    with pytest.raises(ValueError, match="call backward for each of them"):
+        microbatcher.accumulate(windows())
+
+
+def test_state_that_makes_a_graph_across_batches_is_cut_off() -> None:
+    model = Recurrent("GRU").double()
+    twin = copy.deepcopy(model)
+    microbatcher = Microbatcher(
+        model, forward=step, loss_average="samples", carry_layout=1, microbatch_size=2
+    )
+    first, second, *_ = windows()
+    carry = microbatcher.backward(first).carry
+    assert not carry.requires_grad
+    microbatcher.backward(second, carry=carry)
+    result = step(twin, first, None)
+    result["loss"].backward()
+    step(twin, second, result["carry"].detach())["loss"].backward()
+    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
