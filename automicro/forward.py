@@ -344,14 +344,21 @@ def _read_result(result: Any) -> Output:
             "'loss', or nothing but scalar losses, which are then summed"
         )
     if isinstance(result, tuple) and len(result) == 2:
-        outputs = result[1]
-        if isinstance(outputs, Tensor) and outputs.dim() == 0 and outputs.requires_grad:
+        loss, outputs = result
+        is_number = isinstance(outputs, Tensor) and outputs.dim() == 0
+        if is_number and isinstance(loss, Tensor) and loss.numel() > 1:
+            raise LossError(
+                f"forward returned a tensor of shape {tuple(loss.shape)} and one number behind it: "
+                "the loss comes first, (loss, outputs). Where a model returns (outputs, loss), "
+                "take them apart: forward=lambda model, batch: model(*batch)[::-1]"
+            )
+        if is_number and outputs.requires_grad:
             raise LossError(
                 "forward returned (loss, outputs) whose outputs are one number with a gradient, "
                 "and only the first would be trained on. Two losses? Return a mapping from names "
                 "to losses, which are summed; for a number to look at, .detach() it"
             )
-        return dataclasses.replace(_read_result(result[0]), outputs=result[1])
+        return dataclasses.replace(_read_result(loss), outputs=outputs)
     raise LossError(
         f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
         "(loss, outputs), or a mapping with the key 'loss'"

@@ -178,7 +178,8 @@ class CarriedLayout(BatchLayout):
             raise BatchError(
                 f"The rows of the carry and of the batch disagree: {carried} and {num_rows}. "
                 "Pass the state of the same rows (drop_last=True gives every batch as many), or "
-                "carry=None to begin anew, and let carry_layout=… say where its rows lie."
+                "carry=None to begin anew. Let carry_layout=… say where the state has its rows, "
+                "and batch_layout=… the batch: both are 1 where time comes first."
             )
         return num_rows
 

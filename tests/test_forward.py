@@ -158,6 +158,21 @@ def test_two_losses_in_a_tuple_of_a_forward_are_refused(size: Any) -> None:
         Microbatcher(Mlp(), forward=forward, microbatch_size=size).backward((x(), y()))
 
 
+@pytest.mark.parametrize("work", ["backward", "evaluate"])
+def test_a_loss_behind_the_outputs_is_told_how_to_come_first(work: str) -> None:
+    class ComputesItsLoss(nn.Sequential):
+        def forward(self, inputs: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+            logits = super().forward(inputs)
+            return logits, F.cross_entropy(logits, targets)
+
+    model = ComputesItsLoss(Mlp())
+    asked = Microbatcher(model, forward=lambda model, batch: model(*batch))
+    with pytest.raises(LossError, match=r"the loss comes first.*model\(\*batch\)\[::-1\]"):
+        getattr(asked, work)((x(), y()))
+    told = Microbatcher(model, forward=lambda model, batch: model(*batch)[::-1])
+    torch.testing.assert_close(getattr(told, work)((x(), y())).loss, model(x(), y())[1])
+
+
 def test_a_detached_number_beside_the_loss_is_an_output() -> None:
     def forward(model: nn.Module, batch: Any) -> Any:
         logits = model(batch[0])

@@ -129,6 +129,9 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
         loss_fn=None, forward=lambda m, b: {"logits": m(b[0])}
     ),
     "loss not scalar": lambda: backward(loss_fn=nn.CrossEntropyLoss(reduction="none")),
+    "loss behind the outputs": lambda: backward(
+        loss_fn=None, forward=lambda m, b: (m(b[0]), m(b[0]).sum())
+    ),
     "loss an item": lambda: backward(loss_fn=None, forward=lambda m, b: m(b[0]).sum().item()),
     "loss detached": lambda: backward(loss_fn=None, forward=lambda m, b: m(b[0]).sum().detach()),
     "loss integer": lambda: backward(loss_fn=None, forward=lambda m, b: m(b[0]).argmax()),
