@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from automicro import Trainer
+from automicro import LossError, Microbatcher, Trainer
 from automicro.trainer.composer import (
     COUNTERPARTS,
     VALUES,
@@ -83,6 +83,135 @@ def test_it_survives_running_out_of_memory() -> None:
     other = Classifier()
     train_on(other, microbatch_size=summary.microbatch_size).fit()
     assert_same(model, other)
+
+
+class Losing(Classifier):
+    """Several losses, in the form that a test asks for."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self._form = form
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        rows = F.cross_entropy(outputs, batch[1], reduction="none")
+        return self._form(rows, outputs.square().mean())
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    # What loss() returns of the losses of the rows and of another one, and what Composer trains on.
+    "total alone": (
+        lambda rows, size: {"total": rows.mean() + 3 * size, "fit": rows.mean(), "size": size},
+        lambda fit, size: fit + 3 * size,
+    ),
+    "by name, added up": (
+        lambda rows, size: {"fit": rows.mean(), "size": size},
+        lambda fit, size: fit + size,
+    ),
+    "a tuple, added up": (lambda rows, size: (rows.mean(), size), lambda fit, size: fit + size),
+    "a list of one": (lambda rows, size: [rows.mean()], lambda fit, size: fit),
+    "of shape [1]": (lambda rows, size: rows.mean()[None], lambda fit, size: fit),
+    "one for each row": (lambda rows, size: rows, lambda fit, size: fit),
+    "some for each row": (
+        lambda rows, size: {"fit": rows, "size": size},
+        lambda fit, size: fit + size,
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_are_read_as_composer_reads_them(form: str, size: int | None) -> None:
+    given, meant = FORMS[form]
+    model = Losing(given)
+    train_on(model, microbatch_size=size).fit()
+    other = Losing(lambda rows, size: meant(rows.mean(), size))
+    train_on(other, microbatch_size=size).fit()
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [("total alone", {"fit", "size"}), ("a tuple, added up", {"loss0", "loss1"})],
+)
+def test_parts_of_the_loss_are_reported(form: str, names: set[str]) -> None:
+    batch = next(iter(make_loader()))
+    given, meant = FORMS[form]
+    result = Microbatcher(Losing(given), microbatch_size=10).backward(batch)
+    assert set(result.losses) == names
+    parts = {name: float(part) for name, part in result.losses.items()}
+    assert float(result.loss) == pytest.approx(meant(*parts.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda rows, size: {"loss": rows, "size": size}, "call the total 'total'"),
+        (lambda rows, size: {"fit": 0.5}, "returned a float where a loss belongs"),
+        (lambda rows, size: [rows, None], "returned a NoneType where a loss belongs"),
+        (lambda rows, size: {}, r"Losing.loss returned no loss: \{\}"),
+        (lambda rows, size: [], r"Losing.loss returned a list of length 0"),
+    ],
+)
+def test_losses_that_mean_two_things_are_refused(form: Any, message: str) -> None:
+    with pytest.raises(LossError, match=message):
+        Microbatcher(Losing(form)).backward(next(iter(make_loader())))
+
+
+class Popping(Classifier):
+    """Takes the targets out of the batch, in the forward and for the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__({"accuracy": accuracy()})
+        self.seen: list[tuple[Any, bool, bool, bool]] = []
+        self.labels: Tensor | None = None
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: Any) -> Tensor:
+        self.fitted = batch.pop("labels")
+        outputs: Tensor = self.dropout(self.net(batch["inputs"]))
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        assert "labels" not in batch  # of the same batch as the forward
+        return F.cross_entropy(outputs, self.fitted)
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        modes = (outputs is not None, self.training, torch.is_grad_enabled())
+        self.labels = batch["labels"]
+        outputs = self(batch) if outputs is None else outputs
+        batch.pop("labels", None)
+        self.seen.append((len(outputs), *modes))
+        return {"best": outputs.argmax(1)}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        assert "labels" not in batch
+        metric.update(outputs["best"], self.labels)
+
+
+def test_metrics_of_training_get_what_eval_forward_makes_of_the_outputs() -> None:
+    batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
+    model = Popping()
+    trainer = Trainer(model, batches, optimizer=adam, device="cpu", progress=False, seed=3,
+                      microbatch_size=20)  # fmt: skip
+    trainer.fit()
+    value = trainer.state.train.metrics["accuracy"]
+    assert 0 < value < 1
+    rows = sum(len(batch["labels"]) for batch in batches)
+    assert sum(count for count, *_ in model.seen) == rows  # each row once, for all metrics
+    assert {tuple(modes) for _, *modes in model.seen} == {(True, False, False)}
+    assert model.training
+    assert all("labels" in batch for batch in batches)
+
+
+def test_metrics_of_training_do_not_change_what_is_trained() -> None:
+    def train(metrics: Any) -> nn.Module:
+        model = Popping()
+        model._metrics = (metrics,)
+        batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
+        Trainer(model, batches, optimizer=adam, device="cpu", progress=False, seed=3).fit()
+        return model
+
+    assert_same(train({"accuracy": accuracy()}), train({}))
 
 
 @pytest.mark.parametrize(
