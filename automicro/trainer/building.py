@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from automicro.checks import check_modules, check_optimizer, innermost_optimizer
+from automicro.origins import comes_from
 from automicro.trainer.arguments import read_flag
 from automicro.trainer.memory_format import to_channels_last
 from automicro.trainer.parameter_groups import (
@@ -116,15 +117,11 @@ def build_optimizer(
 
 def _only_hands_on(optimizer: object) -> bool:
     """Whether it is a wrapper for another trainer's loop, whose step adds nothing in this one."""
-    homes = {
-        f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(optimizer).__mro__
-    }
-    return not homes.isdisjoint(
-        {
-            "accelerate.AcceleratedOptimizer",
-            "lightning.LightningOptimizer",
-            "pytorch_lightning.LightningOptimizer",
-        }
+    return comes_from(
+        optimizer,
+        "accelerate.AcceleratedOptimizer",
+        "lightning.LightningOptimizer",
+        "pytorch_lightning.LightningOptimizer",
     )
 
 

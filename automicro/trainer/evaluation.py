@@ -15,6 +15,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.results import EvalResult
 from automicro.trainer.alike import compare_orders, require_alike
+from automicro.trainer.composer_data import MatchingMetrics, read_evaluations
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.interval import Interval
 from automicro.trainer.lines import (
@@ -263,6 +264,7 @@ class EvaluationFactory:
         Raises:
             DesyncError: ranks were given different things, or some do not evaluate now.
         """
+        dataloader = read_evaluations("dataloader", dataloader)
         given = read_evaluators("dataloader", dataloader)
         self._microbatcher.ranks.ready("evaluating on a loader of its own")
         require_alike(self._device, partial(outline_evaluations, "dataloader", dataloader))
@@ -294,6 +296,8 @@ class EvaluationFactory:
             given = evaluator.interval
             interval = None if given is None else read_duration("interval", given)
         metrics = self._metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
+        if isinstance(metrics, MatchingMetrics):
+            metrics = metrics.among(self._metrics)
         loader = self._share(evaluator.dataloader, loader_name, is_evaluated=True)
         return Evaluation(
             name,

@@ -23,6 +23,11 @@ from automicro.trainer.building import (
     build_optimizer,
 )
 from automicro.trainer.composer import model_metrics, refusing_unknown
+from automicro.trainer.composer_data import (
+    read_evaluations,
+    read_loader,
+    read_token_counter,
+)
 from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory
@@ -196,7 +201,10 @@ class Trainer:
         if seed is not None:
             seed_everything(seed)
         check_model(model)
+        count_tokens = count_tokens or read_token_counter(train_dataloader)
+        train_dataloader = read_loader("train_dataloader", train_dataloader)
         check_loader("train_dataloader", train_dataloader)
+        eval_dataloader = read_evaluations("eval_dataloader", eval_dataloader)
         evaluators = read_evaluators("eval_dataloader", eval_dataloader)
         duration = read_duration("max_duration", max_duration)
         check_passes(train_dataloader, duration)
