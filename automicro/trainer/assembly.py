@@ -27,7 +27,7 @@ from automicro.trainer.outline import outline_given
 from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.snapshot import HOST_PART, Snapshot
-from automicro.trainer.step import TrainingStep
+from automicro.trainer.step import SCHEDULER_INTERVALS, TrainingStep
 from automicro.trainer.tokens import TokenCounter
 
 
@@ -37,6 +37,7 @@ def assemble_fit(
     microbatcher: Microbatcher,
     primitives: Primitives,
     scheduler: SchedulerOrFactory | None,
+    scheduler_interval: str,
     grad_clip_norm: float | None,
     non_finite: str,
     count_tokens: Callable[[Any], int] | None,
@@ -58,7 +59,8 @@ def assemble_fit(
         loader: of the data to train on; None for none.
         microbatcher: gives the gradient.
         primitives: has the scaler.
-        scheduler: steps once per optimizer step, or makes what does.
+        scheduler: steps once per optimizer step or per epoch, or makes what does.
+        scheduler_interval: which of the two.
         grad_clip_norm: the largest norm of the gradient.
         non_finite: what to do about losses that are not.
         count_tokens: of a batch.
@@ -78,6 +80,7 @@ def assemble_fit(
         TypeError, ValueError: options that make no sense, or data and no optimizer.
     """
     optimizer, ranks = run.optimizer, microbatcher.ranks
+    scheduler_interval = check_choice("scheduler_interval", scheduler_interval, SCHEDULER_INTERVALS)
     schedule = build_scheduler(scheduler, optimizer)
     require_alike(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)
@@ -98,6 +101,7 @@ def assemble_fit(
         modules=run.modules,
         optimizer=optimizer,
         scheduler=schedule,
+        scheduler_interval=scheduler_interval,
         grad_clip_norm=grad_clip_norm,
         scaler=primitives.scaler,
         guard=guard,
@@ -129,6 +133,7 @@ def assemble_fit(
             parts={name: part for name, part in parts.items() if part is not None},
             callbacks=callbacks,
             state=state,
+            scheduler_interval=scheduler_interval,
         )
         checkpointer = Checkpointer(config, snapshot, callbacks=callbacks, run=run, peers=peers)
     loop = FitLoop(

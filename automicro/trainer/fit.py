@@ -106,6 +106,8 @@ class Fit:
         state = self._state
         reset_peak(self._run.device)
         self._run.resume()
+        if state.batch == 0 and self._run.rank == 0 and self.loop.num_batches:
+            self._step.warn_of_haste(self.loop.num_batches, self._run.max_duration)
         self._step.clear_gradients()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)

@@ -229,6 +229,7 @@ class FitLoop:
         state = self._state
         self._ranks.ready("computing the metrics of an epoch")
         state.train.metrics = self._metrics.compute()
+        self._step.end_epoch()
         state.epoch += 1
         state.epoch_batch = 0
         self._recorder.epoch(state.train.metrics)

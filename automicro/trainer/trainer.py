@@ -90,7 +90,8 @@ class Trainer:
             and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
             a callable then.
         scheduler: a learning rate scheduler, or a callable that makes one of the optimizer.
-            Stepped once after every optimizer step, not once per epoch.
+        scheduler_interval: after what it is stepped: ``"batch"`` for each optimizer step, or
+            ``"epoch"`` for each pass over the data.
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update clones of their own.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
@@ -165,6 +166,7 @@ class Trainer:
         optimizer: OptimizerOrFactory | None = None,
         parameter_groups: ParameterGroups = (),
         scheduler: SchedulerOrFactory | None = None,
+        scheduler_interval: str = "batch",
         metrics: Any = None,
         max_duration: str | Duration = "1ep",
         accumulate_batches: int = 1,
@@ -298,6 +300,7 @@ class Trainer:
             microbatcher=self._microbatcher,
             primitives=primitives,
             scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
             grad_clip_norm=grad_clip_norm,
             non_finite=non_finite,
             count_tokens=count_tokens,
