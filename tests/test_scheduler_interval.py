@@ -76,7 +76,7 @@ def test_batches_are_the_default() -> None:
 
 
 def test_another_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheduler_interval='epochs'.*did you mean 'epoch'"):
+    with pytest.raises(ValueError, match=r"scheduler_interval='epochs'.*did you mean 'epoch'"):
         rates_of("1ep", scheduler_interval="epochs")
 
 

@@ -142,6 +142,20 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def _make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
+    try:
+        return make(optimizer)
+    except AttributeError as error:
+        if error.obj is optimizer and error.name in ("timestamp", "max_duration"):
+            raise TypeError(
+                f"scheduler={make!r} reads {error.name!r}, as a function of Composer's state does, "
+                "and was given the optimizer; let it be a subclass of "
+                "composer.optim.ComposerScheduler, or write it as "
+                "lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_step)"
+            ) from error
+        raise
+
+
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
     """The scheduler, built from the optimizer where a callable was given.
 
@@ -164,7 +178,7 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
                 "torch.optim.lr_scheduler.StepLR(optimizer, 30), or a callable that makes one of "
                 "the optimizer"
             )
-        scheduler = scheduler(optimizer)
+        scheduler = _make_scheduler(scheduler, optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "
