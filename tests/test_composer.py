@@ -1,5 +1,6 @@
 """Models written for Composer, and its Trainer's arguments."""
 
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from automicro import LossError, Microbatcher, Trainer
 from automicro.trainer.composer import (
     COUNTERPARTS,
+    OBJECTS,
     VALUES,
     model_metrics,
     refuse_unknown,
     refusing_unknown,
 )
+from tests.composer_classes import of_composer
 from tests.trainer_runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "composer.md"
@@ -312,6 +315,41 @@ def test_the_trainer_itself_refuses_them() -> None:
     with pytest.raises(ValueError, match="pass precision='bf16'"):
         train_on(Classifier(), precision="amp_bf16")
     assert list(inspect.signature(Trainer).parameters) == list(PARAMETERS)[1:]
+
+
+def an_object(kind: str, name: str) -> object:
+    base = of_composer(type(kind, (), {}))
+    return type(name, (base,), {})()
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_of_composers_are_refused_with_what_stands_for_them(kind: str) -> None:
+    argument = {"Algorithm": "algorithms", "Callback": "callbacks"}.get(kind, "loggers")
+    for name, hint in OBJECTS[kind].items():
+        called = name or "SomethingElse"
+        for given in (an_object(kind, called), [object(), an_object(kind, called)]):
+            with pytest.raises(TypeError) as caught:
+                refuse_unknown({argument: given}, kind=Trainer)
+            assert str(caught.value) == f"{called} of {argument} is Composer's: {hint}"
+
+
+def test_what_stands_for_them_exists() -> None:
+    hints = "\n".join(hint for hints in OBJECTS.values() for hint in hints.values())
+    names = re.findall(r"automicro\.(callbacks|loggers)\.(\w+)", hints)
+    assert len(names) >= 9
+    for module, name in names:
+        assert hasattr(importlib.import_module(f"automicro.{module}"), name), name
+    for argument in re.findall(r"(\w+)=", hints):
+        assert argument in PARAMETERS or argument in ("label_smoothing", "folder", "interval")
+
+
+def test_the_trainer_names_all_objects_at_once() -> None:
+    with pytest.raises(TypeError, match=r"(?s)EMA of algorithms.*\n  SpeedMonitor of callbacks"):
+        train_on(
+            Classifier(),
+            algorithms=[an_object("Algorithm", "EMA")],
+            callbacks=[an_object("Callback", "SpeedMonitor")],
+        )
 
 
 @refusing_unknown

@@ -43,7 +43,7 @@ class FullTime(Time):
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(Timestamp=Timestamp, Time=FullTime)
-    monkeypatch.setitem(sys.modules, "composer.core.time", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "composer.core.time", module)
 
 
 @of_composer
@@ -115,7 +115,7 @@ REFUSED: dict[str, Refused] = {
     "a function of the state": (
         lambda: {"scheduler": lambda state: 1.0 if state.timestamp.epoch < 2 else 0.5},
         TypeError,
-        "reads 'timestamp', as a function of Composer's state does.* LambdaLR",
+        "reads 'timestamp', as a function of Composer's state does.*LambdaLR",
     ),
 }
 

@@ -14,6 +14,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks import Ranks
 from automicro.results import StepResult
+from automicro.trainer.arguments import in_tokens
 from automicro.trainer.finiteness import FinitenessGuard
 from automicro.trainer.lines import recovery_line, remembered_line
 from automicro.trainer.metric_set import MetricSet
@@ -153,6 +154,15 @@ class TrainingStep:
             self._step_scheduler("batch")
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, grad_norm=length, learning_rates=rates)
+
+    def require_tokens(self, name: str, duration: Duration) -> None:
+        """Let every batch tell its tokens from now on, where a duration counts them.
+
+        Args:
+            name: of the argument that it came in.
+            duration: any.
+        """
+        self._token_durations = {**self._token_durations, **in_tokens(**{name: duration})}
 
     def end_epoch(self) -> None:
         """Step a scheduler that counts epochs."""

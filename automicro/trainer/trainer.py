@@ -14,7 +14,8 @@ from automicro.duration import Duration, read_duration
 from automicro.events import Callback, Callbacks, LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
 from automicro.policy import Policy
-from automicro.trainer.arguments import read_flag
+from automicro.trainer.alike import require_alike
+from automicro.trainer.arguments import read_count, read_flag
 from automicro.trainer.arrangement import Arrangement
 from automicro.trainer.assembly import assemble_fit
 from automicro.trainer.building import (
@@ -22,7 +23,12 @@ from automicro.trainer.building import (
     SchedulerOrFactory,
     build_optimizer,
 )
-from automicro.trainer.composer import model_metrics, refusing_unknown
+from automicro.trainer.composer import (
+    model_metrics,
+    read_more,
+    refusing_unknown,
+    refusing_unknown_arguments,
+)
 from automicro.trainer.composer_data import (
     read_evaluations,
     read_loader,
@@ -331,7 +337,8 @@ class Trainer:
         """Where training stands. Setting anything in it is an error."""
         return self._run.state
 
-    def fit(self) -> FitSummary:
+    @refusing_unknown_arguments
+    def fit(self, duration: str | Duration | None = None) -> FitSummary:
         """Train until ``max_duration``.
 
         With ``checkpoint``, it goes on from the newest checkpoint if there is one. Ctrl-C and
@@ -339,6 +346,10 @@ class Trainer:
         it at once.
 
         After an error it can be called again: the counts go on, and the epoch starts over.
+
+        Args:
+            duration: how much more to train than is done, such as ``"1ep"``, in place of
+                ``max_duration``. Not of a run that is saved.
 
         Raises:
             ValueError: no training data, or it has trained for ``max_duration`` already.
@@ -356,6 +367,10 @@ class Trainer:
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
                 "Trainer"
             )
+        if duration is not None:
+            more = read_more(duration)
+            require_alike(self._run.device, lambda: {"duration": str(more)}, what="durations")
+            self._fit.extend(more)
         self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
         with (
@@ -366,7 +381,8 @@ class Trainer:
         ):
             return fit(progress)
 
-    def eval(self, dataloader: Any = None) -> dict[str, float]:
+    @refusing_unknown_arguments
+    def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:
         """Evaluate, and return ``"loss"`` and the metrics by name.
 
         The loss is that of all rows together, whatever the batch size, and missing where the
@@ -375,12 +391,16 @@ class Trainer:
 
         Args:
             dataloader: ``eval_dataloader`` unless given; the same things.
+            max_batches: how many batches of each loader to evaluate on, at most; None for what
+                its `Evaluator` says.
 
         Raises:
             ValueError: there is no data to evaluate on.
             DataLoaderError: the pass over the data gave no batch.
             SampleTooLargeError: not even one row fits.
         """
+        if max_batches is not None:
+            read_count("max_batches", max_batches)
         evaluations = self._evaluations
         if dataloader is not None:
             evaluations = self._evaluating.make_given(dataloader)
@@ -398,9 +418,11 @@ class Trainer:
                     callbacks=self._callbacks,
                     recorder=self._recorder,
                     run=self._run,
+                    max_batches=max_batches,
                 )
         return phase.metrics
 
+    @refusing_unknown_arguments
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
         """The model's outputs, one entry for each batch of a loader, in the order of the data.
 
