@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from automicro.trainer.composer import (
     refuse_unknown,
     refusing_unknown,
 )
+from benchmarks.beside_composer import CASES, is_exact, table
 from tests.composer_classes import of_composer
 from tests.trainer_runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
@@ -404,3 +406,15 @@ def test_what_stands_for_an_argument_exists(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_values_are_of_arguments_that_exist(name: str) -> None:
     assert name in PARAMETERS
+
+
+def test_the_page_has_the_table_that_was_measured() -> None:
+    """Composer's own Trainer runs in an environment of its own: `benchmarks/beside_composer.py`."""
+    page = PAGE.read_text(encoding="utf-8")
+    results = sorted((PAGE.parent.parent / "benchmarks" / "results").glob("*-beside-composer.json"))
+    report = json.loads(results[-1].read_text(encoding="utf-8"))
+    assert table(report) in page
+    assert f"results/{results[-1].name}" in page
+    assert list(report["cases"]) == list(CASES)
+    for name, row in report["cases"].items():
+        assert is_exact(row) != ("named" in row), name

@@ -1,6 +1,6 @@
 """Composer's schedules: asked for every batch what Composer would ask them.
 
-`benchmarks/composer.py` runs the real ones beside Composer's own Trainer.
+`benchmarks/beside_composer.py` runs the real ones beside Composer's own Trainer.
 """
 
 import dataclasses
