@@ -362,13 +362,13 @@ class Trainer:
 
         Every exception carries a note that says in which epoch and batch it was raised.
         """
+        more = None if duration is None else read_more(duration)
         if self._fit is None:
             raise ValueError(
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
                 "Trainer"
             )
-        if duration is not None:
-            more = read_more(duration)
+        if more is not None:
             require_alike(self._run.device, lambda: {"duration": str(more)}, what="durations")
             self._fit.extend(more)
         self._fit.require_more()
