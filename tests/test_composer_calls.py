@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import CheckpointConfig, CheckpointError, Trainer
 from automicro.checkpoints import load_checkpoint
-from automicro.trainer.composer import METHODS
+from automicro.trainer.composer import ATTRIBUTES, METHODS
 from tests.composer_classes import Time
 from tests.trainer_runs import CLASSES, assert_same, make_loader, make_model, make_trainer
 
@@ -109,6 +109,21 @@ def test_other_mistakes_are_answered_too(method: str, name: str, message: str) -
     trainer = make_trainer(make_model())
     with pytest.raises(TypeError, match=message):
         getattr(trainer, method)(**{name: None})
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_of_composers_trainer_are_answered(name: str) -> None:
+    trainer = make_trainer(make_model())
+    with pytest.raises(AttributeError, match="object has no attribute") as caught:
+        getattr(trainer, name)
+    assert ATTRIBUTES[name] in str(caught.value)
+    assert not hasattr(trainer, name)
+
+
+def test_other_attributes_are_missing_as_ever() -> None:
+    trainer: Any = make_trainer(make_model())
+    with pytest.raises(AttributeError, match=r"^'Trainer' object has no attribute 'zebra'$"):
+        trainer.zebra  # noqa: B018
 
 
 def write_checkpoint(folder: Any) -> Any:

@@ -208,6 +208,16 @@ METHODS: Mapping[str, Mapping[str, Counterpart]] = {
 }
 """By the method and the name, each argument that Composer's has and ours has not."""
 
+ATTRIBUTES: Mapping[str, str] = {
+    "close": "nothing is left open after fit() and eval()",
+    "engine": "events go to the callbacks that the Trainer was given",
+    "logger": "a Callback hands values to the loggers with run.log({…})",
+    "save_checkpoint": "checkpoint=CheckpointConfig(folder=…, interval=…) saves, and a Callback "
+    "asks for one with run.save_checkpoint()",
+    "saved_checkpoints": "they are the folders in that of CheckpointConfig(folder=…)",
+}
+"""What stands here for attributes and methods of Composer's Trainer."""
+
 _SHIPPED = "automicro.callbacks."
 
 OBJECTS: Mapping[str, Mapping[str, str]] = {
@@ -350,6 +360,22 @@ def refusing_unknown_arguments(method: Callable[Arguments, R]) -> Callable[Argum
         return method(*given, **arguments)
 
     return checked
+
+
+def missing_attribute(kind: type, name: str) -> AttributeError:
+    """The error for an attribute that a class has not got.
+
+    Args:
+        kind: the `Trainer`, or a subclass.
+        name: of the attribute.
+
+    Example:
+        >>> print(missing_attribute(nn.Module, "close"))
+        'Module' object has no attribute 'close': Composer's; nothing is left open after fit() and
+        eval()
+    """
+    hint = f": Composer's; {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+    return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{hint}", name=name)
 
 
 def read_more(duration: Any) -> Duration:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from automicro.trainer.building import (
     build_optimizer,
 )
 from automicro.trainer.composer import (
+    missing_attribute,
     model_metrics,
     read_more,
     refusing_unknown,
@@ -331,6 +332,11 @@ class Trainer:
             ),
         )
         arranged.seed_apart(seed)
+
+    if not TYPE_CHECKING:  # to whom a name is there or not
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(type(self), name)
 
     @property
     def state(self) -> LoopState:
