@@ -311,6 +311,12 @@ def test_a_value_of_composers_is_refused_with_ours(name: str, given: str, ours: 
     refuse_unknown({name: ours}, kind=Trainer)
 
 
+def test_a_precision_of_composers_is_one_of_its_names() -> None:
+    precision = of_composer(type("Precision", (), {"value": "amp_bf16"}))()
+    with pytest.raises(ValueError, match="precision='amp_bf16' is Composer's .* precision='bf16'"):
+        refuse_unknown({"precision": precision}, kind=Trainer)
+
+
 def test_the_trainer_itself_refuses_them() -> None:
     with pytest.raises(TypeError, match="here it is microbatch_size"):
         train_on(Classifier(), device_train_microbatch_size="auto")

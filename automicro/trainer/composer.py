@@ -438,6 +438,8 @@ def _refuse_objects(arguments: Mapping[str, object]) -> None:
 def _refuse_values(arguments: Mapping[str, object]) -> None:
     for name, values in VALUES.items():
         given = arguments.get(name)
+        if comes_from(given, "composer.Precision"):
+            given = getattr(given, "value", given)
         ours = values.get(given.lower()) if isinstance(given, str) else None
         if ours is not None:
             raise ValueError(
