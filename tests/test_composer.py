@@ -208,6 +208,35 @@ def test_metrics_of_training_get_what_eval_forward_makes_of_the_outputs() -> Non
     assert all("labels" in batch for batch in batches)
 
 
+class Shifting(Classifier):
+    """Shifts the targets in place for the metrics, as models of language do."""
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        outputs = super().eval_forward(batch, outputs)
+        batch[1][:-1] = batch[1][1:].clone()
+        return outputs
+
+
+@pytest.mark.parametrize("size", [None, 5])
+def test_what_eval_forward_writes_into_is_not_the_batch_of_the_loader(size: int | None) -> None:
+    batches = list(make_loader())
+    expected = [targets.clone() for _, targets in batches]
+    model = Shifting({"accuracy": accuracy()})
+    settings: dict[str, Any] = {"microbatch_size": size, "eval_microbatch_size": size}
+    trainer = Trainer(
+        model,
+        batches,
+        eval_dataloader=batches,
+        optimizer=adam,
+        max_duration="2ep",
+        device="cpu",
+        progress=False,
+        **settings,
+    )
+    trainer.fit()
+    assert all(map(torch.equal, expected, (targets for _, targets in batches)))
+
+
 def test_metrics_of_training_do_not_change_what_is_trained() -> None:
     def train(metrics: Any) -> nn.Module:
         model = Popping()
@@ -313,7 +342,7 @@ def test_a_value_of_composers_is_refused_with_ours(name: str, given: str, ours: 
 
 def test_a_precision_of_composers_is_one_of_its_names() -> None:
     precision = of_composer(type("Precision", (), {"value": "amp_bf16"}))()
-    with pytest.raises(ValueError, match="precision='amp_bf16' is Composer's .* precision='bf16'"):
+    with pytest.raises(ValueError, match=r"precision='amp_bf16' is Composer's .* precision='bf16'"):
         refuse_unknown({"precision": precision}, kind=Trainer)
 
 
