@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
+from typing import Any
+
+from automicro.origins import comes_from
 
 # At most two digits of exponent: "1e999999999tok" would be a number of a billion digits.
 _PATTERN = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)(e\+?[0-9]{1,2})?\s*([a-z]+)")
@@ -72,6 +75,7 @@ class Duration:
         """
         if isinstance(text, Duration):
             return text
+        text = _as_text(text)
         if isinstance(text, int) and not isinstance(text, bool):
             raise TypeError(
                 f"a duration of {text} has no unit: say '{text}ep' (epochs) or '{text}ba' (batches)"
@@ -109,11 +113,13 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     try:
         return Duration.parse(duration)
     except (TypeError, ValueError) as error:
+        duration = _as_text(duration)
         text = str(duration).strip()
         never = ", or None" if name.endswith("interval") else ""
         why = (
             f"is not a whole number of epochs, batches, samples or tokens, at least 1"
-            f"{meant_duration(text)}; write it like '2ep', '500ba', '10000sp' or '1e6tok'{never}"
+            f"{meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', '500ba', "
+            f"'10000sp' or '1e6tok'{never}"
         )
         if text.isdecimal() and int(text) > 0:
             why = (
@@ -121,6 +127,23 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
                 f"or '{text}tok' (tokens)"
             )
         raise type(error)(f"{name}={duration!r} {why}") from None
+
+
+def _counted_otherwise(text: str) -> str:
+    """A hint about units of others that nothing here is counted in."""
+    match = re.fullmatch(r"([\d.]+)\s*(dur|[hms]|min|sec|seconds?|minutes?|hours?)", text.lower())
+    if match is None:
+        return ""
+    if match[2] == "dur":
+        return f" (of a share of the training, {match[1]}, give the number)"
+    return " (a limit in time is max_time='2h30m')"
+
+
+def _as_text(duration: Any) -> Any:
+    """A time of Composer's as it is written; anything else as it is."""
+    if not comes_from(duration, "composer.Time"):
+        return duration
+    return f"{duration.value}{getattr(duration.unit, 'value', duration.unit)}"
 
 
 def meant_duration(text: object) -> str:

@@ -4,8 +4,8 @@ In the order in which they are looked for:
 
 1. ``forward(model, microbatch)`` as the caller wrote it;
 2. ``loss_fn`` and batches of ``(inputs, targets)``;
-3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)`` and
-   ``eval_forward(batch)``;
+3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)``, which may be
+   several by name or in a row, and ``eval_forward(batch, outputs)``;
 4. a model called with the batch as keyword arguments, whose output holds ``loss`` (Hugging Face),
    or is a mapping of nothing but scalar losses, which are summed (detectors).
 """
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError
-from automicro.slicing import must_hold_rows
+from automicro.slicing import map_tensors, must_hold_rows
 
 TARGET_KEYS = ("labels", "label", "targets", "target")
 HOW_TO_GIVE_A_LOSS = (
@@ -64,6 +64,7 @@ class Convention(Protocol):
 
     computes_loss_in_model: bool
     needs_pairs: bool
+    has_eval_forward: bool
 
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
@@ -81,6 +82,9 @@ class Convention(Protocol):
 
         ``holds_rows`` says that the batch is a list of rows, be they two.
         """
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        """What metrics get in training, of a forward's outputs; asked if ``has_eval_forward``."""
 
     def targets(self, batch: Any) -> Any:
         """The targets in a batch, for counting and for metrics."""
@@ -142,6 +146,7 @@ class _OwnForward:
 
     computes_loss_in_model = False
     needs_pairs = False
+    has_eval_forward = False
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -164,6 +169,9 @@ class _OwnForward:
                 "forward returned only the loss, and there is nothing to predict; return "
                 "(loss, outputs)"
             )
+        return outputs
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
         return outputs
 
     def targets(self, batch: Any) -> Any:
@@ -207,6 +215,7 @@ class _LossFunction:
 
     computes_loss_in_model = False
     needs_pairs = True
+    has_eval_forward = False
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
@@ -232,6 +241,9 @@ class _LossFunction:
         has_parts = is_short and not holds_rows
         return _call(model, microbatch[0] if has_parts else microbatch)
 
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return outputs
+
     def targets(self, batch: Any) -> Any:
         return _pair(batch)[1]
 
@@ -244,6 +256,7 @@ class _ComposerModel:
 
     computes_loss_in_model = False
     needs_pairs = False
+    has_eval_forward = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -251,17 +264,22 @@ class _ComposerModel:
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
+        # What a forward takes out of the batch is there for eval_forward, and not for the loss.
+        microbatch = map_tensors(microbatch, _itself, isolate=True)
         outputs = model(microbatch)
         if forwarded is not None:
             forwarded()
         loss = self._model.loss(outputs, microbatch)
-        return dataclasses.replace(_read_losses(loss), outputs=outputs)
+        return dataclasses.replace(self._read_loss(loss), outputs=outputs)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return Output(None, {}, self.predict(model, microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         return self._model.eval_forward(microbatch)
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return self._model.eval_forward(microbatch, outputs)
 
     def targets(self, batch: Any) -> Any:
         return _find_targets(batch)
@@ -272,12 +290,40 @@ class _ComposerModel:
         else:
             metric.update(_predictions(outputs), _find_targets(microbatch))
 
+    def _read_loss(self, result: Any) -> Output:
+        """Read what Composer would train on: ``total``, or else the sum of all losses."""
+        if isinstance(result, list | tuple) and result:
+            result = {f"loss{index}": each for index, each in enumerate(result)}
+        if not isinstance(result, Mapping):
+            return Output(self._average(result), {}, None)
+        losses = {str(name): self._average(value) for name, value in result.items()}
+        if (total := losses.pop("total", None)) is not None:
+            return Output(total, losses, None, has_total=True)
+        if "loss" in losses and len(losses) > 1:
+            raise LossError(
+                f"{type(self._model).__name__}.loss returned {_named(result)}: Composer adds all "
+                "of them up, and elsewhere 'loss' is the total already; call the total 'total', "
+                "which is trained on alone, or give the part 'loss' another name"
+            )
+        if not losses:
+            raise LossError(f"{type(self._model).__name__}.loss returned no loss: {result!r}")
+        return _summed(losses, None)
+
+    def _average(self, loss: Any) -> Tensor:
+        if not isinstance(loss, Tensor):
+            raise LossError(
+                f"{type(self._model).__name__}.loss returned {_named(loss)} where a loss belongs; "
+                "return a tensor, several of them in a list, or a mapping from names to tensors"
+            )
+        return loss if loss.dim() == 0 else loss.mean()  # a loss for each row
+
 
 class _KeywordModel:
     """``model(**batch)`` whose output holds ``loss`` (Hugging Face's convention)."""
 
     computes_loss_in_model = True
     needs_pairs = False
+    has_eval_forward = False
 
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
@@ -310,6 +356,9 @@ class _KeywordModel:
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         return _call(model, microbatch)
 
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return outputs
+
     def targets(self, batch: Any) -> Any:
         if isinstance(batch, Mapping) and batch.get("shift_labels") is not None:
             raise LossError(
@@ -320,6 +369,10 @@ class _KeywordModel:
 
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -374,6 +427,12 @@ def _scalar_losses(result: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
+    if "total" in losses and len(losses) > 1:
+        raise LossError(
+            f"the losses {', '.join(map(repr, losses))} would be added up, and 'total' may be "
+            "their sum already; call the total 'loss', which is trained on alone, or give the "
+            "part 'total' another name"
+        )
     return Output(functools.reduce(operator.add, losses.values()), losses, outputs)
 
 

@@ -238,7 +238,10 @@ class Passes:
         if tell is not None:
             tell("backward_end", loss.detach())
         if metrics is not None:
-            self._count(metrics, map_tensors(output.outputs, Tensor.detach), microbatch)
+            outputs = map_tensors(output.outputs, Tensor.detach)
+            if self._convention.has_eval_forward:
+                outputs = self._eval_forward(microbatch, outputs)
+            self._count(metrics, outputs, microbatch)
         if keep is not None:
             keep(output)
         return loss.detach(), {name: part.detach() for name, part in parts.items()}
@@ -331,6 +334,12 @@ class Passes:
             torch.autocast(self._device.type, dtype or torch.bfloat16, enabled=dtype is not None),
         ):
             return forward(self._modules[0], microbatch)
+
+    def _eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        with evaluation_mode(self._modules), torch.no_grad():
+            return self._forward(
+                lambda _, batch: self._convention.eval_forward(batch, outputs), microbatch
+            )
 
     def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
         named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}

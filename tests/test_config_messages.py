@@ -83,6 +83,9 @@ WRONG_OVERRIDES = {
     ),
     "accumulate_batches=0": "accumulate_batches=0 must be at least 1; pass an int such as 1",
     "accumulate_batches=null": "accumulate_batches=null: expected a whole number",
+    "scheduler_interval=epochs": (
+        "scheduler_interval='epochs' is not known (did you mean 'epoch'?); use one of batch, epoch"
+    ),
     "non_finite=halt": "non_finite='halt' is not known; use one of stop, skip, ignore",
     "precision=bf61": (
         "precision='bf61' is not known (did you mean 'bf16'?); use one of fp32, bf16, fp16"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from automicro import (
@@ -36,6 +37,7 @@ X = torch.zeros(6, 4)
 Y = torch.zeros(6, dtype=torch.long)
 MANY = (torch.zeros(64, 4), torch.zeros(64, dtype=torch.long))
 LOSS = nn.CrossEntropyLoss()
+ROWS: Any = list(zip(X, Y, strict=True))
 
 
 def model() -> nn.Module:
@@ -128,6 +130,12 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "mapping without a loss": lambda: backward(
         loss_fn=None, forward=lambda m, b: {"logits": m(b[0])}
     ),
+    "losses with their total": lambda: backward(
+        loss_fn=lambda outputs, targets: {
+            "total": LOSS(outputs, targets),
+            "fit": LOSS(outputs, targets),
+        }
+    ),
     "loss not scalar": lambda: backward(loss_fn=nn.CrossEntropyLoss(reduction="none")),
     "loss behind the outputs": lambda: backward(
         loss_fn=None, forward=lambda m, b: (m(b[0]), m(b[0]).sum())
@@ -207,6 +215,16 @@ def fit_twice() -> object:
     return trainer.fit()
 
 
+def fit_on_a_loader() -> object:
+    loader: Any = [(X, Y)]
+    return Trainer(model(), loss_fn=LOSS, device="cpu", progress=False).fit(loader)
+
+
+def evaluate_as_composer() -> object:
+    trainer: Any = Trainer(model(), loss_fn=LOSS, device="cpu", progress=False)
+    return trainer.eval(subset_num_batches=3)
+
+
 def evaluate_nothing() -> object:
     return Trainer(model(), loss_fn=LOSS, device="cpu", progress=False).eval()
 
@@ -225,6 +243,15 @@ TRAINER: dict[str, Callable[[], object]] = {
         optimizer=torch.optim.SGD(SHARED.parameters())
     ),
     "scheduler per plateau": lambda: fit(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
+    "interval of the scheduler": lambda: fit(scheduler_interval="step"),
+    "several loaders without names": lambda: fit(
+        eval_dataloader=(DataLoader(ROWS), DataLoader(ROWS))
+    ),
+    "arguments of Composer's": lambda: fit(
+        schedulers=None, save_folder="runs", device_train_microbatch_size="auto"
+    ),
+    "a loader for fit": fit_on_a_loader,
+    "arguments of Composer's methods": evaluate_as_composer,
     "duration a number": lambda: fit(max_duration=5),
     "duration a word": lambda: fit(max_duration="ten"),
     "duration of nothing": lambda: fit(max_duration="0ep"),

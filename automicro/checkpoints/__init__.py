@@ -23,13 +23,14 @@
 
 from automicro.checkpoints.config import CheckpointConfig
 from automicro.checkpoints.differences import Differences, differences
-from automicro.checkpoints.peers import ALONE, Peers
+from automicro.checkpoints.peers import ALONE, Peers, from_first
 from automicro.checkpoints.process_group import open_peers
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
     LoadedCheckpoint,
     OpenedCheckpoint,
     find_newest,
+    hint_at_composer,
     load_checkpoint,
     open_checkpoint,
     refuse_differences,
@@ -56,6 +57,8 @@ __all__ = [
     "derived_seed",
     "differences",
     "find_newest",
+    "from_first",
+    "hint_at_composer",
     "load_checkpoint",
     "open_checkpoint",
     "open_peers",

@@ -75,7 +75,7 @@ class RunConfig(TrainerConfig):
         forward: makes a function ``(model, microbatch) -> loss``, in place of ``loss``.
         optimizer: makes the optimizer; is handed the model's parameters first.
         scheduler: makes the learning rate scheduler; is handed the optimizer first. It is stepped
-            once per optimizer step, not per epoch.
+            once per optimizer step, unless ``scheduler_interval`` says otherwise.
         metrics: names, and nodes that each make a torchmetrics metric. Training and evaluation
             count apart. A name with null is dropped.
         update_metric: makes a function ``(metric, outputs, microbatch) -> None``, in place of

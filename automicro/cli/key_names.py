@@ -12,6 +12,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "optimizer",
         "parameter_groups",
         "scheduler",
+        "scheduler_interval",
         "metrics",
         "update_metric",
         "count_tokens",

@@ -17,6 +17,7 @@ from automicro.cli.nodes import show
 from automicro.errors import ConfigError
 from automicro.splitting import BATCHNORM_MODES
 from automicro.trainer.finiteness import NON_FINITE_MODES
+from automicro.trainer.step import SCHEDULER_INTERVALS
 
 HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
     f"{section}.{name}": hint
@@ -60,6 +61,7 @@ _IN_WORDS = {
     "precision": one_of(PRECISIONS),
     "gradient_sums": one_of(GRADIENT_SUMS),
     "non_finite": one_of(NON_FINITE_MODES),
+    "scheduler_interval": one_of(SCHEDULER_INTERVALS),
     "parallel": "ddp, fsdp or null",
     "batch_layout": "a whole number or a mapping",
     "compile": "true, false or a mapping",

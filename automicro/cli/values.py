@@ -22,6 +22,7 @@ from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.finiteness import NON_FINITE_MODES
 from automicro.trainer.parallel import read_parallel
+from automicro.trainer.step import SCHEDULER_INTERVALS
 
 
 def check_values(config: RunConfig) -> None:
@@ -164,6 +165,9 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "max_duration": _duration("max_duration"),
     "max_time": _check_time,
     "eval_interval": _duration("eval_interval"),
+    "scheduler_interval": lambda value: check_choice(
+        "scheduler_interval", value, SCHEDULER_INTERVALS
+    ),
     "accumulate_batches": partial(read_count, "accumulate_batches"),
     "batch_layout": BatchLayout,
     "microbatch_size": _check_size,

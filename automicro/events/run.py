@@ -144,6 +144,10 @@ class Run:
         wanted, self._wants_checkpoint = self._wants_checkpoint, False
         return wanted
 
+    def train_until(self, duration: Duration) -> None:
+        """For the trainer: training ends there from now on."""
+        self._max_duration = duration
+
     def resume(self) -> None:
         """For the trainer: an earlier request to stop is over."""
         self._stop_reason = None

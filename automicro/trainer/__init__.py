@@ -13,6 +13,8 @@
     recording       the numbers of a run, by the names under which they are logged
     session         memory limit, determinism and progress around a run
     building        optimizers and schedulers; parameter_groups sorts by name
+    pace            schedulers that count epochs where they are stepped after every batch
+    composer        what Composer calls otherwise; composer_data, composer_schedules: its objects
     finiteness      losses and gradients that are NaN or infinite
     config          the options that are plain values
     summary         FitSummary and its table; lines says what progress shows

@@ -14,6 +14,7 @@ from automicro.trainer.alike import require_alike
 from automicro.trainer.arguments import in_tokens, read_count, read_norm, read_time
 from automicro.trainer.building import SchedulerOrFactory, build_scheduler
 from automicro.trainer.checkpointing import Checkpointer, read_checkpoint
+from automicro.trainer.composer_schedules import read_schedule
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.evaluation_plan import EvaluationPlan
 from automicro.trainer.feed import Feed
@@ -27,7 +28,7 @@ from automicro.trainer.outline import outline_given
 from automicro.trainer.primitives import Primitives
 from automicro.trainer.recording import Recorder
 from automicro.trainer.snapshot import HOST_PART, Snapshot
-from automicro.trainer.step import TrainingStep
+from automicro.trainer.step import SCHEDULER_INTERVALS, TrainingStep
 from automicro.trainer.tokens import TokenCounter
 
 
@@ -37,6 +38,7 @@ def assemble_fit(
     microbatcher: Microbatcher,
     primitives: Primitives,
     scheduler: SchedulerOrFactory | None,
+    scheduler_interval: str,
     grad_clip_norm: float | None,
     non_finite: str,
     count_tokens: Callable[[Any], int] | None,
@@ -58,7 +60,8 @@ def assemble_fit(
         loader: of the data to train on; None for none.
         microbatcher: gives the gradient.
         primitives: has the scaler.
-        scheduler: steps once per optimizer step, or makes what does.
+        scheduler: steps once per optimizer step or per epoch, or makes what does.
+        scheduler_interval: which of the two.
         grad_clip_norm: the largest norm of the gradient.
         non_finite: what to do about losses that are not.
         count_tokens: of a batch.
@@ -78,11 +81,19 @@ def assemble_fit(
         TypeError, ValueError: options that make no sense, or data and no optimizer.
     """
     optimizer, ranks = run.optimizer, microbatcher.ranks
+    accumulate_batches = read_count("accumulate_batches", accumulate_batches)
+    scheduler_interval = check_choice("scheduler_interval", scheduler_interval, SCHEDULER_INTERVALS)
+    scheduler = read_schedule(
+        scheduler,
+        scheduler_interval,
+        state=state,
+        run=run,
+        count_batches=partial(_count_steps, loader, accumulate_batches),
+    )
     schedule = build_scheduler(scheduler, optimizer)
     require_alike(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", non_finite, NON_FINITE_MODES))
-    accumulate_batches = read_count("accumulate_batches", accumulate_batches)
     tokens = TokenCounter(count_tokens)
     if loader is None:
         return None
@@ -98,6 +109,7 @@ def assemble_fit(
         modules=run.modules,
         optimizer=optimizer,
         scheduler=schedule,
+        scheduler_interval=scheduler_interval,
         grad_clip_norm=grad_clip_norm,
         scaler=primitives.scaler,
         guard=guard,
@@ -129,12 +141,13 @@ def assemble_fit(
             parts={name: part for name, part in parts.items() if part is not None},
             callbacks=callbacks,
             state=state,
+            scheduler_interval=scheduler_interval,
         )
         checkpointer = Checkpointer(config, snapshot, callbacks=callbacks, run=run, peers=peers)
     loop = FitLoop(
         step,
         feed,
-        count_batches=partial(num_batches, loader),
+        count_batches=partial(_count_steps, loader, accumulate_batches),
         accumulate_batches=accumulate_batches,
         evaluations=plan,
         metrics=metrics,
@@ -157,3 +170,9 @@ def assemble_fit(
         max_seconds=read_time("max_time", max_time),
         settings=settings,
     )
+
+
+def _count_steps(loader: Iterable[Any] | None, accumulate_batches: int) -> int | None:
+    """Optimization batches of a pass, where the loader knows."""
+    loaded = num_batches(loader)
+    return None if loaded is None else -(-loaded // accumulate_batches)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from automicro.checks import check_modules, check_optimizer, innermost_optimizer
+from automicro.origins import comes_from
 from automicro.trainer.arguments import read_flag
 from automicro.trainer.memory_format import to_channels_last
 from automicro.trainer.parameter_groups import (
@@ -116,15 +117,11 @@ def build_optimizer(
 
 def _only_hands_on(optimizer: object) -> bool:
     """Whether it is a wrapper for another trainer's loop, whose step adds nothing in this one."""
-    homes = {
-        f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(optimizer).__mro__
-    }
-    return not homes.isdisjoint(
-        {
-            "accelerate.AcceleratedOptimizer",
-            "lightning.LightningOptimizer",
-            "pytorch_lightning.LightningOptimizer",
-        }
+    return comes_from(
+        optimizer,
+        "accelerate.AcceleratedOptimizer",
+        "lightning.LightningOptimizer",
+        "pytorch_lightning.LightningOptimizer",
     )
 
 
@@ -143,6 +140,20 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
             "them with loss_fn.requires_grad_(False)",
             UserWarning,
         )
+
+
+def _make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
+    try:
+        return make(optimizer)
+    except AttributeError as error:
+        if error.obj is optimizer and error.name in ("timestamp", "max_duration"):
+            raise TypeError(
+                f"scheduler={make!r} reads {error.name!r}, as a function of Composer's state does, "
+                "and was given the optimizer; let it be a subclass of "
+                "composer.optim.ComposerScheduler, or write it as "
+                "lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_step)"
+            ) from error
+        raise
 
 
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
@@ -167,7 +178,7 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
                 "torch.optim.lr_scheduler.StepLR(optimizer, 30), or a callable that makes one of "
                 "the optimizer"
             )
-        scheduler = scheduler(optimizer)
+        scheduler = _make_scheduler(scheduler, optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "

@@ -13,6 +13,8 @@ from automicro.checkpoints import (
     FoundCheckpoint,
     OpenedCheckpoint,
     Peers,
+    from_first,
+    hint_at_composer,
 )
 from automicro.duration import Duration
 from automicro.errors import CheckpointError, CheckpointWarning, RankError
@@ -76,6 +78,7 @@ class Checkpointer:
             None if config.interval is None else Duration.parse(config.interval)
         )
         self._store = CheckpointStore.of(config, peers=peers)
+        self._peers = peers
         self._world_size = peers.world_size
         self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
 
@@ -121,7 +124,11 @@ class Checkpointer:
         of its own folder that is asked for by its path is taken as asked.
         """
         if self._config.resume == "auto":
-            return self._store.newest()
+            newest = self._store.newest()
+            hint = from_first(self._peers, lambda: hint_at_composer(self._store.folder))
+            if newest is None and hint is not None:  # and not begin anew without a word
+                raise CheckpointError(hint)
+            return newest
         path = Path(self._config.resume)
         return path if self._is_here(path) else self._store.newest() or path
 

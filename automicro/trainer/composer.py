@@ -1,16 +1,21 @@
 """For users of Composer: the metrics of its models, and where its Trainer's arguments went."""
 
 import difflib
+import functools
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from automicro.duration import Duration, read_duration
+from automicro.origins import comes_from
 from automicro.synonyms import synonym_of
 
 T = TypeVar("T")
+R = TypeVar("R")
+Arguments = ParamSpec("Arguments")
 
 
 def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
@@ -69,6 +74,11 @@ def _none(hint: str) -> Counterpart:
     return Counterpart(hint=hint)
 
 
+def _of_trainer(counterpart: Counterpart) -> Counterpart:
+    name = "" if counterpart.ours is None else f"`{counterpart.ours}`, "
+    return _none(f"what concerns a whole run is given to the `Trainer`: {name}{counterpart.hint}")
+
+
 _LOAD_YOURSELF = _none(
     'load the weights into the model before: `load_checkpoint(path, into={"modules": '
     "[model.state_dict()]})`"
@@ -77,7 +87,7 @@ _LOAD_YOURSELF = _none(
 COUNTERPARTS: Mapping[str, Counterpart] = {
     "model": _ours("model", "the same; any other module works, too"),
     "train_dataloader": _ours(
-        "train_dataloader", "any iterable of whole batches; of a DataSpec, its dataloader"
+        "train_dataloader", "any iterable of whole batches, or a DataSpec without functions"
     ),
     "train_dataloader_label": _none("values of training are called `train/…`"),
     "train_subset_num_batches": _none("give a loader that has fewer batches"),
@@ -91,14 +101,19 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
         "optimizer", "one optimizer, or a callable that makes it: `torch.optim.AdamW`"
     ),
     "schedulers": _ours(
-        "scheduler", "one of torch's, several as a `SequentialLR` or a `ChainedScheduler`"
+        "scheduler",
+        "one of torch's or of Composer's; several as a `SequentialLR` or a `ChainedScheduler`",
     ),
     "scale_schedule_ratio": _none("scale `max_duration` and the scheduler's own numbers"),
     "step_schedulers_every_batch": _ours(
-        "scheduler", "always stepped after every batch; count batches in it, not epochs"
+        "scheduler_interval",
+        '`"epoch"`, which is what Composer does with those of torch unless it is told otherwise; '
+        '`"batch"` is the default here',
     ),
     "eval_dataloader": _ours(
-        "eval_dataloader", "a loader, an `Evaluator`, or a mapping from names to these"
+        "eval_dataloader",
+        "a loader, an `Evaluator`, or a mapping from names to these; of Composer's `Evaluator` "
+        "one, or several in a list",
     ),
     "eval_interval": _ours("eval_interval", 'text with a unit: `"1ep"`, `"100ba"`'),
     "eval_subset_num_batches": _ours("eval_dataloader", "`Evaluator(max_batches=…)`"),
@@ -162,6 +177,86 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
 }
 """By name, each argument of Composer's Trainer, some of older versions among them."""
 
+_RUN_OPTIONS = (
+    "train_dataloader",
+    "train_dataloader_label",
+    "train_subset_num_batches",
+    "spin_dataloaders",
+    "schedulers",
+    "scale_schedule_ratio",
+    "step_schedulers_every_batch",
+    "eval_dataloader",
+    "eval_subset_num_batches",
+    "eval_interval",
+    "device_train_microbatch_size",
+    "precision",
+)
+
+METHODS: Mapping[str, Mapping[str, Counterpart]] = {
+    "fit": {
+        "reset_time": _none("a second run is a second `Trainer`, of the same model and optimizer"),
+        **{name: _of_trainer(COUNTERPARTS[name]) for name in _RUN_OPTIONS},
+    },
+    "eval": {
+        "eval_dataloader": _ours("dataloader", "the same things, also without a name"),
+        "subset_num_batches": _ours("max_batches", "None for all, where Composer has -1"),
+    },
+    "predict": {
+        "subset_num_batches": _none("give a loader that has fewer batches"),
+        "return_outputs": _none("they are always returned"),
+    },
+}
+"""By the method and the name, each argument that Composer's has and ours has not."""
+
+ATTRIBUTES: Mapping[str, str] = {
+    "close": "nothing is left open after fit() and eval()",
+    "engine": "events go to the callbacks that the Trainer was given",
+    "logger": "a Callback hands values to the loggers with run.log({…})",
+    "save_checkpoint": "checkpoint=CheckpointConfig(folder=…, interval=…) saves, and a Callback "
+    "asks for one with run.save_checkpoint()",
+    "saved_checkpoints": "they are the folders in that of CheckpointConfig(folder=…)",
+}
+"""What stands here for attributes and methods of Composer's Trainer."""
+
+_SHIPPED = "automicro.callbacks."
+
+OBJECTS: Mapping[str, Mapping[str, str]] = {
+    "Algorithm": {
+        "": "what changes the model is applied to it before, as composer.functional.apply_…(model) "
+        "does; what changes batches is a Callback with transform(run, batch)",
+        "ChannelsLast": "channels_last=True",
+        "EMA": f"callbacks=[{_SHIPPED}ExponentialMovingAverage(…)]",
+        "GradientClipping": "grad_clip_norm=…, of the norm; other kinds are a Callback with "
+        "gradients_ready(run, result)",
+        "LabelSmoothing": "torch.nn.CrossEntropyLoss(label_smoothing=…)",
+        "LayerFreezing": f"callbacks=[{_SHIPPED}FreezeSchedule(…)]",
+        "ProgressiveResizing": f"callbacks=[{_SHIPPED}ImageSizeSchedule(…)]",
+        "SeqLengthWarmup": f"callbacks=[{_SHIPPED}SequenceLengthSchedule(…)]",
+    },
+    "LoggerDestination": {
+        "": "loggers=[…] takes those of automicro.loggers, or a subclass of Logger that hands the "
+        "values on",
+        "ConsoleLogger": "loggers=[automicro.loggers.ConsoleLogger()]",
+        "FileLogger": "loggers=[automicro.loggers.JSONLinesLogger(…)] or CSVLogger",
+        "InMemoryLogger": "Run.values has the latest of every value, for a Callback to keep",
+        "ProgressBarLogger": "progress=True",
+        "TensorboardLogger": "loggers=[automicro.loggers.TensorBoardLogger(…)]",
+    },
+    "Callback": {
+        "": "write it as an automicro.Callback: its events are called fit_start, batch_end, "
+        "eval_end, …, and get a run and no state",
+        "CheckpointSaver": "checkpoint=CheckpointConfig(folder=…, interval=…)",
+        "EarlyStopper": f"{_SHIPPED}EarlyStopping(…)",
+        "LRMonitor": f"{_SHIPPED}LearningRateMonitor()",
+        "MemoryMonitor": f"{_SHIPPED}MemoryMonitor()",
+        "NaNMonitor": "non_finite='stop', which is the default",
+        "OOMObserver": f"{_SHIPPED}OutOfMemoryReport(…)",
+        "RuntimeEstimator": "progress=True",
+        "SpeedMonitor": f"{_SHIPPED}SpeedMonitor()",
+    },
+}
+"""By the class that they are of, what stands here for Composer's objects of a name; "" for any."""
+
 VALUES: Mapping[str, Mapping[str, str]] = {
     "precision": {"amp_bf16": "bf16", "amp_fp16": "fp16", "amp": "fp16"},
     "device": {"gpu": "cuda"},
@@ -177,7 +272,8 @@ def refuse_unknown(arguments: Mapping[str, object], *, kind: type) -> None:
         kind: the `Trainer`, or a subclass; one that takes any argument is left alone.
 
     Raises:
-        TypeError: arguments that it has not got, each with what was probably meant.
+        TypeError: arguments that it has not got, or objects of Composer's, each with what was
+            probably meant.
         ValueError: a value that Composer calls otherwise.
 
     Example:
@@ -191,6 +287,7 @@ def refuse_unknown(arguments: Mapping[str, object], *, kind: type) -> None:
         microbatch_size (rows, or "auto", which is the default and never changes a gradient)
     """
     _refuse_values(arguments)
+    _refuse_objects(arguments)
     # Not of the class itself: that would be the signature of __new__, which takes anything.
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -235,8 +332,76 @@ def refusing_unknown(kind: type[T]) -> type[T]:
     return kind
 
 
-def _describe(name: str, own: Collection[str]) -> str:
-    counterpart = COUNTERPARTS.get(name)
+def refusing_unknown_arguments(method: Callable[Arguments, R]) -> Callable[Arguments, R]:
+    """Decorate a method so that arguments of Composer's method of that name are answered.
+
+    Args:
+        method: whose signature says what is known; it stays.
+
+    Example:
+        >>> class Trainer:
+        ...     @refusing_unknown_arguments
+        ...     def eval(self, dataloader=None): ...
+        >>> Trainer().eval(eval_dataloader=[1])
+        Traceback (most recent call last):
+            ...
+        TypeError: eval() has no argument 'eval_dataloader': Composer's; here it is dataloader
+        (the same things, also without a name)
+    """
+    own = [name for name in inspect.signature(method).parameters if name != "self"]
+    counterparts = METHODS.get(method.__name__, {})
+
+    @functools.wraps(method)
+    def checked(*given: Arguments.args, **arguments: Arguments.kwargs) -> R:
+        for name in arguments:
+            if name not in own:
+                described = _describe(name, own, counterparts)
+                raise TypeError(f"{method.__name__}() has no argument {name!r}{described}")
+        return method(*given, **arguments)
+
+    return checked
+
+
+def missing_attribute(kind: type, name: str) -> AttributeError:
+    """The error for an attribute that a class has not got.
+
+    Args:
+        kind: the `Trainer`, or a subclass.
+        name: of the attribute.
+
+    Example:
+        >>> print(missing_attribute(nn.Module, "close"))
+        'Module' object has no attribute 'close': Composer's; nothing is left open after fit() and
+        eval()
+    """
+    hint = f": Composer's; {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+    return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{hint}", name=name)
+
+
+def read_more(duration: Any) -> Duration:
+    """How much more to train.
+
+    Raises:
+        TypeError: a loader, or anything else that is no text.
+        ValueError: no duration.
+
+    Example:
+        >>> read_more("1ep")
+        Duration.parse('1ep')
+    """
+    if isinstance(duration, Iterable) and not isinstance(duration, str):
+        raise TypeError(
+            "fit() takes how much more to train, such as '1ep', and was given a "
+            f"{type(duration).__name__}; give a loader to the Trainer as train_dataloader=, and "
+            "for other data make a second Trainer, of the same model and optimizer"
+        )
+    return read_duration("duration", duration)
+
+
+def _describe(
+    name: str, own: Collection[str], counterparts: Mapping[str, Counterpart] = COUNTERPARTS
+) -> str:
+    counterpart = counterparts.get(name)
     if counterpart is not None:
         hint = counterpart.hint.replace("`", "")
         if counterpart.ours is None:
@@ -248,15 +413,33 @@ def _describe(name: str, own: Collection[str]) -> str:
     near = difflib.get_close_matches(name.lower(), own, n=1)
     if near:
         return f": did you mean {near[0]!r}?"
-    foreign = difflib.get_close_matches(name.lower(), COUNTERPARTS, n=1, cutoff=0.85)
+    foreign = difflib.get_close_matches(name.lower(), counterparts, n=1, cutoff=0.85)
     if foreign:
-        return f": {foreign[0]!r} was meant?" + _describe(foreign[0], own).removeprefix(":")
+        return f": {foreign[0]!r} was meant?" + _describe(
+            foreign[0], own, counterparts
+        ).removeprefix(":")
     return "; it has " + ", ".join(own)
+
+
+def _refuse_objects(arguments: Mapping[str, object]) -> None:
+    lines = []
+    for name in ("algorithms", "callbacks", "loggers"):
+        given = arguments.get(name)
+        for each in given if isinstance(given, list | tuple) else [given]:
+            kind = next((kind for kind in OBJECTS if comes_from(each, f"composer.{kind}")), None)
+            if kind is not None:
+                called = type(each).__name__
+                known = OBJECTS[kind]
+                lines.append(f"{called} of {name} is Composer's: {known.get(called, known[''])}")
+    if lines:
+        raise TypeError("\n  ".join(lines))
 
 
 def _refuse_values(arguments: Mapping[str, object]) -> None:
     for name, values in VALUES.items():
         given = arguments.get(name)
+        if comes_from(given, "composer.Precision"):
+            given = getattr(given, "value", given)
         ours = values.get(given.lower()) if isinstance(given, str) else None
         if ours is not None:
             raise ValueError(

@@ -18,6 +18,7 @@ class TrainerConfig:
     max_duration: str = "1ep"
     max_time: str | None = None
     eval_interval: str | None = "1ep"
+    scheduler_interval: str = "batch"
     accumulate_batches: int = 1
     batch_layout: Any = 0
     microbatch_size: Any = "auto"

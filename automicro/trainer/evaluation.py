@@ -15,6 +15,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.results import EvalResult
 from automicro.trainer.alike import compare_orders, require_alike
+from automicro.trainer.composer_data import MatchingMetrics, read_evaluations
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.interval import Interval
 from automicro.trainer.lines import (
@@ -116,6 +117,7 @@ class Evaluation:
         run: Run,
         where: str = "",
         is_stopped: Callable[[Ranks], bool] | None = None,
+        max_batches: int | None = None,
     ) -> dict[str, float] | None:
         """Pass over the data once; the values go into the phase, too.
 
@@ -130,6 +132,7 @@ class Evaluation:
             run: as callbacks see it.
             where: where training stands, to say so.
             is_stopped: asked before each batch; None for never.
+            max_batches: of this pass, where they are fewer than always.
 
         Returns:
             The values, or None for a pass that was broken off.
@@ -140,7 +143,7 @@ class Evaluation:
         try:
             callbacks.fire("eval_start", run)
             with telling_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                found = self._pass(phase, progress, callbacks, run, is_stopped)
+                found = self._pass(phase, progress, callbacks, run, is_stopped, max_batches)
             if found is None:
                 recorder.forget()
                 return None
@@ -168,6 +171,7 @@ class Evaluation:
         callbacks: Callbacks,
         run: Run,
         is_stopped: Callable[[Ranks], bool] | None,
+        max_batches: int | None,
     ) -> tuple[dict[str, float], int, EvalResult] | None:
         """The values, the rows, and the result of the last batch; None if it was broken off."""
         self._metrics.reset()
@@ -177,7 +181,7 @@ class Evaluation:
         result: EvalResult | None = None
         of = f" of {self.name!r}" if self.name else ""
         with noting(lambda: f"in evaluation{of}, batch {batches + 1} of the pass"):
-            for batch in self._batches(has_peers=ranks.world_size > 1):
+            for batch in self._batches(max_batches, has_peers=ranks.world_size > 1):
                 if is_stopped is not None and is_stopped(ranks):
                     return None
                 if batch is not None:
@@ -214,10 +218,11 @@ class Evaluation:
             total.merge(each)
         return total.compute()
 
-    def _batches(self, *, has_peers: bool) -> Iterator[Any]:
+    def _batches(self, max_batches: int | None, *, has_peers: bool) -> Iterator[Any]:
         loader = self._evaluator.dataloader
         batches = fetch(loader, self._loader_name, may_be_empty=has_peers)
-        own = itertools.islice(batches, self._evaluator.max_batches)
+        limits = [each for each in (max_batches, self._evaluator.max_batches) if each is not None]
+        own = itertools.islice(batches, min(limits, default=None))
         # Who has no rows left takes part until nobody has.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
@@ -263,6 +268,7 @@ class EvaluationFactory:
         Raises:
             DesyncError: ranks were given different things, or some do not evaluate now.
         """
+        dataloader = read_evaluations("dataloader", dataloader)
         given = read_evaluators("dataloader", dataloader)
         self._microbatcher.ranks.ready("evaluating on a loader of its own")
         require_alike(self._device, partial(outline_evaluations, "dataloader", dataloader))
@@ -294,6 +300,8 @@ class EvaluationFactory:
             given = evaluator.interval
             interval = None if given is None else read_duration("interval", given)
         metrics = self._metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
+        if isinstance(metrics, MatchingMetrics):
+            metrics = metrics.among(self._metrics)
         loader = self._share(evaluator.dataloader, loader_name, is_evaluated=True)
         return Evaluation(
             name,

@@ -1,5 +1,8 @@
 """One call of `Trainer.fit`: going on from a checkpoint, the loop, and a proper end."""
 
+from dataclasses import replace
+
+from automicro.duration import Duration
 from automicro.events import LoopState, Run
 from automicro.memory import peak_bytes, reset_peak
 from automicro.ranks import Ranks
@@ -58,6 +61,27 @@ class Fit:
         self._max_seconds = max_seconds
         self._settings = settings
 
+    def extend(self, duration: Duration) -> None:
+        """Train for that much more than is done.
+
+        Args:
+            duration: in whatever unit.
+
+        Raises:
+            ValueError: the run is saved, or its tokens are not known.
+        """
+        if self._checkpointer is not None:
+            raise ValueError(
+                f"fit(duration='{duration}') goes on from wherever training stands, so a run that "
+                "is killed and taken up again from its checkpoints would train for longer than "
+                "one that is not; give the Trainer the max_duration of all of it, or no checkpoint"
+            )
+        done = self._state.done(duration.unit)
+        until = Duration(value=done + duration.value, unit=duration.unit)
+        self._run.train_until(until)
+        self._step.require_tokens("duration", until)
+        self._settings = replace(self._settings, max_duration=until)
+
     def require_more(self) -> None:
         """Refuse to train where all is done.
 
@@ -67,8 +91,9 @@ class Fit:
         if self.loop.has_reached_duration and self.loop.is_complete:
             raise ValueError(
                 f"fit() has trained for max_duration='{self._settings.max_duration}' already "
-                f"({count_of(self._state.batch, 'batch')}); to go on, make a new Trainer with the "
-                "same model and optimizer, or give a longer max_duration from the start"
+                f"({count_of(self._state.batch, 'batch')}); to go on, call fit(duration='1ep') "
+                "with what is to come, make a new Trainer with the same model and optimizer, or "
+                "give a longer max_duration from the start"
             )
 
     def __call__(self, progress: Progress) -> FitSummary:
@@ -106,6 +131,8 @@ class Fit:
         state = self._state
         reset_peak(self._run.device)
         self._run.resume()
+        if state.batch == 0 and self._run.rank == 0 and self.loop.num_batches:
+            self._step.warn_of_haste(self.loop.num_batches, self._run.max_duration)
         self._step.clear_gradients()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)

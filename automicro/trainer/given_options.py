@@ -13,7 +13,8 @@ from torch import Tensor
 
 # Counters of a schedule, and what repeats the optimizer's own options.
 _NOT_GIVEN = ("last_epoch", "base_lrs")
-_INNER = "_schedulers"  # what torch's schedules call those that they are made of
+INNER = "_schedulers"
+"""What torch's schedules call those that they are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +30,26 @@ class GivenOptions:
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, scheduler: object) -> "GivenOptions":
+    def of(
+        cls, optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
+    ) -> "GivenOptions":
         """Those of an optimizer and a scheduler that have not stepped yet.
+
+        Args:
+            optimizer: the one.
+            scheduler: the other; None for none.
+            interval: after what the scheduler is stepped.
 
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
         >>> given = GivenOptions.of(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))
         >>> dict(given.classes), given.options["lr"], given.options["scheduler.step_size"]
         ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
         """
+        stepped = "" if interval == "batch" else f", stepped after every {interval}"
         return cls(
             classes={
                 "optimizer": type(optimizer).__qualname__,
-                "scheduler": None if scheduler is None else _name_of(scheduler),
+                "scheduler": None if scheduler is None else _name_of(scheduler) + stepped,
             },
             options=dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
         )
@@ -65,7 +74,7 @@ class GivenOptions:
 
 def _name_of(scheduler: object) -> str:
     """With what it is made of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
-    inner = vars(scheduler).get(_INNER, ()) if hasattr(scheduler, "__dict__") else ()
+    inner = vars(scheduler).get(INNER, ()) if hasattr(scheduler, "__dict__") else ()
     made_of = f"({', '.join(map(_name_of, inner))})" if inner else ""
     return type(scheduler).__qualname__ + made_of
 
@@ -89,9 +98,9 @@ def _schedule_of(scheduler: object) -> Iterator[tuple[str, Any]]:
 def _nested(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
-            is_inner = str(key).startswith("_") and key != _INNER
+            is_inner = str(key).startswith("_") and key != INNER
             if not is_inner and key not in _NOT_GIVEN:
-                yield from _nested(place if key == _INNER else f"{place}.{key}", each)
+                yield from _nested(place if key == INNER else f"{place}.{key}", each)
     elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
         for index, each in enumerate(value):
             yield from _nested(f"{place}.{index}", each)

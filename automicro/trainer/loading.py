@@ -1,23 +1,41 @@
 """One batch after the other from a data loader, fetched on the host."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from automicro.checkpoints import restore_rng_state, rng_state
 from automicro.duration import Duration, Unit
 from automicro.errors import DataLoaderError
 from automicro.memory import active_budget
+from automicro.origins import comes_from
 
 
 def check_loader(name: str, loader: object) -> None:
     """Refuse what gives no batches.
 
     Raises:
-        TypeError: it cannot be iterated over.
+        TypeError: it cannot be iterated over, or gives keys or loaders.
 
     >>> check_loader("train_dataloader", [("a", "batch")])
     """
+    if isinstance(loader, Mapping):
+        raise TypeError(
+            f"{name} is a {type(loader).__name__} with the keys {list(loader)}, and no loader; "
+            "pass the loader itself"
+        )
+    if (type(loader) is list or type(loader) is tuple) and any(map(_is_loader, loader)):
+        remedy = (
+            "name them in a mapping, such as {'seen': loader, 'new': another}"
+            if name.startswith(("eval_dataloader", "dataloader"))
+            else "pass one, whose data set may join several: torch.utils.data.ConcatDataset"
+        )
+        raise TypeError(
+            f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
+            f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
+        )
     if loader is not None and not isinstance(loader, Iterable) and not _is_indexable(loader):
         raise TypeError(
             f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
@@ -170,6 +188,12 @@ def announce_epoch(loader: object, epoch: int) -> None:
         if callable(set_epoch) and not any(each is one for one in told):
             set_epoch(epoch)
             told.append(each)
+
+
+def _is_loader(value: object) -> bool:
+    """Whether it gives batches, where a batch was expected."""
+    others = ("automicro.Evaluator", "composer.Evaluator", "composer.DataSpec")
+    return isinstance(value, DataLoader | Iterator) or comes_from(value, *others)
 
 
 def _on_host() -> contextlib.AbstractContextManager[None]:

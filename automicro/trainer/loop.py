@@ -27,7 +27,7 @@ class FitLoop:
     Args:
         step: trains on one optimization batch.
         feed: gives the batches, pass after pass.
-        count_batches: how many it gives in a pass, where that is known.
+        count_batches: how many optimization batches a pass has, where that is known.
         accumulate_batches: how many of the feed's make up an optimization batch.
         evaluations: in between.
         metrics: of training, reset with every epoch.
@@ -168,8 +168,7 @@ class FitLoop:
     @property
     def num_batches(self) -> int | None:
         """Optimization batches of an epoch, where the loader knows."""
-        loaded = self._count_batches()
-        return None if loaded is None else -(-loaded // self._accumulate_batches)
+        return self._count_batches()
 
     def _batches_of_all(self) -> int | None:
         """Optimization batches of this epoch, the same number on all ranks."""
@@ -229,6 +228,7 @@ class FitLoop:
         state = self._state
         self._ranks.ready("computing the metrics of an epoch")
         state.train.metrics = self._metrics.compute()
+        self._step.end_epoch()
         state.epoch += 1
         state.epoch_batch = 0
         self._recorder.epoch(state.train.metrics)

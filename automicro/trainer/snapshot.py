@@ -79,6 +79,7 @@ class Snapshot:
         parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data.
         callbacks: by their names.
         state: where training stands.
+        scheduler_interval: after what the scheduler is stepped.
         rank: of this process.
         world_size: how many processes train together.
     """
@@ -90,6 +91,7 @@ class Snapshot:
         parts: Mapping[str, Part],
         callbacks: Callbacks,
         state: LoopState,
+        scheduler_interval: str = "batch",
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -103,7 +105,7 @@ class Snapshot:
         self._callbacks = callbacks
         self._state = state
         self._run = run
-        given = GivenOptions.of(run.optimizer, parts.get("scheduler"))
+        given = GivenOptions.of(run.optimizer, parts.get("scheduler"), scheduler_interval)
         self._given = given
         self._saved_given = given.state_dict()
 

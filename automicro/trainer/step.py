@@ -14,11 +14,16 @@ from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks import Ranks
 from automicro.results import StepResult
+from automicro.trainer.arguments import in_tokens
 from automicro.trainer.finiteness import FinitenessGuard
 from automicro.trainer.lines import recovery_line, remembered_line
 from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.pace import Pace, warn_of_haste
 from automicro.trainer.progress import Progress
 from automicro.trainer.tokens import TokenCounter
+
+SCHEDULER_INTERVALS = ("batch", "epoch")
+"""After what a scheduler may be stepped: each optimizer step, or each pass over the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +42,15 @@ class TrainedBatch:
 
 
 class TrainingStep:
-    """Gradient, clip, optimizer step, clear the gradients, scheduler step.
+    """Gradient, clip, optimizer step, clear the gradients; scheduler step, unless it is per epoch.
 
     Args:
         microbatcher: gives the gradient.
         metrics: updated with every row.
         modules: whose gradients are cleared.
         optimizer: steps once per batch.
-        scheduler: steps once per optimizer step; None for none.
+        scheduler: steps once per optimizer step, or once per epoch; None for none.
+        scheduler_interval: after what it is stepped: one of `SCHEDULER_INTERVALS`.
         grad_clip_norm: the largest norm of the gradient; None for any.
         scaler: of the loss in half precision, which gives the microbatcher its backward; None
             for none.
@@ -63,6 +69,7 @@ class TrainingStep:
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
+        scheduler_interval: str,
         grad_clip_norm: float | None,
         scaler: GradientScaler | None,
         guard: FinitenessGuard,
@@ -76,6 +83,7 @@ class TrainingStep:
         self._modules = modules
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._scheduler_interval = scheduler_interval
         self._grad_clip_norm = grad_clip_norm
         self._scaler = scaler
         self._guard = guard
@@ -142,10 +150,37 @@ class TrainingStep:
         state.samples += result.num_global_samples
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
         # After the batch is counted: a scheduler that fails does so after the optimizer's step.
-        if objection is None and self._scheduler is not None:
-            self._scheduler.step()
+        if objection is None:
+            self._step_scheduler("batch")
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, grad_norm=length, learning_rates=rates)
+
+    def require_tokens(self, name: str, duration: Duration) -> None:
+        """Let every batch tell its tokens from now on, where a duration counts them.
+
+        Args:
+            name: of the argument that it came in.
+            duration: any.
+        """
+        self._token_durations = {**self._token_durations, **in_tokens(**{name: duration})}
+
+    def end_epoch(self) -> None:
+        """Step a scheduler that counts epochs."""
+        self._step_scheduler("epoch")
+
+    def warn_of_haste(self, num_batches: int, max_duration: Duration) -> None:
+        """Warn of a scheduler that counts epochs and is stepped after every batch.
+
+        Args:
+            num_batches: optimizer steps of an epoch.
+            max_duration: of the run.
+        """
+        if self._scheduler is not None and self._scheduler_interval == "batch":
+            warn_of_haste(self._scheduler, Pace.of(num_batches, max_duration))
+
+    def _step_scheduler(self, interval: str) -> None:
+        if self._scheduler is not None and self._scheduler_interval == interval:
+            self._scheduler.step()
 
     @property
     def loss_average_is(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from automicro.duration import Duration, read_duration
 from automicro.events import Callback, Callbacks, LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
 from automicro.policy import Policy
-from automicro.trainer.arguments import read_flag
+from automicro.trainer.alike import require_alike
+from automicro.trainer.arguments import read_count, read_flag
 from automicro.trainer.arrangement import Arrangement
 from automicro.trainer.assembly import assemble_fit
 from automicro.trainer.building import (
@@ -22,7 +23,18 @@ from automicro.trainer.building import (
     SchedulerOrFactory,
     build_optimizer,
 )
-from automicro.trainer.composer import model_metrics, refusing_unknown
+from automicro.trainer.composer import (
+    missing_attribute,
+    model_metrics,
+    read_more,
+    refusing_unknown,
+    refusing_unknown_arguments,
+)
+from automicro.trainer.composer_data import (
+    read_evaluations,
+    read_loader,
+    read_token_counter,
+)
 from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory
@@ -85,7 +97,8 @@ class Trainer:
             and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
             a callable then.
         scheduler: a learning rate scheduler, or a callable that makes one of the optimizer.
-            Stepped once after every optimizer step, not once per epoch.
+        scheduler_interval: after what it is stepped: ``"batch"`` for each optimizer step, or
+            ``"epoch"`` for each pass over the data.
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update clones of their own.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
@@ -160,6 +173,7 @@ class Trainer:
         optimizer: OptimizerOrFactory | None = None,
         parameter_groups: ParameterGroups = (),
         scheduler: SchedulerOrFactory | None = None,
+        scheduler_interval: str = "batch",
         metrics: Any = None,
         max_duration: str | Duration = "1ep",
         accumulate_batches: int = 1,
@@ -196,7 +210,10 @@ class Trainer:
         if seed is not None:
             seed_everything(seed)
         check_model(model)
+        count_tokens = count_tokens or read_token_counter(train_dataloader)
+        train_dataloader = read_loader("train_dataloader", train_dataloader)
         check_loader("train_dataloader", train_dataloader)
+        eval_dataloader = read_evaluations("eval_dataloader", eval_dataloader)
         evaluators = read_evaluators("eval_dataloader", eval_dataloader)
         duration = read_duration("max_duration", max_duration)
         check_passes(train_dataloader, duration)
@@ -290,6 +307,7 @@ class Trainer:
             microbatcher=self._microbatcher,
             primitives=primitives,
             scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
             grad_clip_norm=grad_clip_norm,
             non_finite=non_finite,
             count_tokens=count_tokens,
@@ -315,12 +333,18 @@ class Trainer:
         )
         arranged.seed_apart(seed)
 
+    if not TYPE_CHECKING:  # to whom a name is there or not
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(type(self), name)
+
     @property
     def state(self) -> LoopState:
         """Where training stands. Setting anything in it is an error."""
         return self._run.state
 
-    def fit(self) -> FitSummary:
+    @refusing_unknown_arguments
+    def fit(self, duration: str | Duration | None = None) -> FitSummary:
         """Train until ``max_duration``.
 
         With ``checkpoint``, it goes on from the newest checkpoint if there is one. Ctrl-C and
@@ -328,6 +352,10 @@ class Trainer:
         it at once.
 
         After an error it can be called again: the counts go on, and the epoch starts over.
+
+        Args:
+            duration: how much more to train than is done, such as ``"1ep"``, in place of
+                ``max_duration``. Not of a run that is saved.
 
         Raises:
             ValueError: no training data, or it has trained for ``max_duration`` already.
@@ -340,11 +368,15 @@ class Trainer:
 
         Every exception carries a note that says in which epoch and batch it was raised.
         """
+        more = None if duration is None else read_more(duration)
         if self._fit is None:
             raise ValueError(
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
                 "Trainer"
             )
+        if more is not None:
+            require_alike(self._run.device, lambda: {"duration": str(more)}, what="durations")
+            self._fit.extend(more)
         self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
         with (
@@ -355,7 +387,8 @@ class Trainer:
         ):
             return fit(progress)
 
-    def eval(self, dataloader: Any = None) -> dict[str, float]:
+    @refusing_unknown_arguments
+    def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:
         """Evaluate, and return ``"loss"`` and the metrics by name.
 
         The loss is that of all rows together, whatever the batch size, and missing where the
@@ -364,12 +397,16 @@ class Trainer:
 
         Args:
             dataloader: ``eval_dataloader`` unless given; the same things.
+            max_batches: how many batches of each loader to evaluate on, at most; None for what
+                its `Evaluator` says.
 
         Raises:
             ValueError: there is no data to evaluate on.
             DataLoaderError: the pass over the data gave no batch.
             SampleTooLargeError: not even one row fits.
         """
+        if max_batches is not None:
+            read_count("max_batches", max_batches)
         evaluations = self._evaluations
         if dataloader is not None:
             evaluations = self._evaluating.make_given(dataloader)
@@ -387,9 +424,11 @@ class Trainer:
                     callbacks=self._callbacks,
                     recorder=self._recorder,
                     run=self._run,
+                    max_batches=max_batches,
                 )
         return phase.metrics
 
+    @refusing_unknown_arguments
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
         """The model's outputs, one entry for each batch of a loader, in the order of the data.
 
