@@ -2,7 +2,7 @@
 PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
+SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
 .PHONY: job help train test check format-check lint types format bench torture torture-resume torture-ranks search gpu clean

@@ -15,7 +15,15 @@ PACKAGE = ROOT / "automicro"
 # From the ground up. A module imports only from layers below its own; the modules of one layer do
 # not know each other. A name stands for a file or for a folder with all in it.
 LAYERS = (
-    ("byte_sizes", "errors", "shards", "synonyms", "torch_private", "torch_private_distributed"),
+    (
+        "byte_sizes",
+        "errors",
+        "shards",
+        "synonyms",
+        "torch_private",
+        "torch_private_distributed",
+        "version",
+    ),
     (
         "checks",
         "content",

@@ -21,8 +21,8 @@ from automicro import Trainer
 from automicro.checkpoints.rng import rng_state
 from automicro.cli.loading import load_config
 from automicro.errors import ConfigError
-from automicro.trainer.parallel import check_parallel, find_blocks
 from automicro.trainer.device import choose_device
+from automicro.trainer.parallel import check_parallel, find_blocks
 from automicro.trainer.processes import Place, own_device, place_in_environment
 from automicro.trainer.sharing import LoaderSharing
 

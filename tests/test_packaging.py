@@ -1,0 +1,116 @@
+"""What a package index gets: one version, links that lead somewhere, all that tests need."""
+
+import email.message
+import email.policy
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import automicro
+import hatch_build
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = "https://example.org/us/automicro"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Folders of the tree of which an sdist has everything.
+FOLDERS = ("automicro", "benchmarks", "configs", "docs", "tests")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist and a wheel of this tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def metadata(built: Path) -> email.message.Message:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        return message_from_bytes(archive.read(name), policy=email.policy.compat32)
+
+
+def files_of_the_tree(*folders: str) -> set[str]:
+    return {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_version_has_one_source(built: Path) -> None:
+    assert metadata(built)["Version"] == automicro.__version__
+    written = [
+        path.relative_to(ROOT).as_posix()
+        for path in (*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("automicro/**/*.py"))
+        if re.search(r"^(__version__|version) *= *\"", path.read_text(encoding="utf-8"), re.M)
+    ]
+    assert written == ["automicro/version.py"]
+
+
+def test_a_wheel_has_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = {each for each in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in each}
+    assert names == files_of_the_tree("automicro")
+    assert "automicro/py.typed" in names
+
+
+def test_an_sdist_has_all_that_tests_read(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {each.partition("/")[2] for each in archive.getnames()}
+    expected = files_of_the_tree(*FOLDERS) | {
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "conftest.py"),
+        *("constraints.txt", "hatch_build.py", "pyproject.toml"),
+    }
+    assert expected - names == set()
+
+
+def test_a_readme_without_a_repository_has_no_link_that_leads_nowhere(built: Path) -> None:
+    shown = metadata(built).get_payload()
+    assert isinstance(shown, str)
+    assert shown.lstrip().startswith("# automicro")
+    assert [target for target in LINK.findall(shown) if not target.startswith("https://")] == []
+    assert "`docs/guarantees.md`" in shown
+
+
+def test_a_readme_and_projects_links_lead_into_the_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(hatch_build.VARIABLE, f"{REPOSITORY}/")
+    found: dict[str, object] = {}
+    hatch_build.LinksHook(str(ROOT), {}).update(found)
+    readme, urls = found["readme"], found["urls"]
+    assert isinstance(readme, dict)
+    assert isinstance(urls, dict)
+    assert urls.keys() == {"Source", "Documentation", "Changelog", "Issues"}
+    own = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    targets = LINK.findall(readme["text"])
+    assert len(targets) == len(own) > 20
+    for target in (*targets, urls["Documentation"], urls["Changelog"]):
+        assert target.startswith((f"{REPOSITORY}/blob/HEAD/", f"{REPOSITORY}/raw/HEAD/")), target
+        page = target.partition("/HEAD/")[2].partition("#")[0]
+        assert (ROOT / page).exists(), target
+
+
+@pytest.mark.parametrize(
+    "text", ["automicro", "git@example.org:us/automicro.git", "https://me:secret@example.org/a/b"]
+)
+def test_what_is_no_address_of_a_repository_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not the address of a repository: give one that a br"):
+        hatch_build.read_repository(text)
+
+
+def test_code_in_a_readme_stays_as_it_is() -> None:
+    code = "```python\nlayers[0](batch)\n```\n"
+    assert hatch_build.for_an_index(code, REPOSITORY) == code
+    assert hatch_build.for_an_index("[a](https://b.org)", None) == "[a](https://b.org)"
