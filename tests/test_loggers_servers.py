@@ -86,7 +86,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 
 def read_wandb(folder: Path) -> Rows:
-    return [
+    rows = [
         (
             record.history.step.num,
             "/".join(item.nested_key) or item.key,
@@ -95,8 +95,8 @@ def read_wandb(folder: Path) -> Rows:
         for record in wandb_records(folder)
         if record.WhichOneof("record_type") == "history"
         for item in record.history.item
-        if not item.key.startswith("_")
     ]
+    return [row for row in rows if not row[1].startswith("_")]
 
 
 def runs_of_wandb(folder: Path) -> list[str]:
@@ -222,6 +222,7 @@ def test_a_job_logs_its_config_to_a_logger_of_lightning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning would, for good
     Path("watched.py").write_text(
         "from lightning.pytorch.loggers import CSVLogger\n"
         "from automicro.loggers import LightningLogger\n\n"

@@ -166,7 +166,9 @@ def test_the_digits_are_found_exact(with_digits: Installed) -> None:
 
 def summary(environment: Installed, *options: str, processes: int) -> dict[str, Any]:
     command = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "automicro"]
-    command += ["train", "job.yaml", "max_duration=4ba", "--json", *options]
+    # Ranks draw random numbers of their own.
+    command += ["train", "job.yaml", "max_duration=4ba", "model.args.dropout=0.0", "--json"]
+    command += options
     found: dict[str, Any] = json.loads(environment.say(*command))
     return found
 
@@ -178,4 +180,5 @@ def test_two_processes_train_what_one_does(with_digits: Installed, parallel: str
     assert together["steps"] == alone["steps"] == 4
     assert together["train_ooms"] > 0
     assert together["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-3)
-    assert together["eval_metrics"] == pytest.approx(alone["eval_metrics"], abs=0.01)
+    loss = alone["eval_metrics"]["loss"]
+    assert together["eval_metrics"]["loss"] == pytest.approx(loss, rel=1e-3)
