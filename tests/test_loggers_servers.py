@@ -150,7 +150,6 @@ PLACES = {
     ),
     "lightning": Place(read=read_lightning, runs=lambda folder: ["first"]),
 }
-every_place = pytest.mark.parametrize("kind", PLACES)
 
 
 def expected(last: int, *, from_life: dict[int, int]) -> Rows:
@@ -164,16 +163,27 @@ def expected(last: int, *, from_life: dict[int, int]) -> Rows:
     return sorted(rows)
 
 
-@every_place
-def test_after_a_kill_each_value_is_there_once_in_one_run(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dies"), [("wandb", False), ("mlflow", True), ("lightning", True)]
+)
+def test_on_a_resume_each_value_is_there_once_in_one_run(
+    kind: str, dies: bool, tmp_path: Path
+) -> None:
     place = PLACES[kind]
-    live(kind, tmp_path, resumed=0, last=8, dies=True)
+    live(kind, tmp_path, resumed=0, last=8, dies=dies)
     live(kind, tmp_path, resumed=5, last=11, dies=False)  # from an older checkpoint
     live(kind, tmp_path, resumed=11, last=14, dies=False)
-    # What W&B holds of the last step dies with the process, so it comes from the next life.
-    first = 8 if kind == "wandb" else 9
-    assert sorted(place.read(tmp_path)) == expected(14, from_life={first: 5, 12: 11})
+    assert sorted(place.read(tmp_path)) == expected(14, from_life={9: 5, 12: 11})
     assert len(place.runs(tmp_path)) == 1
+
+
+def test_what_wandb_may_have_lost_in_a_kill_is_handed_over_again(tmp_path: Path) -> None:
+    live("wandb", tmp_path, resumed=0, last=8, dies=True)
+    live("wandb", tmp_path, resumed=5, last=11, dies=False)
+    again = [row for row in expected(11, from_life={6: 5}) if row[0] > 5]
+    rows = sorted(read_wandb(tmp_path))
+    assert [row for row in rows if row[2] > 5] == again
+    assert len(runs_of_wandb(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])

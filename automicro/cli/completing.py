@@ -167,7 +167,7 @@ def _inside(value: Any, name: str) -> Any:
 
 def _merged(files: Iterable[Path]) -> dict[str, Any]:
     """All keys, with what files have in them, later ones over earlier ones."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     config: dict[str, Any] = {key: dict.fromkeys(SECTION_KEYS.get(key, ())) or None for key in KEYS}
     for path in files:

@@ -15,8 +15,8 @@ class GivenOnce:
 
     Args:
         path: of the file; its folder is made where there is none.
-        holds_last_step: whether the place writes the values of a step when the next one comes, so
-            that those of the last step die with the process.
+        is_slow: whether what was given may die with the process, because the place writes it
+            later: after a kill it is given again.
 
     Example:
         >>> import tempfile
@@ -35,9 +35,9 @@ class GivenOnce:
         {'eval/loss': 0.6}
     """
 
-    def __init__(self, path: Path, *, holds_last_step: bool = False) -> None:
+    def __init__(self, path: Path, *, is_slow: bool = False) -> None:
         self._path = path
-        self._holds_last_step = holds_last_step
+        self._is_slow = is_slow
         self._run: str | None = None
         self._step = -1
         self._names: set[str] = set()  # at that step
@@ -100,9 +100,9 @@ class GivenOnce:
     def _read(self) -> None:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
-            self._run, self._step = content["run"], int(content["step"])
-            is_written = content["is_finished"] or not self._holds_last_step
-            self._names = set(content["names"]) if is_written else set()
+            self._run, step, names = content["run"], int(content["step"]), set(content["names"])
+            if content["is_finished"] or not self._is_slow:
+                self._step, self._names = step, names
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{str(self._path)!r} does not say which run to go on with; it is left as it is: "

@@ -20,6 +20,9 @@ class WandbLogger:
     after a kill. Values of steps that the run has got already are not logged again: W&B takes
     nothing back. What is run becomes the run's config.
 
+    W&B writes what it is given seconds later, so a kill loses the last of it. The steps after the
+    checkpoint are handed over again then. Online, those that W&B has are left out.
+
     With ``mode="offline"`` (or ``WANDB_MODE=offline``) nothing is sent. Each process leaves a
     folder ``wandb/offline-run-*``, and ``wandb sync --append`` sends those of one run together.
 
@@ -60,7 +63,7 @@ class WandbLogger:
             )
         self._folder = Path(folder)
         self._options = {"project": project, "name": name, "mode": mode, **options}
-        self._given = GivenOnce(self._folder / "wandb.json", holds_last_step=True)
+        self._given = GivenOnce(self._folder / "wandb.json", is_slow=True)
         self._run: Any = None
 
     def __repr__(self) -> str:
@@ -94,7 +97,7 @@ class WandbLogger:
         if self._run is None:
             raise not_started(self)
         new = self._given.take(values, step=step)
-        if new:
+        if new and step >= self._run.step:  # of a run that goes on: what W&B has
             self._run.log(new, step=step)
 
     def close(self) -> None:
