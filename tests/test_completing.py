@@ -10,7 +10,7 @@ import pytest
 
 from automicro.cli import main
 from automicro.cli.commands import COMMANDS
-from automicro.cli.commands.completion import SCRIPTS
+from automicro.cli.commands.complete import SCRIPTS
 from automicro.cli.completing import SECTION_KEYS, VALUES, candidates, for_bash, words_of
 from automicro.cli.config import SECTIONS
 from automicro.cli.key_names import KEYS
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "config --keys checkp": "checkpoint",
         "cache --folder m": "my jobs/",
         "cache --older-than ": "",
-        "completion ": "bash zsh fish",
+        "complete ": "bash zsh fish",
         "torture ": "",
         "trian ": "",
         "train job.yaml model.args.width.": "",
@@ -114,7 +114,7 @@ def test_nothing_heavy_is_imported_to_complete(folder: Path) -> None:
     code = """\
 import sys
 from automicro.cli import main
-main(["completion", "bash", "--line", "automicro train job.yaml optimizer.args.w"])
+main(["complete", "bash", "--line", "automicro train job.yaml optimizer.args.w"])
 print([name for name in ("torch", "numpy", "omegaconf") if name in sys.modules])
 """
     done = subprocess.run(
@@ -125,9 +125,9 @@ print([name for name in ("torch", "numpy", "omegaconf") if name in sys.modules])
 
 @pytest.mark.parametrize("shell", SCRIPTS)
 def test_each_shell_has_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
+    assert main(["complete", shell]) == 0
     assert capsys.readouterr().out == SCRIPTS[shell]
-    assert f"completion {shell} " in SCRIPTS[shell]
+    assert f"complete {shell} " in SCRIPTS[shell]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_bash_completes(line: str, expected: list[str], folder: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m automicro "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     script = f"""\
-eval "$("{program}" completion bash)"
+eval "$("{program}" complete bash)"
 COMP_LINE='{line}'
 COMP_POINT=${{#COMP_LINE}}
 _automicro "{program}" 2>/dev/null

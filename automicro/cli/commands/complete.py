@@ -1,4 +1,4 @@
-"""What the command ``automicro completion`` is called and takes."""
+"""What the command ``automicro complete`` is called and takes."""
 
 import argparse
 
@@ -15,7 +15,7 @@ SCRIPTS = {
     "bash": """\
 _automicro() {
     local IFS=$'\\n' line="${COMP_LINE:0:COMP_POINT}"
-    COMPREPLY=($("$1" completion bash --line "$line" 2>/dev/null))
+    COMPREPLY=($("$1" complete bash --line "$line" 2>/dev/null))
     if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/.] ]]; then
         compopt -o nospace 2>/dev/null
     fi
@@ -25,7 +25,7 @@ complete -F _automicro automicro
     "zsh": """\
 _automicro() {
     local -a found
-    found=("${(@f)$("${words[1]}" completion zsh --words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    found=("${(@f)$("${words[1]}" complete zsh --words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
     compadd -S '' -- "${(@M)found:#*[=/.]}"
     compadd -- "${(@)found:#*[=/.]}"
 }
@@ -34,7 +34,7 @@ compdef _automicro automicro
     "fish": """\
 function __automicro
     set -l words (commandline -opc) (commandline -ct)
-    $words[1] completion fish --words $words[2..] 2>/dev/null
+    $words[1] complete fish --words $words[2..] 2>/dev/null
 end
 complete -c automicro -f -a '(__automicro)'
 """,
@@ -63,14 +63,14 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMPLETION = Subcommand(
-    name="completion",
+COMPLETE = Subcommand(
+    name="complete",
     brief="print what lets a shell complete command lines",
     description=DESCRIPTION,
     examples=(
-        'eval "$(automicro completion bash)"     # in ~/.bashrc',
-        'eval "$(automicro completion zsh)"      # in ~/.zshrc, after compinit',
-        "automicro completion fish | source      # in ~/.config/fish/config.fish",
+        'eval "$(automicro complete bash)"     # in ~/.bashrc',
+        'eval "$(automicro complete zsh)"      # in ~/.zshrc, after compinit',
+        "automicro complete fish | source      # in ~/.config/fish/config.fish",
     ),
     exit_codes={0: "printed"},
     add_arguments=_add_arguments,
