@@ -66,8 +66,9 @@ def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> Non
 
 def wandb_records(folder: Path) -> Iterator[Any]:
     """All records of all files that W&B has written: LevelDB's format of a log."""
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto import wandb_internal_pb2 as messages
 
+    make: Any = vars(messages)["Record"]
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         content, at, whole = path.read_bytes(), 7, b""
         while at + 7 <= len(content):
@@ -79,7 +80,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             whole += content[at + 7 : at + 7 + length]
             at += 7 + length
             if kind in (1, 4):  # the whole of a record, or its end
-                record = wandb_internal_pb2.Record()
+                record = make()
                 record.ParseFromString(whole)
                 yield record
                 whole = b""

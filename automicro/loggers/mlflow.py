@@ -129,6 +129,7 @@ class MLflowLogger:
     def _where(self) -> str | None:
         from mlflow.tracking import is_tracking_uri_set
 
-        if self._tracking_uri is not None or is_tracking_uri_set():
+        is_set: bool = is_tracking_uri_set()  # type: ignore[no-untyped-call]
+        if self._tracking_uri is not None or is_set:
             return self._tracking_uri
         return f"sqlite:///{self._folder.resolve()}/mlflow.db"
