@@ -2,10 +2,10 @@
 PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SCRIPTS := $(wildcard benchmarks/*.py docs/*.py)
+SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test check format-check lint types format bench torture torture-resume torture-ranks search gpu clean
+.PHONY: job help train test test-quick test-published dist check format-check lint types format bench torture torture-resume torture-ranks search gpu clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -18,8 +18,30 @@ train: $(INSTALLED)  ## train the digits example on a device too small for its b
 	OMP_NUM_THREADS=1 $(BIN)/automicro train configs/digits.yaml
 
 # Worlds of processes and their files stay together in one worker.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
+
 test: $(INSTALLED)  ## run the tests and the doctests
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	@echo "about 4,500 tests, in 8 minutes on two idle cores (make test-quick: the core of them, in one)"
+	$(PYTEST) --dist loadfile
+
+# What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
+QUICK := $(addprefix tests/test_,$(addsuffix .py,\
+	architecture checkpoints cli config duration evaluate events exactness gradients loggers \
+	memory microbatcher oom policy progress slicing trainer trainer_loop transaction weighting))
+
+test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
+	@echo "the core of the tests, in less than a minute on two idle cores"
+	$(PYTEST) -q $(QUICK)
+
+# Some gigabytes are downloaded and go again: nobody's cache may stand in for the index.
+test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both
+	@echo "downloads the newest torch: 5 minutes on two idle cores, more on a slow line"
+	$(BIN)/python -m pytest -q -s -m slow tests/packaging
+
+dist: $(INSTALLED)  ## build what an index gets; REPOSITORY=https://… is where its links lead
+	@test -n "$(REPOSITORY)" || { echo "make dist needs the address that links in the README and on the index lead to: make dist REPOSITORY=https://HOST/OWNER/automicro" >&2; exit 2; }
+	rm -rf dist
+	AUTOMICRO_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m hatchling build
 
 check: format-check lint types test  ## everything CI runs: format, lint, types, tests
 

@@ -1,16 +1,54 @@
-"""What holds for tests and doctests alike: none of them touches what the user's runs have found."""
+"""What holds for tests and doctests alike: nothing of whoever runs them matters to them."""
 
 import itertools
+import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+
+# Of whoever runs the tests: where programs, libraries, devices and temporary files are, and what
+# is told to the tests themselves.
+KEPT_VARIABLES = (
+    *("HOME", "PATH", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "CC", "CXX"),
+    *(
+        "PIP_*",
+        "SSL_CERT_*",
+        "LD_*",
+        "DYLD_*",
+        "CUDA_*",
+        "NVIDIA_*",
+        "HIP_*",
+        "ROCR_*",
+        "PYTEST_*",
+        "COVERAGE_*",
+    ),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"),
+    *("CI", "AUTOMICRO_SEED", "PYTORCH_*ALLOC_CONF"),
+)
+# The same terminal everywhere, and the same threads in every process.
+SET_VARIABLES = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "OMP_NUM_THREADS": "1"}
 
 _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def folder_of_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def same_environment() -> Iterator[None]:
+    """Run tests alike in an editor's dumb shell, on a cluster and in CI."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if not any(fnmatchcase(name, kept) for kept in KEPT_VARIABLES):
+                patch.delenv(name)
+        for name, value in SET_VARIABLES.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def folder_of_caches(
+    same_environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Remember microbatch sizes elsewhere, also in fixtures that serve several tests."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:

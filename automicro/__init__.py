@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from automicro.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from automicro.batchnorm import find_batchnorm
     from automicro.checkpoints import CheckpointConfig
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from automicro.slicing import num_rows, register_batch_type, split_batch
     from automicro.trainer import Evaluator, FitSummary, Trainer
     from automicro.verification import VerifyReport, verify
-
-__version__ = "0.1.0"
 
 # Imported when they are first asked for: torch takes seconds, and whoever runs the command line may
 # want to stop it meanwhile.

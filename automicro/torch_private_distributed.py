@@ -314,7 +314,9 @@ def drop_unsharded(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for group in _groups(module) if isinstance(module, FSDPModule) else []:
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                # Before torch 2.15 it is stored beside the gradient, and derived from it since.
+                if "unsharded_accumulated_grad" in vars(parameter):
+                    parameter.unsharded_accumulated_grad = None
                 whole = getattr(parameter, "_unsharded_param", None)
                 if whole is not None:
                     whole.grad = None

@@ -23,6 +23,7 @@ LAYERS = (
         "synonyms",
         "torch_private",
         "torch_private_distributed",
+        "version",
     ),
     (
         "checks",

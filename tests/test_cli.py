@@ -164,7 +164,7 @@ def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[
     for name, command in COMMANDS.items():
         assert re.search(rf"^    {name} +{re.escape(command.brief)}$", out, re.MULTILINE)
         assert f"\n  {command.examples[0]}\n" in out
-    assert set(COMMANDS) == {"train", "eval", "verify", "config", "torture", "cache"}
+    assert set(COMMANDS) == {*("train", "eval", "verify", "config", "torture", "cache", "complete")}
     assert "automicro config --template > job.yaml" in out
     assert "  130  interrupted with Ctrl-C" in out
     assert err == ""

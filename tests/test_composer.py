@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -412,6 +413,16 @@ def test_a_decorated_class_is_as_before() -> None:
     assert str(inspect.signature(Small)) == "(first: int, *, second: int = 2) -> None"
     with pytest.raises(TypeError, match="required positional argument"):
         Small(second=1)  # type: ignore[call-arg]
+
+
+def test_help_shows_the_arguments_where_python_does_and_not_once_more() -> None:
+    class Plain:
+        def __init__(self, first: int, *, second: int = 2) -> None:
+            pass
+
+    shown, expected = (pydoc.render_doc(kind).count("second: int") for kind in (Small, Plain))
+    assert shown == expected
+    assert str(inspect.signature(Wider)) == "(first: int, *, third: int) -> None"
 
 
 def test_a_subclass_may_take_other_arguments() -> None:

@@ -18,10 +18,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from automicro import Trainer
+from automicro.checkpoints.rng import rng_state
 from automicro.cli.loading import load_config
 from automicro.errors import ConfigError
+from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
-from automicro.trainer.processes import Place, place_in_environment
+from automicro.trainer.processes import Place, own_device, place_in_environment
 from automicro.trainer.sharing import LoaderSharing
 
 ROWS = TensorDataset(torch.arange(11))
@@ -56,6 +58,40 @@ def test_ranks_together_get_the_batches_of_one_process(world_size: int, epoch: i
     assert whole == rows_of(alone)
     assert sorted(row for batch in whole for row in batch) == list(range(11))
     assert {len(each) for each in shared} == {len(alone)}
+
+
+def build_for_cuda(monkeypatch: pytest.MonkeyPatch, *, count: int) -> None:
+    """Let torch answer as a build for CUDA does on a machine with so many GPUs."""
+    answers = {
+        "torch._C._accelerator_getAccelerator": torch.device("cuda"),
+        "torch.cuda.is_available": count > 0,
+        "torch.cuda.device_count": count,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(name, lambda answer=answer: answer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_build_for_cuda_trains_on_the_cpu_where_there_is_no_gpu(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_for_cuda(monkeypatch, count=0)
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    place = Place(rank=rank, world_size=2, local_rank=rank)
+    assert choose_device(own_device("auto", place)) == torch.device("cpu")
+    assert rng_state()["accelerators"] == []
+    with pytest.raises(ValueError, match="device='cuda' cannot be used here"):
+        choose_device(own_device("cuda", place))
+
+
+def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_for_cuda(monkeypatch, count=2)
+    places = [Place(rank=rank, world_size=3, local_rank=rank) for rank in range(3)]
+    for device in ("auto", "cuda"):
+        assert [str(own_device(device, each)) for each in places[:2]] == ["cuda:0", "cuda:1"]
+        with pytest.raises(ValueError, match="this machine has 2 cuda devices; start at most 2"):
+            own_device(device, places[2])
+    assert own_device("cuda:0", places[2]) == "cuda:0"
 
 
 def test_orders_differ_from_epoch_to_epoch() -> None:

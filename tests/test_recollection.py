@@ -1,6 +1,5 @@
 """Sizes remembered from one run to the next, through the Trainer and the Microbatcher."""
 
-import importlib.metadata
 import io
 import warnings
 from collections.abc import Callable
@@ -219,18 +218,6 @@ def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size(
         again, same, _ = run()
     assert (again, same) == (sizes, ooms)
     assert {each.category.__name__ for each in caught} == {"SizeCacheWarning"}
-
-
-def not_installed(name: str) -> str:
-    raise importlib.metadata.PackageNotFoundError(name)
-
-
-def test_a_source_tree_without_metadata_remembers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", not_installed)
-    _, ooms, _ = run()
-    assert sum(ooms) > 0
-    assert sum(run()[1]) == 0
-    assert entries()[0].key.automicro == "source"
 
 
 def broken(*_: Any, **__: Any) -> Any:

@@ -5,6 +5,7 @@
     command      the command line: finds the subcommand, runs it
     commands     what each subcommand is called and takes, without importing torch
     subcommand   what every subcommand has: a name, its help, its arguments
+    completing   what may come next in a line that is being typed
     inputs       files and overrides of a command line: which is which, are they there
     training  evaluating  verifying  configuring  torturing  caching    what each does
     peers        whether other processes of the run speak too

@@ -12,8 +12,8 @@ from automicro.cli.results import one_rank_speaks
 from automicro.cli.subcommand import exit_code_lines
 from automicro.cli.suggestions import did_you_mean
 from automicro.cli.warning_lines import warnings_in_one_line
-from automicro.size_cache.key import own_version
 from automicro.synonyms import synonym_of
+from automicro.version import __version__
 
 DESCRIPTION = """\
 Train PyTorch models on full optimization batches, on any memory: batches are cut into
@@ -111,7 +111,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument(
         "--version",
         action="version",
-        version=f"automicro {own_version()}",
+        version=f"automicro {__version__}",
     )
     _add_debug(parser, default=False)
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")

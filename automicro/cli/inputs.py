@@ -40,13 +40,13 @@ def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...
     >>> split_inputs(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train")
     (('base.yaml', 'runs/lr=0.1/config.yaml'), ('seed=1',))
     """
-    files = tuple(each for each in inputs if _is_path(each))
+    files = tuple(each for each in inputs if is_path(each))
     if not files:
         raise ConfigError(
             f"{command} needs a CONFIG: name a YAML file, as in automicro {command} job.yaml; "
             f"automicro config --template prints one to start with"
         )
-    return files, tuple(each for each in inputs if not _is_path(each))
+    return files, tuple(each for each in inputs if not is_path(each))
 
 
 def look_for_files(inputs: Sequence[str], *, command: str) -> None:
@@ -75,7 +75,12 @@ def no_such_file(path: Path) -> ConfigError:
     return ConfigError(f"there is no file {str(path)!r}{_files_near(path)}")
 
 
-def _is_path(argument: str) -> bool:
+def is_path(argument: str) -> bool:
+    """Tell a path from ``key=value``.
+
+    >>> is_path("configs/digits.yaml"), is_path("seed=1")
+    (True, False)
+    """
     before, equals, _ = argument.partition("=")
     return not equals or os.sep in before or "/" in before or Path(argument).is_file()
 

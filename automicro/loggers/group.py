@@ -6,6 +6,7 @@ from typing import Any
 from automicro.errors import LoggerWarning
 from automicro.loggers.base import Logger
 from automicro.loggers.guarding import GuardedLogger
+from automicro.loggers.lightning import LightningInterface
 from automicro.loggers.values import plain_values
 from automicro.warn import warn
 
@@ -94,6 +95,12 @@ def _checked(loggers: Iterable[Logger]) -> list[Logger]:
         if isinstance(logger, type):
             raise TypeError(
                 f"loggers[{index}] is the class {logger.__name__}; say {logger.__name__}(…)"
+            )
+        if not isinstance(logger, Logger) and isinstance(logger, LightningInterface):
+            raise TypeError(
+                f"loggers[{index}] is a {type(logger).__name__} of Lightning; say "
+                f"LightningLogger({type(logger).__name__}(…), 'runs/first'), with a folder for "
+                "where the run stands"
             )
         if not isinstance(logger, Logger):
             raise TypeError(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory import active_budget
-from automicro.size_cache.key import RunKey, own_version, sha256_of
+from automicro.size_cache.key import RunKey, sha256_of
 from automicro.slicing import BatchLayout
 from automicro.torch_private import is_compiled, is_uninitialized
+from automicro.version import __version__
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -64,7 +65,7 @@ def describe_run(
         rows=rows,
         shapes=describe_shapes(batch, layout=layout),
         world_size=world_size,
-        automicro=own_version(),
+        automicro=__version__,
         torch=str(torch.__version__),
     )
 

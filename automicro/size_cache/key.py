@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
@@ -97,18 +96,6 @@ class RunKey:
         """
         shapes = {path: _DIMENSION.sub("?", shape) for path, shape in self.shapes.items()}
         return dataclasses.replace(self, shapes=shapes)
-
-
-def own_version() -> str:
-    """Return automicro's version; in a source tree that nobody installed there is none.
-
-    >>> len(own_version()) > 0
-    True
-    """
-    try:
-        return importlib.metadata.version("automicro")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
 
 
 def sha256_of(content: Any) -> str:

@@ -288,7 +288,7 @@ def refuse_unknown(arguments: Mapping[str, object], *, kind: type) -> None:
     """
     _refuse_values(arguments)
     _refuse_objects(arguments)
-    # Not of the class itself: that would be the signature of __new__, which takes anything.
+    # Not of the class itself: that would be the signature of a __new__ that takes anything.
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
@@ -323,13 +323,27 @@ def refusing_unknown(kind: type[T]) -> type[T]:
         TypeError: Trainer has no argument 'optimisers': did you mean 'optimizer'?
     """
 
-    def new(cls: type[T], *_: object, **arguments: object) -> T:
-        refuse_unknown(arguments, kind=cls)
-        return object.__new__(cls)
+    def init_subclass(cls: type[T], /, **options: Any) -> None:
+        super(kind, cls).__init_subclass__(**options)  # type: ignore[misc]
+        if "__init__" in vars(cls):
+            _refuse_first(cls)
 
-    new.__signature__ = inspect.signature(kind.__init__)  # type: ignore[attr-defined]
-    kind.__new__ = staticmethod(new)  # type: ignore[assignment]
+    _refuse_first(kind)
+    kind.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
     return kind
+
+
+def _refuse_first(kind: type) -> None:
+    # Not in __new__, whose arguments help() would show beside those of __init__.
+    init = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def refusing(self: object, *values: object, **arguments: object) -> None:
+        if type(self).__init__ is refusing:  # and not called by that of a subclass
+            refuse_unknown(arguments, kind=type(self))
+        init(self, *values, **arguments)
+
+    kind.__init__ = refusing  # type: ignore[misc]
 
 
 def refusing_unknown_arguments(method: Callable[Arguments, R]) -> Callable[Arguments, R]:

@@ -99,7 +99,8 @@ def place_for_output() -> Place:
 def own_device(device: torch.device | str, place: Place) -> torch.device | str:
     """The device of a process: of several accelerators, the one with its local number.
 
-    A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator.
+    A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator,
+    whatever torch was built for: what pip installs on Linux is built for CUDA on any machine.
 
     Args:
         device: as the Trainer has it.
@@ -111,7 +112,7 @@ def own_device(device: torch.device | str, place: Place) -> torch.device | str:
     >>> own_device("cpu", Place(rank=1, world_size=2, local_rank=1))
     'cpu'
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     name = str(device)
     if accelerator is None or name not in ("auto", accelerator.type):
         return device

@@ -7,6 +7,7 @@ people who wait.
 from collections.abc import Mapping
 
 from automicro.cli.commands.cache import CACHE
+from automicro.cli.commands.complete import COMPLETE
 from automicro.cli.commands.config import CONFIG
 from automicro.cli.commands.eval import EVAL
 from automicro.cli.commands.torture import TORTURE
@@ -15,7 +16,7 @@ from automicro.cli.commands.verify import VERIFY
 from automicro.cli.subcommand import Subcommand
 
 COMMANDS: Mapping[str, Subcommand] = {
-    each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE, CACHE)
+    each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE, CACHE, COMPLETE)
 }
 
 __all__ = ["COMMANDS"]

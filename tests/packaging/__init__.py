@@ -1,0 +1,1 @@
+"""What is published: its metadata, its sdist, and its wheel where nothing else is installed."""

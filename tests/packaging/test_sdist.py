@@ -1,0 +1,47 @@
+"""The tests run where somebody has nothing but the sdist, and the packages that tests need."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run(command: list[str], tree: Path) -> str:
+    """What a command says there, where this tree cannot be imported."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def test_every_test_is_found_in_an_sdist(unpacked: Path) -> None:
+    ask = "import automicro, tests; print(automicro.__file__, tests.__file__)"
+    found = run([sys.executable, "-c", ask], unpacked).split()
+    assert all(each.startswith(str(unpacked)) for each in found)
+    listed = run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0"], unpacked)
+    number = re.search(r"^(\d+)/\d+ tests collected", listed, re.MULTILINE)
+    assert number is not None, listed[-2000:]
+    assert int(number[1]) > 4000
+
+
+def test_the_quick_tests_pass_in_an_sdist(unpacked: Path) -> None:
+    # Of the environment that runs this, which is up to date.
+    there = [f"BIN={Path(sys.executable).parent}", "INSTALLED=pyproject.toml"]
+    said = run(["make", "test-quick", *there], unpacked)
+    number = re.search(r"(\d+) passed", said)
+    assert number is not None, said[-2000:]
+    assert int(number[1]) > 1000
+    assert " failed" not in said

@@ -1,0 +1,313 @@
+"""W&B, MLflow and Lightning's loggers: what they have after kills and resumes, each value once."""
+
+import csv
+import json
+import os
+import struct
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_mock import MockerFixture
+
+from automicro.cli import main
+from automicro.loggers import LightningLogger, LoggerGroup, MLflowLogger, WandbLogger
+from automicro.loggers.given_once import GivenOnce
+from tests.cli_jobs import enter_folder_with_job
+
+Rows = list[tuple[int, str, float]]
+
+# One life of a process that logs: it dies after a step, or closes in order.
+LIFE = """\
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+from automicro.loggers import LightningLogger, MLflowLogger, WandbLogger
+import lightning.pytorch.loggers as theirs
+
+kind, folder, resumed, last, dies = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+logger = {
+    "wandb": lambda: WandbLogger(folder, project="tests", mode="offline", tags=["test"]),
+    "mlflow": lambda: MLflowLogger(folder, experiment="tests"),
+    "lightning": lambda: LightningLogger(theirs.CSVLogger(folder, name=None), folder),
+}[kind]()
+run = {"seed": 0, "config": {"optimizer": {"args": {"lr": 0.1}}}}
+logger.start(run, resume_step=resumed or None)
+for step in range(resumed + 1, last + 1):
+    logger.log({"train/loss": resumed + 1 / 2**step}, step=step)
+    if step % 4 == 0:
+        logger.log({"eval/loss": resumed + 1 / 2**step}, step=step)
+if dies:
+    os.kill(os.getpid(), signal.SIGKILL)
+logger.close()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How what a logger has written is read back."""
+
+    read: Callable[[Path], Rows]
+    runs: Callable[[Path], list[str]]
+
+
+def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> None:
+    command = [sys.executable, "-c", LIFE, kind, str(folder), str(resumed), str(last)]
+    done = subprocess.run(
+        [*command, str(int(dies))], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == (-9 if dies else 0), done.stderr[-4000:]
+
+
+def wandb_records(folder: Path) -> Iterator[Any]:
+    """All records of all files that W&B has written: LevelDB's format of a log."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    make: Any = vars(messages)["Record"]
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        content, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            rest = 32768 - at % 32768
+            if rest < 7:
+                at += rest
+                continue
+            _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+            whole += content[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # the whole of a record, or its end
+                record = make()
+                record.ParseFromString(whole)
+                yield record
+                whole = b""
+
+
+def read_wandb(folder: Path) -> Rows:
+    rows = [
+        (
+            record.history.step.num,
+            "/".join(item.nested_key) or item.key,
+            json.loads(item.value_json),
+        )
+        for record in wandb_records(folder)
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
+    ]
+    return [row for row in rows if not row[1].startswith("_")]
+
+
+def runs_of_wandb(folder: Path) -> list[str]:
+    runs = [record.run.run_id for record in wandb_records(folder) if record.HasField("run")]
+    return sorted(set(runs))
+
+
+def mlflow_client(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow import MlflowClient
+
+        return MlflowClient(f"sqlite:///{folder}/mlflow.db")
+
+
+def mlflow_runs(folder: Path) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client = mlflow_client(folder)
+        found = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    return list(found)
+
+
+def read_mlflow(folder: Path) -> Rows:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client = mlflow_client(folder)
+        return [
+            (each.step, name, each.value)
+            for run in mlflow_runs(folder)
+            for name in run.data.metrics
+            for each in client.get_metric_history(run.info.run_id, name)
+        ]
+
+
+def read_lightning(folder: Path) -> Rows:
+    rows = []
+    for path in folder.glob("version_*/metrics.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                step = int(row.pop("step"))
+                rows += [(step, name, float(value)) for name, value in row.items() if value]
+    return rows
+
+
+PLACES = {
+    "wandb": Place(read=read_wandb, runs=runs_of_wandb),
+    "mlflow": Place(
+        read=read_mlflow,
+        runs=lambda folder: [run.info.run_id for run in mlflow_runs(folder)],
+    ),
+    "lightning": Place(read=read_lightning, runs=lambda folder: ["first"]),
+}
+
+
+def expected(last: int, *, from_life: dict[int, int]) -> Rows:
+    """Each value once. What a value is tells in which life it was logged."""
+    rows = []
+    for step in range(1, last + 1):
+        life = max((start for first, start in from_life.items() if step >= first), default=0)
+        value = life + 1 / 2**step
+        rows += [(step, "train/loss", value)]
+        rows += [(step, "eval/loss", value)] if step % 4 == 0 else []
+    return sorted(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dies"), [("wandb", False), ("mlflow", True), ("lightning", True)]
+)
+def test_on_a_resume_each_value_is_there_once_in_one_run(
+    kind: str, dies: bool, tmp_path: Path
+) -> None:
+    place = PLACES[kind]
+    live(kind, tmp_path, resumed=0, last=8, dies=dies)
+    live(kind, tmp_path, resumed=5, last=11, dies=False)  # from an older checkpoint
+    live(kind, tmp_path, resumed=11, last=14, dies=False)
+    assert sorted(place.read(tmp_path)) == expected(14, from_life={9: 5, 12: 11})
+    assert len(place.runs(tmp_path)) == 1
+
+
+def test_what_wandb_may_have_lost_in_a_kill_is_handed_over_again(tmp_path: Path) -> None:
+    live("wandb", tmp_path, resumed=0, last=8, dies=True)
+    live("wandb", tmp_path, resumed=5, last=11, dies=False)
+    again = [row for row in expected(11, from_life={6: 5}) if row[0] > 5]
+    rows = sorted(read_wandb(tmp_path))
+    assert [row for row in rows if row[2] > 5] == again
+    assert len(runs_of_wandb(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_run_that_begins_anew_is_another_run(kind: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        live(kind, tmp_path, resumed=0, last=2, dies=False)
+    place = PLACES[kind]
+    assert len(place.runs(tmp_path)) == 2
+    assert sorted(place.read(tmp_path)) == sorted(2 * expected(2, from_life={}))
+
+
+def test_what_is_run_is_the_config_of_wandb(tmp_path: Path) -> None:
+    live("wandb", tmp_path, resumed=0, last=1, dies=False)
+    (run,) = (each.run for each in wandb_records(tmp_path) if each.HasField("run"))
+    assert (run.project, list(run.tags)) == ("tests", ["test"])
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["seed"] == 0
+    assert config["config"] == {"optimizer": {"args": {"lr": 0.1}}}
+
+
+def test_what_is_run_is_the_parameters_of_mlflow(tmp_path: Path) -> None:
+    live("mlflow", tmp_path, resumed=0, last=1, dies=True)
+    (run,) = mlflow_runs(tmp_path)
+    assert run.data.params == {"seed": "0", "config.optimizer.args.lr": "0.1"}
+    assert run.info.status == "RUNNING"
+    live("mlflow", tmp_path, resumed=1, last=2, dies=False)
+    (run,) = mlflow_runs(tmp_path)
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.filterwarnings("ignore")  # of libraries
+def test_names_and_values_that_mlflow_would_refuse(tmp_path: Path) -> None:
+    logger = MLflowLogger(tmp_path)
+    group = LoggerGroup([logger])
+    group.start({"<key>": "x" * 9000, **{f"key {index}": index for index in range(250)}})
+    group.log({'train/loss, "best"': 0.5, "nan": float("nan")}, step=1)
+    group.close()
+    (run,) = mlflow_runs(tmp_path)
+    assert len(run.data.params) == 251
+    assert len(run.data.params["_key_"]) == 500
+    assert run.data.metrics["train/loss_ _best_"] == 0.5
+    assert run.data.metrics["nan"] != run.data.metrics["nan"]
+
+
+def test_a_job_logs_its_config_to_a_logger_of_lightning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning would, for good
+    Path("watched.py").write_text(
+        "from lightning.pytorch.loggers import CSVLogger\n"
+        "from automicro.loggers import LightningLogger\n\n"
+        "def logger(folder):\n"
+        "    return LightningLogger(CSVLogger(folder, name=None), folder)\n",
+        encoding="utf-8",
+    )
+    loggers = "loggers=[{call: watched.logger, args: {folder: logs}}]"
+    assert main(["train", "job.yaml", "progress=false", loggers, "max_duration=2ba"]) == 0
+    steps = {step for step, name, _ in read_lightning(Path("logs")) if name == "train/loss"}
+    assert steps == {1, 2}
+    assert "config.max_duration: 2ba" in Path("logs/version_0/hparams.yaml").read_text("utf-8")
+
+
+class Stands:
+    """In for one of Lightning's."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+    def log_hyperparams(self, params: Any) -> None: ...
+    def save(self) -> None: ...
+    def finalize(self, status: str) -> None: ...
+
+
+def test_a_logger_of_lightning_without_its_adapter_is_told_of_it() -> None:
+    with pytest.raises(TypeError, match=r"loggers\[0\] is a Stands of Lightning; say LightningLo"):
+        LoggerGroup([Stands()])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("wrong", [Stands, MLflowLogger("runs"), "csv"], ids=str)
+def test_what_is_no_logger_of_lightning_is_refused(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="has not got log_metrics, log_hyperparams, save and fina"):
+        LightningLogger(wrong, tmp_path)
+
+
+@pytest.mark.parametrize(("logger", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
+def test_without_the_package_the_logger_says_what_to_install(
+    logger: Any, package: str, mocker: MockerFixture
+) -> None:
+    mocker.patch(f"automicro.loggers.{package}.importlib.util.find_spec", return_value=None)
+    with pytest.raises(ImportError, match=f"is not installed: pip install {package}$"):
+        logger("runs/one")
+
+
+@pytest.mark.parametrize("name", ["id", "resume", "dir", "config"])
+def test_what_the_wandb_logger_sets_itself_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"sets '{name}' itself: leave it out"):
+        WandbLogger("runs/one", **{name: "x"})
+
+
+@pytest.mark.parametrize("logger", [WandbLogger("a"), MLflowLogger("b")], ids=repr)
+def test_one_that_is_not_open_says_so(logger: Any) -> None:
+    logger.close()
+    with pytest.raises(RuntimeError, match=r"is not open: call start\(\{\}\) before log"):
+        logger.log({"train/loss": 0.5}, step=1)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"run": "1f2e"}', '{"step": null}'])
+def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="does not say which run to go on with; it is left"):
+        GivenOnce(path).begin(resume_step=3)
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_loggers_import_none_of_the_packages_until_they_begin(tmp_path: Path) -> None:
+    code = """\
+import sys
+from automicro.loggers import MLflowLogger, WandbLogger
+WandbLogger("a"), MLflowLogger("b")
+print([name for name in ("wandb", "mlflow", "lightning", "sqlalchemy") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == "[]\n"
+    assert list(tmp_path.iterdir()) == []
