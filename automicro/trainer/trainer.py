@@ -37,7 +37,7 @@ from automicro.trainer.composer_data import (
 )
 from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import seed_everything
-from automicro.trainer.evaluation import EvaluationFactory
+from automicro.trainer.evaluation import EvaluationFactory, expected_values
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.lines import RunSettings
 from automicro.trainer.loading import check_loader, check_passes
@@ -300,6 +300,8 @@ class Trainer:
         )
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
+        of_training = MetricSet(metrics, device)
+        self._run.expect(expected_values(of_training, self._evaluations, loss_fn=loss_fn))
         if train_dataloader is not None:
             train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
@@ -318,7 +320,7 @@ class Trainer:
             recorder=self._recorder,
             evaluations=self._evaluations,
             interval=every,
-            metrics=MetricSet(metrics, device),
+            metrics=of_training,
             checkpoint=checkpoint,
             max_time=max_time,
             settings=RunSettings(
