@@ -142,7 +142,7 @@ class Trainer:
         eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
             ``"1e6tok"``, or None for never. With an interval, it also does at the end.
         batch_layout: which dimension holds the rows, and what is shared.
-        update_metric: ``update_metric(metric, outputs, microbatch)``.
+        update_metric: ``update_metric(metric, outputs, microbatch)``; see `Microbatcher`.
         count_tokens: ``count_tokens(batch)`` gives the number of tokens in a batch of the loader,
             for durations in tokens and tokens per second. Without it they are the sum of
             ``attention_mask``, or the elements of ``input_ids``.
@@ -196,7 +196,7 @@ class Trainer:
         progress: bool = True,
         eval_interval: str | Duration | None = "1ep",
         batch_layout: int | Mapping[str, Any] = 0,
-        update_metric: Callable[[Any, Any, Any], None] | None = None,
+        update_metric: Callable[..., None] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         probe: bool = True,
         remember_sizes: bool = True,
