@@ -68,11 +68,13 @@ def leave_for_torchrun(error: BaseException, text: str) -> None:
     """Write what went wrong where torchrun looks for it, so that its summary says it.
 
     Args:
-        error: nothing is written of one that only followed another rank's.
+        error: nothing is written of one that only followed another rank's, or that all ranks have.
         text: the message.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
+        return
+    if _is_most_likely_of_all(error):
         return
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):  # it is said already
