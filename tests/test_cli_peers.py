@@ -116,7 +116,7 @@ def test_a_lost_rank_is_told_whole_with_how_to_go_on(
     )
 
 
-def test_no_line_is_cut_in_a_word(
+def test_no_line_is_cut_in_a_word_or_names_its_rank_twice(
     torchrun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun.setenv("RANK", "1")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -144,9 +145,8 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
     if isinstance(error, PeerLostError):
         # Whoever is left has it to say: nobody knows who that will be.
         text = "; ".join(line.strip() for line in text.splitlines())
-        complain(
-            text.replace(f"rank {place.rank} ", f"rank {place.rank} of {place.world_size} ", 1)
-        )
+        named = f"rank {place.rank} of {place.world_size} "
+        complain(re.sub(rf"^rank {place.rank} (of {place.world_size} )?", named, text))
         return True
     if " stopped after batch " in text and not place.is_first:
         return True  # in order, which the first one says
