@@ -142,8 +142,17 @@ IN_PYTHON = {
 @pytest.mark.parametrize(("name", "message"), IN_PYTHON.items(), ids=IN_PYTHON)
 def test_an_argument_of_others_is_refused_with_what_stands_here(name: str, message: str) -> None:
     with pytest.raises(TypeError) as caught:
-        Trainer(**cast(dict[str, Any], {name: 1}))
+        Trainer(**cast(dict[str, Any], {name: None}))
     assert str(caught.value) == f"Trainer has no argument {name!r}: {message}"
+
+
+def test_a_value_that_was_written_comes_back() -> None:
+    with pytest.raises(TypeError) as caught:
+        Trainer(**cast(dict[str, Any], {"lr": 0.1, "num_epochs": 30, "ckpt_path": "runs/a"}))
+    said = str(caught.value)
+    assert "functools.partial(torch.optim.AdamW, lr=0.1)" in said
+    assert "'ep' for epochs: '30ep'" in said
+    assert "resume='runs/a'" in said
 
 
 @pytest.mark.parametrize("name", NAMES)
