@@ -187,7 +187,12 @@ def check_optimizer(
         raise ValueError(
             "LBFGS evaluates the loss several times in one step through a closure, which cannot "
             "be one transaction; use another optimizer, or, in a loop of your own, leave "
-            "optimizer= out and call Microbatcher.backward inside the closure"
+            "optimizer= out and call backward inside the closure:\n"
+            "    microbatcher = Microbatcher(model, loss_fn=loss_fn)\n"
+            "    def closure():\n"
+            "        optimizer.zero_grad()\n"
+            "        return microbatcher.backward(batch).loss\n"
+            "    optimizer.step(closure)"
         )
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [p for group in innermost.param_groups for p in group["params"]]

@@ -1,6 +1,7 @@
 """Metrics whose value depends on how many updates their rows came in: warned of by name."""
 
 import contextlib
+import inspect
 import logging
 import math
 import sys
@@ -21,11 +22,39 @@ from automicro.warn import warn
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-UpdateMetric = Callable[[Any, Any, Any], None]
+UpdateMetric = Callable[[Any, Any, Any, str], None]
 
 _MOST_LOOKS = 3
 _MOST_ROWS = 16
 _CLOSE = 1e-3  # of a value, whatever the precision of the outputs
+
+
+def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
+    """Return what hands a function the metric's name, too, if it has a parameter called ``name``.
+
+    Args:
+        update: takes metric, outputs and microbatch.
+
+    >>> told = []
+    >>> naming_metrics(lambda metric, outputs, batch, *, name: told.append(name))(0, 0, 0, "seen")
+    >>> naming_metrics(lambda metric, outputs, batch: None)(0, 0, 0, "seen")
+    >>> told
+    ['seen']
+    """
+    if not _takes_name(update):
+        return lambda metric, outputs, microbatch, name: update(metric, outputs, microbatch)
+    return lambda metric, outputs, microbatch, name: update(metric, outputs, microbatch, name=name)
+
+
+def _takes_name(update: Callable[..., None]) -> bool:
+    try:
+        parameters = list(inspect.signature(update).parameters.values())
+    except (TypeError, ValueError):  # of builtins nobody knows
+        return False
+    after = parameters[3:]
+    keyword = [each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(each.name == "name" and each.kind in by_name for each in (*after, *keyword))
 
 
 class MetricGuard:
@@ -37,7 +66,7 @@ class MetricGuard:
     called for it: there only a mean that gets one value for several rows is noticed.
 
     Args:
-        update: feeds one metric with outputs and microbatch.
+        update: feeds one metric, by its name, with outputs and microbatch.
         is_callers: whether that is a function of the caller's.
         layout: where a microbatch has its rows.
         undo: gives what undoes what an update may draw.
@@ -73,21 +102,27 @@ class MetricGuard:
             if reason:
                 self._warn(metric, reason)
 
-    def update(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+    def update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         """Update a metric with a microbatch.
+
+        Args:
+            metric: the metric.
+            outputs: of the model.
+            microbatch: what gave them.
+            name: of the metric.
 
         Warns:
             MetricWarning
         """
         looked_at = [each for each in _members(metric) if self._is_split and self._may_look(each)]
         if not looked_at:
-            self._update(metric, outputs, microbatch)
+            self._update(metric, outputs, microbatch, name)
             return
         if not self._is_callers:
             for each in looked_at:
-                self._look(each, outputs, microbatch)
+                self._look(each, outputs, microbatch, name)
         weights = [_weight_of(each) for each in looked_at]
-        self._update(metric, outputs, microbatch)
+        self._update(metric, outputs, microbatch, name)
         for each, weight in zip(looked_at, weights, strict=True):
             got_one = weight is not None and _weight_of(each) == weight + 1
             if got_one and self._layout.num_rows(microbatch) > 1:
@@ -102,7 +137,7 @@ class MetricGuard:
             return False
         return not _has_peers() and _is_worth_a_look(metric)
 
-    def _look(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+    def _look(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         try:
             rows = self._layout.num_rows(microbatch)
             outputs_layout = BatchLayout(0)
@@ -123,6 +158,7 @@ class MetricGuard:
                         metric,
                         outputs_layout.take_rows(outputs, list(piece)),
                         self._layout.take_rows(microbatch, list(piece)),
+                        name,
                     )
                 return _numbers(metric.compute())
             finally:

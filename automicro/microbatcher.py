@@ -33,7 +33,7 @@ from automicro.forward import choose_convention
 from automicro.inputs import cost_of_row
 from automicro.kept import Carrying, Where
 from automicro.memory import OccupiedDevice
-from automicro.metric_guard import MetricGuard
+from automicro.metric_guard import MetricGuard, naming_metrics
 from automicro.model_modes import evaluation_mode, is_lazy
 from automicro.observer import Observer
 from automicro.oom import once_more
@@ -112,7 +112,8 @@ class Microbatcher:
             the state of its rows, None at the start, and returns a mapping with ``"loss"`` and
             ``"carry"``; see `backward`.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
-            ``metric.update(outputs, targets)``, which does not shift a causal model's logits.
+            ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
+            a fourth parameter called ``name`` it is told the metric's name.
         probe: whether to compare, at the first batches that could be split, the gradient of a few
             rows with those of two parts of them.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
@@ -149,7 +150,7 @@ class Microbatcher:
         gradient_sums: str = "fp32",
         batch_layout: int | Mapping[str, Any] = 0,
         carry_layout: int | Mapping[str, Any] | None = None,
-        update_metric: Callable[[Any, Any, Any], None] | None = None,
+        update_metric: Callable[..., None] | None = None,
         probe: bool = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
@@ -203,7 +204,7 @@ class Microbatcher:
             reads_model=convention.computes_loss_in_model,
         )
         self._metric_guard = MetricGuard(
-            carrying.hiding(update_metric) or convention.update_metric,
+            naming_metrics(carrying.hiding(update_metric) or convention.update_metric),
             self._layout,
             lambda: [RandomState(self._device, reach.generators)],
             is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),

@@ -48,7 +48,7 @@ class Passes:
         device: where the model computes.
         autocast_dtype: of forward and loss; None for the model's own.
         run_backward: computes gradients from a loss.
-        update_metric: feeds one metric with outputs and microbatch.
+        update_metric: feeds one metric with outputs and microbatch, and is told its name.
         ranks: that train together; gradients are taken to be averaged over them.
     """
 
@@ -62,7 +62,7 @@ class Passes:
         device: torch.device,
         autocast_dtype: torch.dtype | None,
         run_backward: Callable[[Tensor], Any],
-        update_metric: Callable[[Any, Any, Any], None],
+        update_metric: Callable[[Any, Any, Any, str], None],
         ranks: Ranks | None = None,
     ) -> None:
         self._modules = modules
@@ -345,7 +345,7 @@ class Passes:
         named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
         for name, metric in named.items():
             try:
-                self._update_metric(metric, outputs, microbatch)
+                self._update_metric(metric, outputs, microbatch, name)
             except Exception as error:
                 add_note(error, f"{WHILE_UPDATING}{name!r}")
                 raise

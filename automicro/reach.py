@@ -6,7 +6,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -134,7 +134,7 @@ class Reach:
 
 
 class Variable:
-    """A place that a function reads: a cell of its closure, or a global name.
+    """A place that a function reads: a cell of its closure, a global name, its own attribute.
 
     Attributes:
         name: as the function calls it.
@@ -170,24 +170,17 @@ def reached_variables(functions: Iterable[Any]) -> list[Variable]:
         [3]
     """
     found: dict[tuple[int, str], Variable] = {}
-    waiting, seen = list(functions), set()
-    while waiting:
-        function = _code_of(waiting.pop())
-        if function is None or id(function) in seen or _is_ours_or_library(function):
-            continue
-        seen.add(id(function))
+    for function in _reached_functions(functions):
         for key, variable in _variables_of(function):
-            value = variable.value
-            if callable(value):
-                waiting.append(value)
-            if not isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType):
+            kinds = nn.Module | type | types.ModuleType | types.FunctionType
+            if not isinstance(variable.value, kinds):
                 found[key] = variable
     return list(found.values())
 
 
-def reached_objects(functions: Iterable[Any]) -> list[Any]:
-    """Objects that functions are methods of, and callable ones: what they keep may change."""
-    found = []
+def reached_objects(functions: Sequence[Any]) -> list[Any]:
+    """Objects that functions are methods of, callable ones, and functions: all that keep things."""
+    found: list[Any] = _reached_functions(functions)
     for function in functions:
         while isinstance(function, functools.partial):
             function = function.func
@@ -196,6 +189,20 @@ def reached_objects(functions: Iterable[Any]) -> list[Any]:
         if is_plain and isinstance(getattr(owner, "__dict__", None), dict):
             found.append(owner)
     return found
+
+
+def _reached_functions(functions: Iterable[Any]) -> list[types.FunctionType]:
+    """Functions of the caller, and those that they call by name, each once."""
+    found: dict[int, types.FunctionType] = {}
+    waiting = list(functions)
+    while waiting:
+        function = _code_of(waiting.pop())
+        if function is None or id(function) in found or _is_ours_or_library(function):
+            continue
+        found[id(function)] = function
+        variables = (variable.value for _, variable in _variables_of(function))
+        waiting += [value for value in variables if callable(value)]
+    return list(found.values())
 
 
 def _code_of(function: Any) -> types.FunctionType | None:
@@ -220,6 +227,11 @@ def _variables_of(function: types.FunctionType) -> Iterator[tuple[tuple[int, str
     for name in set(_names(code)) & names.keys():
         write = functools.partial(names.__setitem__, name)
         yield (id(names), name), Variable(name, functools.partial(names.get, name), write)
+    table = vars(function)
+    for name in table:
+        write = functools.partial(table.__setitem__, name)
+        read = functools.partial(table.get, name)
+        yield (id(table), name), Variable(f"{function.__name__}.{name}", read, write)
 
 
 def _is_ours_or_library(function: types.FunctionType) -> bool:

@@ -4,8 +4,9 @@ Names are those of Lightning, of transformers, of Keras and of hand-written scri
 a table of their own in `automicro.trainer.composer`, for they are more and say more.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,9 @@ class Synonym:
         argument: of the `Trainer`.
         python: how the `Trainer` is told.
         example: ``key=value`` to copy.
+        value: what stands in these for the user's own: a number or ``PATH``; empty where none does.
+        unit: what follows it there.
+        choices: what others write, and what that is here, where there are few.
     """
 
     key: str
@@ -25,6 +29,38 @@ class Synonym:
     argument: str
     python: str
     example: str
+    value: str = ""
+    unit: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+    def with_value(self, value: object) -> "Synonym":
+        """The same with what somebody wrote in place of the example, where that can stand there.
+
+        >>> synonym_of("epochs").with_value(30).example
+        'max_duration=30ep'
+        """
+        text = str(value).strip()
+        ours = self.choices.get(text.lower())
+        if ours is not None:
+            example = f"{self.key}={ours}"
+            return replace(self, config=f"write {example}", python=repr(ours), example=example)
+        if not self._takes(text):
+            return self
+        written = re.compile(rf"(?<![\w.]){re.escape(self.value + self.unit)}(?!\.?\w)")
+
+        def mine(said: str) -> str:
+            return written.sub(lambda _: text + self.unit, said)
+
+        return replace(
+            self, config=mine(self.config), python=mine(self.python), example=mine(self.example)
+        )
+
+    def _takes(self, text: str) -> bool:
+        if not self.value or not text or text in ("???", "None"):
+            return False
+        if self.value.isdecimal():
+            return text.isdecimal()
+        return _is_number(text) if _is_number(self.value) else True
 
 
 def synonym_of(name: object) -> Synonym | None:
@@ -39,6 +75,14 @@ def synonym_of(name: object) -> Synonym | None:
     True
     """
     return _BY_NAME.get(str(name).replace("-", "_").lower())
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 PRECISION_SYNONYMS: Mapping[str, str] = {
@@ -70,6 +114,7 @@ def _of_optimizer(name: str, value: str) -> Synonym:
         argument="optimizer",
         python=f"functools.partial(torch.optim.AdamW, {name}={value}), or one that is made",
         example=f"optimizer.args.{name}={value}",
+        value=value,
     )
 
 
@@ -81,6 +126,7 @@ _TRAIN_ROWS = Synonym(
     python="DataLoader(dataset, batch_size=512), the rows of a whole optimization batch: it is cut "
     "into microbatches that fit",
     example="global_batch_size=512",
+    value="512",
 )
 _EVAL_ROWS = Synonym(
     key="eval_global_batch_size",
@@ -89,6 +135,7 @@ _EVAL_ROWS = Synonym(
     argument="eval_dataloader",
     python="DataLoader(dataset, batch_size=512), which is cut into microbatches that fit",
     example="eval_global_batch_size=512",
+    value="512",
 )
 _EPOCHS = Synonym(
     key="max_duration",
@@ -96,6 +143,8 @@ _EPOCHS = Synonym(
     argument="max_duration",
     python="text with a unit, 'ep' for epochs: '2ep'",
     example="max_duration=2ep",
+    value="2",
+    unit="ep",
 )
 _STEPS = Synonym(
     key="max_duration",
@@ -103,6 +152,8 @@ _STEPS = Synonym(
     argument="max_duration",
     python="text with a unit, 'ba' for batches: '500ba'",
     example="max_duration=500ba",
+    value="500",
+    unit="ba",
 )
 _ACCUMULATION = Synonym(
     key="microbatch_size",
@@ -112,13 +163,15 @@ _ACCUMULATION = Synonym(
     python="batches are cut into as many microbatches as memory asks for, so 'auto' is all it "
     "takes; to step once in several batches, pass accumulate_batches=4",
     example="microbatch_size=auto",
+    value="4",
 )
 _ROWS_AT_A_TIME = Synonym(
     key="microbatch_size",
     config="write microbatch_size=8, or auto for as many rows as fit",
     argument="microbatch_size",
-    python="rows, or 'auto' for as many as fit",
-    example="microbatch_size=auto",
+    python="rows such as 8, or 'auto' for as many as fit",
+    example="microbatch_size=8",
+    value="8",
 )
 _PROCESSES = Synonym(
     key="parallel",
@@ -128,6 +181,8 @@ _PROCESSES = Synonym(
     python="'ddp' or 'fsdp'; each process has one device, so start as many: torchrun "
     "--nproc-per-node 2 train.py",
     example="parallel=ddp",
+    value="2",
+    choices={"ddp": "ddp", "fsdp": "fsdp", "fsdp2": "fsdp"},
 )
 _DEVICE = Synonym(
     key="device",
@@ -135,6 +190,7 @@ _DEVICE = Synonym(
     argument="device",
     python="such as 'cuda', or leave it 'auto'",
     example="device=cuda",
+    choices={"cuda": "cuda", "cpu": "cpu", "gpu": "cuda", "mps": "mps", "auto": "auto"},
 )
 _PRECISION = Synonym(
     key="precision",
@@ -142,15 +198,17 @@ _PRECISION = Synonym(
     argument="precision",
     python="'bf16', or 'fp16', which scales the loss by itself",
     example="precision=bf16",
+    choices={**PRECISION_SYNONYMS, "fp16": "fp16", "bf16": "bf16", "fp32": "fp32"},
 )
 _RESUME = Synonym(
     key="checkpoint.resume",
     config="write checkpoint.resume=PATH, a checkpoint or a folder of them; a run with a run_dir "
     "and checkpoint={} goes on by itself when it is started again",
     argument="checkpoint",
-    python="CheckpointConfig(folder=…, resume=PATH); with the folder alone, a run goes on by "
+    python="CheckpointConfig(folder=…, resume='PATH'); with the folder alone, a run goes on by "
     "itself when it is started again",
     example="checkpoint.resume=PATH",
+    value="PATH",
 )
 _OUTPUT = Synonym(
     key="run_dir",
@@ -158,6 +216,7 @@ _OUTPUT = Synonym(
     argument="checkpoint",
     python="CheckpointConfig(folder='runs/first')",
     example="run_dir=runs/first",
+    value="runs/first",
 )
 _SAVING = Synonym(
     key="checkpoint.interval",
@@ -165,6 +224,8 @@ _SAVING = Synonym(
     argument="checkpoint",
     python="CheckpointConfig(folder=…, interval='500ba')",
     example="checkpoint.interval=500ba",
+    value="500",
+    unit="ba",
 )
 _EVALUATING = Synonym(
     key="eval_interval",
@@ -172,6 +233,8 @@ _EVALUATING = Synonym(
     argument="eval_interval",
     python="text with a unit: '100ba' or '1ep'",
     example="eval_interval=100ba",
+    value="100",
+    unit="ba",
 )
 _CLIPPING = Synonym(
     key="grad_clip_norm",
@@ -179,16 +242,24 @@ _CLIPPING = Synonym(
     argument="grad_clip_norm",
     python="a number such as 1.0",
     example="grad_clip_norm=1.0",
+    value="1.0",
 )
-_WARMUP = Synonym(
-    key="scheduler",
-    config="write scheduler={call: automicro.schedules.cosine_with_warmup, args: {warmup: 0.1, "
-    "total: 500ba}}",
-    argument="scheduler",
-    python="such as functools.partial(automicro.schedules.cosine_with_warmup, warmup=0.1, "
-    "total='500ba')",
-    example="scheduler.args.warmup=0.1",
-)
+
+
+def _warmup(value: str, unit: str = "") -> Synonym:
+    return Synonym(
+        key="scheduler",
+        config="write scheduler={call: automicro.schedules.cosine_with_warmup, args: "
+        f"{{warmup: {value}{unit}, total: 500ba}}}}",
+        argument="scheduler",
+        python="such as functools.partial(automicro.schedules.cosine_with_warmup, "
+        f"warmup={repr(value + unit) if unit else value}, total='500ba')",
+        example=f"scheduler.args.warmup={value}{unit}",
+        value=value,
+        unit=unit,
+    )
+
+
 _SCHEDULER = Synonym(
     key="scheduler",
     config="write scheduler={call: torch.optim.lr_scheduler.StepLR, args: {step_size: 100}}",
@@ -200,8 +271,9 @@ _SEED = Synonym(
     key="seed",
     config="write seed=0",
     argument="seed",
-    python="a whole number",
+    python="a whole number such as 0",
     example="seed=0",
+    value="0",
 )
 _WORKERS = Synonym(
     key="train_data.args.num_workers",
@@ -209,6 +281,7 @@ _WORKERS = Synonym(
     argument="train_dataloader",
     python="DataLoader(dataset, num_workers=4)",
     example="train_data.args.num_workers=4",
+    value="4",
 )
 _COMPILE = Synonym(
     key="compile",
@@ -266,7 +339,8 @@ SYNONYMS: Sequence[tuple[Sequence[str], Synonym]] = (
         ("max_grad_norm", "gradient_clip_val", "clip_grad_norm", "grad_clip", "gradient_clipping"),
         _CLIPPING,
     ),
-    (("warmup", "warmup_steps", "warmup_ratio", "num_warmup_steps"), _WARMUP),
+    (("warmup", "warmup_ratio"), _warmup("0.1")),
+    (("warmup_steps", "num_warmup_steps"), _warmup("100", "ba")),
     (("lr_scheduler", "lr_scheduler_type", "schedule"), _SCHEDULER),
     (("random_seed", "manual_seed", "data_seed"), _SEED),
     (("num_workers", "dataloader_num_workers", "workers"), _WORKERS),

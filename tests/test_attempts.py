@@ -239,6 +239,15 @@ def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_re
     )
 
 
+def test_no_smaller_samples_are_advised_where_they_are_not_what_is_large() -> None:
+    table = refusal(ResidentMemory(parameters=512, shared_inputs=3072, limit=4096))
+    assert "What helps: less in the parts of the batch that are shared by all rows, act" in table
+    model = refusal(ResidentMemory(parameters=2048, gradients=1024, limit=4096))
+    assert "What helps: a smaller model, activation checkpointing" in model
+    rows = refusal(ResidentMemory(parameters=1024, limit=4096))
+    assert "What helps: shorter or smaller samples, activation checkpointing" in rows
+
+
 def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy() -> None:
     known = refusal(ResidentMemory(parameters=1024, gradients=1024, limit=4096))
     unknown = refusal(ResidentMemory(parameters=1024, buffers=512))

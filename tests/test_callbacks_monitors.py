@@ -8,7 +8,7 @@ import torch
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro.callbacks import EarlyStopping, LearningRateMonitor, MemoryMonitor, SpeedMonitor
-from automicro.events import Callback, Run
+from automicro.events import Callback, ExpectedValues, Run
 from automicro.results import StepResult
 from tests.callback_runs import Logged, trainer_with
 from tests.trainer_runs import CLASSES, make_loader, make_model, schedule
@@ -87,15 +87,46 @@ def test_a_metric_of_training_is_looked_at_after_each_epoch() -> None:
     assert trainer.state.epoch == 2
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
-    trainer = trainer_with(
-        EarlyStopping("eval/accuracy"), eval_dataloader=make_loader(), eval_interval="2ba"
-    )
-    with pytest.raises(ValueError, match=r"'eval/accuracy' to monitor; the names are: eval/loss"):
+def test_an_unknown_name_is_an_error_before_training_where_names_are_known() -> None:
+    evaluated: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": "2ba"}
+    accuracy: dict[str, Any] = {"accuracy": MulticlassAccuracy(CLASSES)}
+    trainer = trainer_with(EarlyStopping("eval/acuracy"), metrics=accuracy, **evaluated)
+    with pytest.raises(
+        ValueError,
+        match=r"'eval/acuracy' to monitor \(did you mean 'eval/accuracy'\?\); the names are: "
+        "eval/loss, eval/accuracy\n",
+    ):
+        trainer.fit()
+    assert trainer.state.batch == 0
+    trainer = trainer_with(EarlyStopping("eval/loss"))
+    with pytest.raises(ValueError, match="there is no evaluation in training: pass eval_data"):
+        trainer.fit()
+    named: dict[str, Any] = {"eval_dataloader": {"seen": make_loader()}, "eval_interval": "2ba"}
+    with pytest.raises(ValueError, match=r"'eval/loss' .*; the names are: eval/seen/loss\n"):
+        trainer_with(EarlyStopping("eval/loss"), **named).fit()
+
+
+def two_losses(model: Any, batch: Any) -> Any:
+    loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return {"language": loss, "balance": loss * 0.1}
+
+
+def test_where_losses_have_names_the_first_evaluation_tells() -> None:
+    evaluated: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": "2ba"}
+    own: dict[str, Any] = {"loss_fn": None, "forward": two_losses, "loss_average": "samples"}
+    trainer = trainer_with(EarlyStopping("eval/loss/languag"), **evaluated, **own)
+    with pytest.raises(ValueError, match=r"did you mean 'eval/loss/language'\?\); the names are: "):
         trainer.fit()
     assert trainer.state.batch == 2
+    trainer_with(EarlyStopping("eval/loss/language"), **evaluated, **own).fit()
+
+
+def test_a_name_of_training_that_nothing_gives_is_told_in_the_second_batch() -> None:
     trainer = trainer_with(EarlyStopping("train/los"))
-    with pytest.raises(ValueError, match=r"'train/los' to monitor; the names are: .*train/loss"):
+    with (
+        pytest.warns(UserWarning, match=r"monitors 'train/los' \(did you mean 'train/loss'\?\)"),
+        pytest.raises(ValueError, match=r"'train/los' to monitor.*; the names are: .*train/loss"),
+    ):
         trainer.fit()
 
 
@@ -118,6 +149,7 @@ class Standing:
 
     values: Mapping[str, float] = {}
     evaluations = ("a", "b")
+    expected = ExpectedValues(evaluations={"": [], "a": [], "b": [], "c": []})
 
 
 def test_counting_goes_on_from_its_state() -> None:

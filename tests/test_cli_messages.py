@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from automicro.cli import main
+from automicro.cli.mistakes import name_override
 from automicro.cli.weights import SAVE
 from tests.cli_jobs import enter_folder_with_job
 
@@ -104,11 +105,11 @@ WRONG_USES = {
         "correct it"
     ),
     ("train", "job.yaml", "model.call=torch.nn.Linaer"): (
-        "job.yaml: model.call='torch.nn.Linaer': 'torch.nn' exists, but has no 'Linaer' (did you "
+        "{override}: model.call='torch.nn.Linaer': 'torch.nn' exists, but has no 'Linaer' (did you "
         "mean 'Linear'?): correct the path"
     ),
     ("train", "job.yaml", "optimizer.args.lr=-1"): (
-        "job.yaml: ValueError: Invalid learning rate: -1\n"
+        "job.yaml + {override}: ValueError: Invalid learning rate: -1\n"
         "  while making optimizer (torch.optim.SGD) with lr=-1"
     ),
     (
@@ -117,60 +118,61 @@ WRONG_USES = {
         "loss={call: cli_job.loss_of_kind, args: {kind: abc, weight: {call: torch.tensor, args: "
         "{data: 1}}}}",
     ): (
-        "job.yaml: ValueError: no such kind\n"
+        "{override}: ValueError: no such kind\n"
         "  while making loss (cli_job.loss_of_kind) with kind='abc', weight=a Tensor\n"
         "  at cli_job.py:30, in loss_of_kind"
     ),
     ("train", "job.yaml", "batchnorm=wran"): (
-        "job.yaml: batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, "
+        "{override}: batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, "
         "disable, ignore"
     ),
     ("train", "job.yaml", "model={call: cli_job.bug}"): (
-        "job.yaml: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)\n"
+        "{override}: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)\n"
         "  at cli_job.py:19, in bug"
     ),
     ("train", "job.yaml", "model={call: cli_job.nan_loss}", "weights=good.pt"): (
-        "job.yaml: model.call='cli_job.nan_loss' made a function, which can hold no weights: name "
-        "a torch.nn.Module"
+        "{override}: model.call='cli_job.nan_loss' made a function, which can hold no weights: "
+        "name a torch.nn.Module"
     ),
     ("train", "job.yaml", "weights=none.pt"): (
-        "job.yaml: weights='none.pt': there is no such file or folder: give a path from the folder "
-        "where the command is started, such as runs/first/weights.pt or runs/first/checkpoints"
+        "{override}: weights='none.pt': there is no such file or folder: give a path from the "
+        "folder where the command is started, such as runs/first/weights.pt or "
+        "runs/first/checkpoints"
     ),
     ("train", "job.yaml", "weights=text.pt"): (
-        f"job.yaml: weights='text.pt' is no file of tensors alone (it is damaged, or holds objects "
-        f"that would run code when they are read): {SAVE}"
+        "{override}: weights='text.pt' is no file of tensors alone (it is damaged, or "
+        "holds objects that would run code when they are read): " + SAVE
     ),
     ("train", "job.yaml", "weights=code.pt"): (
-        f"job.yaml: weights='code.pt' is no file of tensors alone (it is damaged, or holds objects "
-        f"that would run code when they are read): {SAVE}"
+        "{override}: weights='code.pt' is no file of tensors alone (it is damaged, or "
+        "holds objects that would run code when they are read): " + SAVE
     ),
     ("train", "job.yaml", "weights=list.pt"): (
-        f"job.yaml: weights='list.pt' holds a list and no state dict: {SAVE}"
+        "{override}: weights='list.pt' holds a list and no state dict: " + SAVE
     ),
     ("train", "job.yaml", "weights=checkpoint.pt"): (
-        "job.yaml: weights='checkpoint.pt' holds a checkpoint with model, epoch and not a state "
+        "{override}: weights='checkpoint.pt' holds a checkpoint with model, epoch and not a state "
         "dict itself: save the model's part alone, such as torch.save(checkpoint['model'], path)"
     ),
     ("train", "job.yaml", "weights=shape.pt"): (
-        "job.yaml: weights='shape.pt' does not fit the Linear: size mismatch for weight: copying "
+        "{override}: weights='shape.pt' does not fit the Linear: size mismatch for weight: copying "
         "a param with shape torch.Size([2, 8]) from checkpoint, the shape in current model is "
         "torch.Size([2, 1024]): give weights of this very model, or change model.args to those "
         "that it was saved with"
     ),
     ("train", "job.yaml", "weights=names.pt"): (
-        "job.yaml: weights='names.pt' does not fit the Linear: 2 missing (weight, bias), 4 "
+        "{override}: weights='names.pt' does not fit the Linear: 2 missing (weight, bias), 4 "
         "unexpected (0.weight, 0.bias, 1.weight and 1 more): give weights of this very model, or "
         "change model to the one that they were saved from"
     ),
     ("train", "job.yaml", "weights=wrapped.pt"): (
-        "job.yaml: weights='wrapped.pt' does not fit the Linear: 2 missing (weight, bias), 2 "
+        "{override}: weights='wrapped.pt' does not fit the Linear: 2 missing (weight, bias), 2 "
         "unexpected (module.weight, module.bias): they were saved from inside "
         "DistributedDataParallel: save the state dict of the model in it"
     ),
     ("train", "job.yaml", "run_dir=job.yaml"): (
-        "job.yaml: run_dir='job.yaml' cannot be written ([Errno 17] File exists: 'job.yaml'): give "
-        "a folder that can"
+        "{override}: run_dir='job.yaml' cannot be written ([Errno 17] File exists: 'job.yaml'): "
+        "give a folder that can"
     ),
 }
 
@@ -197,8 +199,60 @@ def test_a_mistake_ends_with_2_and_one_message(
     assert main(list(arguments)) == 2
     out, err = capsys.readouterr()
     hint = f"{DEBUG}\n" if "\n  while " in message else ""
-    assert err == f"automicro: {message}\n{hint}"
+    overrides = [name_override(each) for each in arguments if "=" in each]
+    told = message.replace("{override}", overrides[0] if overrides else "")
+    assert err == f"automicro: {told}\n{hint}"
     assert out == ""
+
+
+ALL_WRONG = """\
+model: {call: torch.nn.Linear, args: {in_featurs: 8, out_feature: 2}}
+train_data: {call: torch.utils.data.DataLoader, args: {dataset: [1], batch_size: "${sede}"}}
+loss: {call: nn.CrossEntropyLoss}
+optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
+metrics:
+  accuracy: {cal: torchmetrics.MeanMetric}
+  mean: {call: torchmetrics.MeanMetrics}
+epochs: 3
+seed: many
+precision: bf61
+"""
+
+
+def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("wrong.yaml").write_text(ALL_WRONG, encoding="utf-8")
+    Path("also.yaml").write_text("divice: cuda\nprobe: true\n", encoding="utf-8")
+    overrides = ["optimizer.args.rate=0.2", "memory_limit=lots", "seed.x=1", "probe=false"]
+    assert main(["train", "wrong.yaml", "also.yaml", *overrides]) == 2
+    headline, *lines = capsys.readouterr().err.splitlines()
+    assert headline == f"automicro: {len(lines)} mistakes:"
+    assert [line.split(" (did you mean")[0] for line in lines] == [
+        "  the override 'seed.x=1' goes below seed, which is 'many' and holds no keys: replace it "
+        "as a whole with seed=VALUE",
+        "  wrong.yaml: metrics.accuracy has an unknown key 'cal'",
+        "  wrong.yaml: unknown key 'epochs'",
+        "  also.yaml: unknown key 'divice'",
+        "  wrong.yaml: seed='many' (text): expected a whole number or null",
+        "  wrong.yaml: train_data.args.batch_size refers to ${sede}, which does not exist",
+        "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
+        "memory: write a positive number and one of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, "
+        "MB, GB, TB (powers of 1000), such as '24MiB'",
+        "  wrong.yaml: precision='bf61' is not known",
+        "  wrong.yaml: model: torch.nn.Linear takes no arguments 'in_featurs'",
+        "  wrong.yaml: loss.call='nn.CrossEntropyLoss': there is no module 'nn'",
+        "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "
+        "'rate': it takes lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, "
+        "differentiable, fused",
+        "  wrong.yaml: metrics.mean.call='torchmetrics.MeanMetrics': 'torchmetrics' exists, but "
+        "has no 'MeanMetrics'",
+    ]
+    # What was put right is no mistake.
+    assert main(["train", "wrong.yaml", "also.yaml", "seed=1", "loss=null"]) == 2
+    said = capsys.readouterr().err
+    assert "seed=" not in said
+    assert "CrossEntropyLoss" not in said
 
 
 @pytest.mark.parametrize("command", ["verify", "config"])

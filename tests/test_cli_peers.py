@@ -1,11 +1,15 @@
 """Which of several processes says what went wrong."""
 
+import json
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
+from automicro.checkpoints import CheckpointConfig, CheckpointStore
+from automicro.cli.continuing import telling_how_to_go_on
 from automicro.cli.failures import show_failure
-from automicro.errors import ConfigError, DesyncError, PeerFailedError
+from automicro.errors import ConfigError, DesyncError, PeerFailedError, PeerLostError
 from automicro.torch_private_distributed import HashStore
 from automicro.trainer import processes
 
@@ -78,3 +82,58 @@ def test_who_stops_because_of_another_says_so_in_a_line(
 ) -> None:
     text = said(PeerFailedError("rank 0 stops because another rank failed:\nrank 1: x"), capsys)
     assert text == "automicro: rank 0 of 2 stops because another rank failed: rank 1: x\n"
+
+
+LOST = (
+    "rank 1 could not go on at 'the collectives of a batch': rank 0 of 2 gone or stuck. Nothing "
+    "can be retried without all ranks: start again from the last checkpoint; the log of the "
+    "missing rank, or the kernel's (out of memory on the host), has the cause"
+)
+
+
+@pytest.mark.parametrize(
+    ("is_saved", "end"),
+    [(True, "the same command goes on from there"), (False, "the same command begins anew")],
+)
+def test_a_lost_rank_is_told_whole_with_how_to_go_on(
+    is_saved: bool,
+    end: str,
+    tmp_path: Path,
+    torchrun: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torchrun.setenv("RANK", "1")
+    config = CheckpointConfig(folder=tmp_path)
+    if is_saved:
+        CheckpointStore(tmp_path).save({}, step=1)
+    with (
+        pytest.raises(PeerLostError) as caught,
+        telling_how_to_go_on(config, run_dir=None, inputs=["job.yaml"]),
+    ):
+        raise PeerLostError(LOST)
+    assert said(caught.value, capsys) == (
+        f"automicro: {LOST.replace('rank 1 could', 'rank 1 of 2 could')}; {end}\n"
+    )
+
+
+def test_no_line_is_cut_in_a_word_or_names_its_rank_twice(
+    torchrun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun.setenv("RANK", "1")
+    words = said(
+        PeerFailedError("another rank failed: " + "incomprehensible " * 60), capsys
+    ).split()
+    assert set(words[-3:]) == {"incomprehensible", "…"}
+
+
+def test_torchrun_is_left_what_went_wrong_of_the_rank_that_it_went_wrong_on(
+    torchrun: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "error.json"
+    torchrun.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    said(PeerFailedError("rank 1 failed"), capsys)
+    assert not path.exists()  # what only followed would be taken for the cause
+    said(RuntimeError("a mistake"), capsys)
+    message = json.loads(path.read_text(encoding="utf-8"))["message"]
+    assert message["message"] == "the run failed: RuntimeError: a mistake"
+    assert message["extraInfo"]["timestamp"].isdecimal()

@@ -17,7 +17,7 @@ FILES = re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILIN
 SHELL = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = [line.partition(" #")[0].partition(" > ")[0] for line in "".join(SHELL).splitlines()]
 FILE_NAMES = ["job.yaml", "my_data.py", "small.yaml", "watched.yaml", "evaluations.yaml"]
-MISTAKES = re.findall(r"^\$ automicro (.*)\n(automicro: .*)$", PAGE, re.MULTILINE)
+MISTAKES = re.findall(r"^\$ automicro (.*)\n(automicro: .*(?:\n  .*)*)$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,9 @@ def test_every_mistake_is_answered_as_shown(
     command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(shlex.split(command)) == 2
-    said = capsys.readouterr().err.splitlines()[0]
-    assert said.startswith(message.removesuffix("…").rstrip())
+    said = capsys.readouterr().err.splitlines()
+    for line, shown in zip(said, message.splitlines(), strict=True):
+        assert line.startswith(shown.removesuffix("…").rstrip())
 
 
 def test_four_mistakes_are_shown() -> None:

@@ -144,7 +144,10 @@ def test_a_batch_that_cannot_be_shared_names_the_numbers(
 
 
 def test_a_remainder_of_accumulation_is_told_of_the_config() -> None:
-    with pytest.raises(ConfigError, match=r"^job.yaml: global_batch_size=7 cannot be shared by"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot be shared by",
+    ):
         job("global_batch_size=7", "accumulate_batches=2")
 
 

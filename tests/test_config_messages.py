@@ -28,13 +28,14 @@ WRONG_OVERRIDES = {
     ),
     "lr=0.3": (
         "unknown key 'lr' (did you mean 'optimizer.args.lr'?): it is an argument of the optimizer: "
-        "write optimizer.args.lr=0.001"
+        "write optimizer.args.lr=0.3"
     ),
     "out_features=3": (
-        "unknown key 'out_features' (did you mean 'model.args.out_features'?): correct it"
+        "unknown key 'out_features' (did you mean 'model.args.out_features'?): write "
+        "model.args.out_features=3"
     ),
     "optimizer.lr=0.3": (
-        "optimizer has an unknown key 'lr': arguments belong below it, as optimizer.args.lr"
+        "optimizer has an unknown key 'lr': arguments belong below it, as optimizer.args.lr=0.3"
     ),
     "seed=many": "seed='many' (text): expected a whole number or null",
     "seed=1.5": "seed=1.5 (a decimal number): expected a whole number or null",
@@ -266,7 +267,7 @@ WRONG_OVERRIDES = {
     ),
     "eval_data=${model.args}": (
         "eval_data has an unknown key 'in_features': arguments belong below it, as "
-        "eval_data.args.in_features"
+        "eval_data.args.in_features=8"
     ),
     # overrides themselves
     "max_duration": (
@@ -310,8 +311,8 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
             "the override 'sede=1': unknown key 'sede' (did you mean 'seed'?): correct it"
         ),
         ("base.yaml", "base.yaml", "seed=${sede}"): (
-            "base.yaml + base.yaml: seed refers to ${sede}, which does not exist (did you mean "
-            "'seed'?): use a key of the config, from its top level"
+            "the override 'seed=${sede}': seed refers to ${sede}, which does not exist (did you "
+            "mean 'seed'?): use a key of the config, from its top level"
         ),
     }
     for arguments, message in wrong.items():
@@ -346,8 +347,13 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     ("text", "message"),
     {
         "": (
-            "job.yaml: model is missing: write at the top level model: {call: my_package.MyModel, "
-            "args: {width: 64}}"
+            "3 mistakes:\n"
+            "  job.yaml: model is missing: write at the top level model: {call: "
+            "my_package.MyModel, args: {width: 64}}\n"
+            "  job.yaml: train_data is missing: write at the top level train_data: {call: "
+            "my_package.make_loader, args: {batch_size: 512}}\n"
+            "  job.yaml: optimizer is missing: write at the top level optimizer: {call: "
+            "torch.optim.AdamW, args: {lr: 0.001}}"
         ),
         "model: {call: a.b}\ntrain_data: {call: a.b}": (
             "job.yaml: optimizer is missing: write at the top level optimizer: {call: "

@@ -55,7 +55,7 @@ WRONG_OVERRIDES = {
     ),
     f"callbacks=[{{call: {STOPPING}, patience: 3}}]": (
         "callbacks.0 has an unknown key 'patience': arguments belong below it, as "
-        "callbacks.0.args.patience"
+        "callbacks.0.args.patience=3"
     ),
     f"loggers=[{{call: {LINES}}}]": (
         f"loggers.0: {LINES} needs 'path': write it under loggers.0.args; it takes path"
@@ -79,7 +79,10 @@ WRONG_OVERRIDES = {
         "checkpoint has an unknown key 'intervall' (did you mean 'interval'?): use some of "
         f"{FIELDS}"
     ),
-    "keep_last=3": "unknown key 'keep_last' (did you mean 'checkpoint.keep_last'?): correct it",
+    "keep_last=3": (
+        "unknown key 'keep_last' (did you mean 'checkpoint.keep_last'?): write "
+        "checkpoint.keep_last=3"
+    ),
     "checkpoint.keep_last=many": (
         "checkpoint.keep_last='many' (text): expected a whole number or null"
     ),

@@ -87,7 +87,7 @@ def test_without_scikit_learn_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ImportError, match=r"run pip install 'automicro\[demo\]'$"):
+    with pytest.raises(ImportError, match=r"run pip install scikit-learn$"):
         loader("train", batch_size=8)
 
 

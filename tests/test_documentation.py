@@ -1,5 +1,7 @@
-"""What the documentation shows runs, and what it links to exists."""
+"""What the documentation shows runs and prints what is shown, and what it links to exists."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
@@ -7,25 +9,68 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A snippet, and what it prints, in a block of its own or behind a print.
+CODE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def blocks() -> list[tuple[str, str]]:
+def snippets(text: str) -> list[tuple[str, list[str]]]:
+    """Each block of code of a page, and the lines that are shown as its output."""
+    found: list[tuple[str, list[str]]] = []
+    for kind, block in CODE.findall(text):
+        if kind == "python":
+            found.append((block, PRINTED.findall(block)))
+        else:
+            assert found, "output of what?"
+            found[-1][1].extend(block.splitlines())
+    return found
+
+
+def blocks() -> list[tuple[str, str, list[str]]]:
     return [
-        (f"{page.relative_to(ROOT)}-{index}", code)
+        (f"{page.relative_to(ROOT)}-{index}", code, shown)
         for page in PAGES
-        for index, code in enumerate(CODE.findall(page.read_text(encoding="utf-8")))
+        for index, (code, shown) in enumerate(snippets(page.read_text(encoding="utf-8")))
     ]
 
 
-@pytest.mark.parametrize(("name", "code"), blocks(), ids=[name for name, _ in blocks()])
-def test_the_code_in_the_documentation_runs(name: str, code: str) -> None:
-    exec(compile(code, name, "exec"), {"__name__": "__main__"})
+def run(name: str, code: str) -> list[str]:
+    """What a snippet prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    return printed.getvalue().splitlines()
+
+
+def not_printed(shown: list[str], printed: list[str]) -> list[str]:
+    """The lines that were not printed, in that order; … stands for anything."""
+    rest = iter(printed)
+    wanted = [".*".join(map(re.escape, map(str.strip, line.split("…")))) for line in shown]
+    return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
+
+
+@pytest.mark.parametrize(("name", "code", "shown"), blocks(), ids=[each[0] for each in blocks()])
+def test_the_code_in_the_documentation_runs_and_prints_what_is_shown(
+    name: str, code: str, shown: list[str]
+) -> None:
+    printed = run(name, code)
+    assert not not_printed(shown, printed), "\n".join(printed)
+
+
+def test_output_that_is_shown_wrongly_is_found() -> None:
+    page = "```python\nprint(1 + 1)  # 2\nprint('a b c')  # a …\n```\nIt says\n```output\n2\n```\n"
+    [(code, shown)] = snippets(page)
+    assert shown == ["2", "a …", "2"]
+    assert not_printed(shown, run("page", code)) == ["2"]  # not once more
+    assert not_printed(["3"], run("page", code)) == ["3"]
+
+
+def test_some_output_is_shown() -> None:
+    assert sum(len(shown) for _, _, shown in blocks()) >= 6
 
 
 def test_the_readme_shows_code() -> None:
-    assert sum(name.startswith("README") for name, _ in blocks()) >= 2
+    assert sum(name.startswith("README") for name, _, _ in blocks()) >= 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

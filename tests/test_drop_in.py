@@ -1,14 +1,20 @@
 """The example in docs/drop_in: three changed lines, one loop that dies and one that does not."""
 
+import contextlib
+import copy
 import difflib
 import importlib.util
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from automicro import MemoryBudget
+from automicro import MemoryBudget, Microbatcher
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "drop_in"
 LIMIT = "4MiB"
@@ -62,3 +68,144 @@ def test_the_changed_loop_gives_the_same_losses_on_a_device_too_small() -> None:
 
 def test_without_a_limit_the_losses_are_the_same_bit_for_bit() -> None:
     assert load("microbatched_loop").train() == load("plain_loop").train()
+
+
+# The recipes of the page, each beside the plain loop.
+
+
+def small() -> tuple[nn.Module, nn.Module, list[Any]]:
+    """A model twice, and batches."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    batches = [(torch.randn(32, 8), torch.randint(3, (32,))) for _ in range(3)]
+    return model, copy.deepcopy(model), batches
+
+
+def are_equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("how", ["precision", "around"])
+def test_bf16_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
+    model, plain, batches = small()
+    loss_fn = nn.CrossEntropyLoss()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=loss_fn,
+        optimizer=optimizers[0],
+        precision="bf16" if how == "precision" else "fp32",
+    )
+    around: Callable[[], Any] = (
+        contextlib.nullcontext
+        if how == "precision"
+        else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
+    for batch in batches:
+        with around():
+            loss = microbatcher.backward(batch).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = loss_fn(plain(batch[0]), batch[1])
+        expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(loss, expected.detach())
+    assert are_equal(model, plain)
+
+
+def test_a_scaler_trains_to_the_weights_of_the_plain_loop() -> None:
+    model, plain, batches = small()
+    loss_fn = nn.CrossEntropyLoss()
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    scaler, plain_scaler = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=loss_fn,
+        optimizer=ours,
+        precision="fp16",
+        backward=lambda loss: scaler.scale(loss).backward(),
+    )
+    for batch in batches:
+        loss = microbatcher.backward(batch).loss
+        scaler.step(ours)
+        scaler.update()
+        ours.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            expected = loss_fn(plain(batch[0]), batch[1])
+        plain_scaler.scale(expected).backward()
+        plain_scaler.step(theirs)
+        plain_scaler.update()
+        theirs.zero_grad()
+        assert torch.equal(loss, expected.detach())
+    assert are_equal(model, plain)
+
+
+def test_lbfgs_ends_where_the_plain_loop_does_in_a_closure() -> None:
+    model, plain, batches = small()
+    loss_fn = nn.CrossEntropyLoss()
+    ours, theirs = (torch.optim.LBFGS(each.parameters(), max_iter=5) for each in (model, plain))
+    microbatcher = Microbatcher(model, loss_fn=loss_fn)
+
+    def closure() -> torch.Tensor:
+        ours.zero_grad()
+        return microbatcher.backward(batches[0]).loss
+
+    def plain_closure() -> torch.Tensor:
+        theirs.zero_grad()
+        loss: torch.Tensor = loss_fn(plain(batches[0][0]), batches[0][1])
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        ours.step(closure)
+        theirs.step(plain_closure)
+    assert are_equal(model, plain)
+
+
+def test_lbfgs_as_optimizer_is_refused_with_these_lines() -> None:
+    page = (DOCS.parent / "drop_in.md").read_text(encoding="utf-8")
+    model, _, _ = small()
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times") as caught:
+        Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=torch.optim.LBFGS(model.parameters()))
+    shown = [line.strip() for line in str(caught.value).splitlines()[2:]]
+    assert len(shown) == 4
+    assert all(line in page for line in shown)
+
+
+def test_a_gan_trains_to_the_weights_of_the_plain_loop() -> None:
+    page = (DOCS.parent / "drop_in.md").read_text(encoding="utf-8")
+    code = next(each for each in page.split("```python\n") if "generator" in each).split("```")[0]
+    nets: dict[str, Any] = {}
+    torch.manual_seed(1)
+    exec(code.partition("for batch in")[0], nets)
+    before = {name: copy.deepcopy(nets[name]) for name in ("generator", "discriminator")}
+    batches = [{"real": torch.randn(64, 8), "noise": torch.randn(64, 4)} for _ in range(3)]
+    for batch in batches:
+        for step, optimizer in (("step_d", "optimizer_d"), ("step_g", "optimizer_g")):
+            nets[optimizer].zero_grad()
+            nets[step].backward(batch)
+            nets[optimizer].step()
+    trained = {name: nets[name] for name in before}
+    nets |= before  # as the functions of the recipe see them
+    generator, discriminator = before["generator"], before["discriminator"]
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-4)
+    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4)
+    for batch in batches:
+        optimizer_d.zero_grad()
+        nets["judge"](discriminator, batch).backward()
+        optimizer_d.step()
+        optimizer_g.zero_grad()
+        nets["fool"](generator, batch).backward()
+        optimizer_g.step()
+    for name, net in before.items():
+        assert are_equal(net, trained[name]), name
+
+
+def test_a_loaders_next_batch_is_on_the_host() -> None:
+    rows = TensorDataset(torch.randn(64, 1024))
+    loader = DataLoader(rows, batch_size=16)
+    with MemoryBudget(None) as budget:
+        found = [budget.allocated_bytes for _ in budget.from_host(loader)]
+    assert found == [0] * 4
+    with MemoryBudget("40KiB"), pytest.raises(torch.OutOfMemoryError):
+        list(loader)

@@ -412,3 +412,56 @@ def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
         assert budget.allocated_bytes < 2 * held + 4096
     assert result.loss.grad_fn is None
     assert result.loss.dim() == 0
+
+
+class Squeezes(nn.Module):
+    """Loses the dimension of rows where there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x.unsqueeze(1)).squeeze()
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "which"),
+    [(5, 2, "the last microbatch has one of 5 rows"), (4, 1, "each microbatch has one of 4 rows")],
+)
+def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None:
+    microbatcher = Microbatcher(
+        Squeezes(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size, probe=False
+    )
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        microbatcher.backward((torch.randn(rows, 8), torch.randint(3, (rows,))))
+    [note] = caught.value.__notes__
+    assert note.startswith(f"automicro: {which}; ")
+    assert note.endswith("name the dimension, as in .squeeze(-1)")
+
+
+def test_an_error_that_is_not_of_shapes_gets_no_such_note() -> None:
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        raise RuntimeError("a mistake of the user's")
+
+    microbatcher = Microbatcher(nn.Linear(8, 3), forward=forward, microbatch_size=1, probe=False)
+    with pytest.raises(RuntimeError, match="a mistake") as caught:
+        microbatcher.backward(torch.randn(4, 8))
+    assert not any("squeeze" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("limit", [None, "1MiB"])
+@pytest.mark.parametrize("row", [0, 40, 63])
+def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None, row: int) -> None:
+    model = nn.Linear(8, 10)
+    optimizer = torch.optim.Adam(model.parameters())
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
+    targets = torch.randint(10, (64,))
+    targets[row] = 10
+    batch = torch.randn(64, 8), targets
+    with (
+        MemoryBudget(limit),
+        pytest.raises(IndexError, match=r"^Target 10 is out of bounds") as caught,
+    ):
+        microbatcher.backward(batch)  # a warning would be an error
+    assert not hasattr(caught.value, "__notes__")

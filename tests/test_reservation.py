@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from automicro import MemoryBudget, Microbatcher
 from automicro.optimization import OptimizerReservation, predict_step_memory
@@ -284,3 +288,44 @@ def test_training_with_a_part_that_is_seldom_used_shrinks_no_batch_for_it() -> N
         parameters_bytes,
         parameters_bytes,
     ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
+@pytest.mark.parametrize("limit", [None, "48KiB"])
+def test_hooks_of_a_step_see_the_steps_of_the_caller_alone(
+    kind: type[torch.optim.Optimizer], is_global: bool, limit: str | None
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    seen: list[str] = []
+
+    def hook(when: str) -> Any:
+        def see(stepped: Any, *_: Any) -> None:
+            assert stepped is optimizer
+            assert all(type(each) is torch.nn.Parameter for each in model.parameters())
+            seen.append(when)
+
+        return see
+
+    if is_global:
+        handles = [
+            register_optimizer_step_pre_hook(hook("pre")),
+            register_optimizer_step_post_hook(hook("post")),
+        ]
+    else:
+        handles = [
+            optimizer.register_step_pre_hook(hook("pre")),
+            optimizer.register_step_post_hook(hook("post")),
+        ]
+    microbatcher = Microbatcher(model, loss_fn=torch.nn.CrossEntropyLoss(), optimizer=optimizer)
+    batch = torch.randn(64, 8), torch.randint(3, (64,))
+    with MemoryBudget(limit):
+        for _ in range(2):
+            result = microbatcher.backward(batch)
+            assert (result.num_microbatches > 1) == (limit is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+    for handle in handles:
+        handle.remove()
+    assert seen == ["pre", "post"] * 2

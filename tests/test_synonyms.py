@@ -16,7 +16,7 @@ from automicro.trainer.composer import refuse_unknown
 from tests.config_jobs import JOB, complaint
 
 NAMES = [name for names, _ in SYNONYMS for name in names]
-EPOCHS = "it has a unit, ep for epochs: write max_duration=2ep"
+EPOCHS = "it has a unit, ep for epochs: write max_duration=3ep"
 ACCUMULATION = (
     "batches are cut into as many microbatches as memory asks for, so microbatch_size=auto is all "
     "it takes; to step once in several batches, write accumulate_batches=4"
@@ -26,33 +26,33 @@ PROCESSES = (
     "job.yaml parallel=ddp (or fsdp)"
 )
 RESUME = (
-    "write checkpoint.resume=PATH, a checkpoint or a folder of them; a run with a run_dir and "
+    "write checkpoint.resume=a, a checkpoint or a folder of them; a run with a run_dir and "
     "checkpoint={} goes on by itself when it is started again"
 )
 
 IN_CONFIGS = {
     "learning_rate=0.1": (
         "unknown key 'learning_rate' (did you mean 'optimizer.args.lr'?): it is an argument of the "
-        "optimizer: write optimizer.args.lr=0.001"
+        "optimizer: write optimizer.args.lr=0.1"
     ),
     "Learning-Rate=0.1": (
         "unknown key 'Learning-Rate' (did you mean 'optimizer.args.lr'?): it is an argument of the "
-        "optimizer: write optimizer.args.lr=0.001"
+        "optimizer: write optimizer.args.lr=0.1"
     ),
     "weight_decay=0.1": (
         "unknown key 'weight_decay' (did you mean 'optimizer.args.weight_decay'?): it is an "
-        "argument of the optimizer: write optimizer.args.weight_decay=0.01"
+        "argument of the optimizer: write optimizer.args.weight_decay=0.1"
     ),
     "batch_size=64": (
         "unknown key 'batch_size' (did you mean 'global_batch_size'?): write "
-        "global_batch_size=512, with batch_size: ${global_batch_size} under train_data.args; or "
-        "train_data.args.batch_size=512, the rows that one device loads"
+        "global_batch_size=64, with batch_size: ${global_batch_size} under train_data.args; or "
+        "train_data.args.batch_size=64, the rows that one device loads"
     ),
     "epochs=3": f"unknown key 'epochs' (did you mean 'max_duration'?): {EPOCHS}",
     "max_epochs=3": f"unknown key 'max_epochs' (did you mean 'max_duration'?): {EPOCHS}",
     "max_steps=3": (
         "unknown key 'max_steps' (did you mean 'max_duration'?): it has a unit, ba for batches: "
-        "write max_duration=500ba"
+        "write max_duration=3ba"
     ),
     "gradient_accumulation_steps=4": (
         "unknown key 'gradient_accumulation_steps' (did you mean 'microbatch_size'?): "
@@ -60,11 +60,19 @@ IN_CONFIGS = {
     ),
     "gpus=2": f"unknown key 'gpus' (did you mean 'parallel'?): {PROCESSES}",
     "devices=2": f"unknown key 'devices' (did you mean 'parallel'?): {PROCESSES}",
-    "strategy=ddp": f"unknown key 'strategy' (did you mean 'parallel'?): {PROCESSES}",
-    "num_nodes=2": f"unknown key 'num_nodes' (did you mean 'parallel'?): {PROCESSES}",
-    "accelerator=gpu": (
-        "unknown key 'accelerator' (did you mean 'device'?): write device=cuda, or leave it auto"
+    "strategy=fsdp": "unknown key 'strategy' (did you mean 'parallel'?): write parallel=fsdp",
+    "gpus=8": f"unknown key 'gpus' (did you mean 'parallel'?): {PROCESSES.replace('2', '8')}",
+    "warmup_steps=50": (
+        "unknown key 'warmup_steps' (did you mean 'scheduler'?): write scheduler={call: "
+        "automicro.schedules.cosine_with_warmup, args: {warmup: 50ba, total: 500ba}}"
     ),
+    "dtype=bfloat16": "unknown key 'dtype' (did you mean 'precision'?): write precision=bf16",
+    "epochs=1.5": (  # no epochs
+        "unknown key 'epochs' (did you mean 'max_duration'?): it has a unit, ep for epochs: write "
+        "max_duration=2ep"
+    ),
+    "num_nodes=2": f"unknown key 'num_nodes' (did you mean 'parallel'?): {PROCESSES}",
+    "accelerator=gpu": ("unknown key 'accelerator' (did you mean 'device'?): write device=cuda"),
     "resume_from=a": f"unknown key 'resume_from' (did you mean 'checkpoint.resume'?): {RESUME}",
     "ckpt_path=a": f"unknown key 'ckpt_path' (did you mean 'checkpoint.resume'?): {RESUME}",
     "fp16=true": (
@@ -92,7 +100,7 @@ def test_a_config_that_speaks_of_other_trainers_is_told_what_stands_here(
 
 
 IN_OPTIONS = {
-    "--learning-rate=0.1": "(did you mean 'optimizer.args.lr=0.001'?)",
+    "--learning-rate=0.1": "(did you mean 'optimizer.args.lr=0.1'?)",
     "--epochs": "(did you mean 'max_duration=2ep'?)",
     "--gpus=2": "(did you mean 'parallel=ddp'?)",
     "--max-duration=3ep": "(did you mean 'max_duration=3ep'?)",
@@ -125,8 +133,8 @@ IN_PYTHON = {
         "torchrun --nproc-per-node 2 train.py)"
     ),
     "ckpt_path": (
-        "here it is checkpoint (CheckpointConfig(folder=…, resume=PATH); with the folder alone, a "
-        "run goes on by itself when it is started again)"
+        "here it is checkpoint (CheckpointConfig(folder=…, resume='PATH'); with the folder alone, "
+        "a run goes on by itself when it is started again)"
     ),
 }
 
@@ -134,8 +142,17 @@ IN_PYTHON = {
 @pytest.mark.parametrize(("name", "message"), IN_PYTHON.items(), ids=IN_PYTHON)
 def test_an_argument_of_others_is_refused_with_what_stands_here(name: str, message: str) -> None:
     with pytest.raises(TypeError) as caught:
-        Trainer(**cast(dict[str, Any], {name: 1}))
+        Trainer(**cast(dict[str, Any], {name: None}))
     assert str(caught.value) == f"Trainer has no argument {name!r}: {message}"
+
+
+def test_a_value_that_was_written_comes_back() -> None:
+    with pytest.raises(TypeError) as caught:
+        Trainer(**cast(dict[str, Any], {"lr": 0.1, "num_epochs": 30, "ckpt_path": "runs/a"}))
+    said = str(caught.value)
+    assert "functools.partial(torch.optim.AdamW, lr=0.1)" in said
+    assert "'ep' for epochs: '30ep'" in said
+    assert "resume='runs/a'" in said
 
 
 @pytest.mark.parametrize("name", NAMES)

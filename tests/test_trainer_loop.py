@@ -140,6 +140,31 @@ def test_a_best_metric_saves_after_each_evaluation_that_has_it(tmp_path: Path) -
     assert sorted(int(each.name.split("-")[-1]) for each in tmp_path.iterdir()) == [3, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "remedy"),
+    [
+        (
+            "eval/acuracy",
+            {},
+            r"did you mean 'eval/accuracy'\?.* give one such as eval/loss, eval/ac",
+        ),
+        ("train/loss", {}, "give one such as eval/loss, eval/accuracy$"),
+        (
+            "eval/loss",
+            {"eval_interval": None},
+            "there is no evaluation in training: pass eval_data",
+        ),
+    ],
+)
+def test_a_best_metric_that_nothing_gives_is_refused_before_training(
+    tmp_path: Path, name: str, options: dict[str, Any], remedy: str
+) -> None:
+    config = CheckpointConfig(folder=tmp_path, keep_best=1, best_metric=name)
+    given = {"eval_dataloader": make_loader(), "metrics": {"accuracy": SumMetric()}, **options}
+    with pytest.raises(ValueError, match=rf"^checkpoint.best_metric='{name}'.*{remedy}"):
+        make_trainer(make_model(), checkpoint=config, **given)
+
+
 @pytest.mark.parametrize("event", ["batch_start", "eval_batch_end"])
 @pytest.mark.parametrize(("duration", "every"), [("8ba", "2ba"), ("2ep", "1ep"), ("4ba", "3ba")])
 def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_been(

@@ -201,8 +201,8 @@ def test_methods_of_a_callbacks_own_may_be_called_as_they_like() -> None:
 
 
 def test_early_stopping_on_what_nobody_gives_says_so_at_the_end() -> None:
-    trainer = make_trainer(make_model(), callbacks=[EarlyStopping("eval/loss")])
-    with pytest.warns(UserWarning, match=r"never saw 'eval/loss', in 1 epochs?: .*eval_dataloader"):
+    trainer = make_trainer(make_model(), callbacks=[EarlyStopping("score")])
+    with pytest.warns(UserWarning, match=r"never saw 'score', in 1 epochs?: .*eval_dataloader"):
         trainer.fit()
 
 

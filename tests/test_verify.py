@@ -143,15 +143,16 @@ def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
         return F.cross_entropy(logits, batch[1]) + 0 * logits[:, 0].sum()
 
     report = verify(Mlp(), (x(), y()), forward=mean, sizes=[6, 1])
-    assert kinds(report) == ["fails on fewer rows"]
-    assert "at most 1 row:" in report.verdict
+    assert kinds(report) == ["fails on one row"]
+    assert "fails with a microbatch of one row, and not with two: " in report.verdict
+    assert report.causes[0].remedy.startswith("give .squeeze() its dimension, as in .squeeze(-1)")
     assert max(report.parameter_errors.values()) <= report.tolerance
 
     def total(model: nn.Module, batch: Any) -> Any:
         return mean(model, batch) * len(batch[0])
 
     report = verify(Mlp(), (x(), y()), forward=total, sizes=[6, 1])
-    assert kinds(report) == ["fails on fewer rows", "loss average"]
+    assert kinds(report) == ["fails on one row", "loss average"]
     assert report.loss_average == "'none'"
 
 

@@ -92,10 +92,20 @@ def why_nothing_fits(
     if residents is not None and residents.total:
         limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
         text += f" Every size needs {format_bytes(residents.total)}{limit} for {residents}."
+    # Where more than half is taken without any row, it is not the samples that are large.
+    smaller = "shorter or smaller samples, "
+    if _is_mostly_taken(residents):
+        smaller = "" if shared else "a smaller model, "
     return (
-        f"{text} {state} {less_shared}shorter or smaller samples, activation checkpointing, "
-        f"precision='bf16', {less_state}a larger device."
+        f"{text} {state} {less_shared}{smaller}activation checkpointing, precision='bf16', "
+        f"{less_state}a larger device."
     )
+
+
+def _is_mostly_taken(residents: ResidentMemory | None) -> bool:
+    if residents is None or residents.limit is None:
+        return False
+    return residents.total > residents.limit / 2
 
 
 def _has_state(residents: ResidentMemory | None) -> bool:

@@ -1,6 +1,7 @@
 """One attempt at a step: commit it, or leave no trace of it."""
 
 import enum
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -18,6 +19,10 @@ from automicro.ranks import OneRank, Ranks, Report, Status, StrayedError
 from automicro.transaction import TouchedGradientsError, Transaction
 
 T = TypeVar("T")
+
+
+# What messages about shapes speak of.
+_SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\b", re.IGNORECASE)
 
 
 class Verdict(enum.Enum):
@@ -178,6 +183,7 @@ def _explain(error: BaseException, plan: Plan) -> None:
 
 def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     if not needs_two_rows(error):
+        _explain_squeeze(error, plan)
         return
     if sum(map(sum, plan.cuts)) == 1:
         rows = plan.num_global_rows
@@ -196,6 +202,20 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
         f"{plan.size} of {sum(map(sum, plan.cuts))} rows leave one alone; use "
         'another microbatch_size, or "auto", which leaves no row alone',
     )
+
+
+def _explain_squeeze(error: BaseException, plan: Plan) -> None:
+    """What works with several rows and not with one has lost the dimension of rows, most likely."""
+    is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
+    alone = [sizes for sizes in plan.cuts if sizes[-1] == 1 < sum(sizes)]
+    if alone and is_of_shapes and _SHAPES.search(text_of(error)):
+        which = "each microbatch has" if alone[0][0] == 1 else "the last microbatch has"
+        add_note(
+            error,
+            f"automicro: {which} one of {sum(alone[0])} rows; where more rows do not fail, a "
+            ".squeeze() without a dimension may have taken away that of the rows, too: name the "
+            "dimension, as in .squeeze(-1)",
+        )
 
 
 def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:

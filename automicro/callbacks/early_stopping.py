@@ -1,17 +1,16 @@
 """Ending training when a value no longer gets better."""
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from automicro.callbacks.arguments import read_count
 from automicro.checks import check_choice
 from automicro.events import Callback, Run
+from automicro.events.expected import IN_EVALUATION, IN_TRAINING, NO_EVALUATION
 from automicro.results import StepResult
 from automicro.warn import warn
-
-_IN_TRAINING = "train/"
-_IN_EVALUATION = "eval/"
 
 
 class EarlyStopping(Callback):
@@ -33,8 +32,9 @@ class EarlyStopping(Callback):
     Raises:
         TypeError, ValueError: arguments that make no sense.
 
-    A name that its evaluation does not give is a ``ValueError`` right after that (for training,
-    after the first epoch), with the names that there are.
+    A name that nothing gives is a ``ValueError`` before training begins. Where only values tell
+    (losses with names, metric collections), it is one right after the evaluation; for training, a
+    warning in the second batch and an error after the first epoch.
 
     Example:
         >>> stopping = EarlyStopping(monitor="eval/accuracy", mode="max", patience=2)
@@ -63,6 +63,7 @@ class EarlyStopping(Callback):
         self._is_training = False  # evaluations on their own do not count
         self._was_found = False
         self._was_loaded = False
+        self._batches = 0
 
     @property
     def best(self) -> float | None:
@@ -77,6 +78,9 @@ class EarlyStopping(Callback):
     def fit_start(self, run: Run) -> None:
         """Begin to look; a run that had ended here ends again, unless patience is greater now."""
         self._is_training = True
+        if run.expected.gives(self._monitor) is False:
+            names = [each for each in run.expected.names if each.startswith(IN_EVALUATION)]
+            self._refuse(names or None)
         if self._was_loaded and self._without_better >= self._patience:
             times = "" if self._without_better == 1 else f" {self._without_better} times in a row"
             run.stop(f"{self._monitor} was not better{times} before the run was taken up again")
@@ -98,30 +102,37 @@ class EarlyStopping(Callback):
             )
 
     def batch_end(self, run: Run, result: StepResult) -> None:
-        """Look at a value of a batch."""
-        is_of_epochs = self._monitor.removeprefix(_IN_TRAINING) in run.state.train.metrics
-        if self._monitor.startswith(_IN_TRAINING) and not is_of_epochs:
+        """Look at a value of a batch.
+
+        Warns:
+            UserWarning: nothing of training so far has that name.
+        """
+        self._batches += 1
+        if self._batches == 2:  # what others log of the first one is there
+            self._warn_of_name(run)
+        is_of_epochs = self._monitor.removeprefix(IN_TRAINING) in run.state.train.metrics
+        if self._monitor.startswith(IN_TRAINING) and not is_of_epochs:
             value = run.values.get(self._monitor)
             if value is not None:
                 self._look_at(run, value, "batch")
 
     def epoch_end(self, run: Run) -> None:
         """Look at a metric of training."""
-        if not self._monitor.startswith(_IN_TRAINING):
+        if not self._monitor.startswith(IN_TRAINING):
             return
-        metrics = {f"{_IN_TRAINING}{name}": each for name, each in run.state.train.metrics.items()}
+        metrics = {f"{IN_TRAINING}{name}": each for name, each in run.state.train.metrics.items()}
         if self._monitor in metrics:
             self._look_at(run, metrics[self._monitor], "epoch")
         elif self._monitor not in run.values:
-            of_batches = (name for name in run.values if name.startswith(_IN_TRAINING))
+            of_batches = (name for name in run.values if name.startswith(IN_TRAINING))
             self._refuse(sorted({*of_batches, *metrics}))
 
     def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
         """Look at a value of an evaluation."""
-        if self._monitor.startswith(_IN_TRAINING) or not self._is_training:
+        if self._monitor.startswith(IN_TRAINING) or not self._is_training:
             return
         found = {_logged_name(name): value for name, value in values.items()}
-        if not self._monitor.startswith(_IN_EVALUATION):
+        if not self._monitor.startswith(IN_EVALUATION):
             found |= run.values
         if self._monitor in found:
             self._was_found = True
@@ -141,7 +152,7 @@ class EarlyStopping(Callback):
 
     def _comes_later(self, run: Run, found: Mapping[str, float]) -> bool:
         """Whether the value is that of another evaluation than the one that gave these."""
-        prefixes = [f"{_IN_EVALUATION}{name}/" for name in run.evaluations if name]
+        prefixes = [f"{IN_EVALUATION}{name}/" for name in run.evaluations if name]
         its = next((prefix for prefix in prefixes if self._monitor.startswith(prefix)), None)
         return its is not None and not any(name.startswith(its) for name in found)
 
@@ -158,12 +169,31 @@ class EarlyStopping(Callback):
             verb = "was not" if self._patience == 1 else "has not been"
             run.stop(f"{self._monitor} {verb} {than} in {whats} (at last {value:.6g})")
 
-    def _refuse(self, names: list[str]) -> None:
-        raise ValueError(
-            f"there is no value called {self._monitor!r} to monitor; the names are: "
-            f"{', '.join(names) or 'none'}"
+    def _warn_of_name(self, run: Run) -> None:
+        name = self._monitor
+        is_known = name in run.values or run.expected.gives(name)
+        if is_known or not name.startswith(IN_TRAINING):
+            return
+        names = [
+            each for each in (*run.values, *run.expected.names) if each.startswith(IN_TRAINING)
+        ]
+        warn(
+            f"EarlyStopping monitors {name!r}{_did_you_mean(name, names)}, which nothing has given "
+            f"so far, and ends the run after the first epoch if nothing does; the names are: "
+            f"{', '.join(sorted(set(names)))}",
+            UserWarning,
         )
+
+    def _refuse(self, names: list[str] | None) -> None:
+        there = f"the names are: {', '.join(names)}" if names else NO_EVALUATION
+        hint = _did_you_mean(self._monitor, names or ())
+        raise ValueError(f"there is no value called {self._monitor!r} to monitor{hint}; {there}")
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(set(names)), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _logged_name(name: str) -> str:
-    return name if name.startswith(_IN_EVALUATION) else f"{_IN_EVALUATION}{name}"
+    return name if name.startswith(IN_EVALUATION) else f"{IN_EVALUATION}{name}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from automicro.checkpoints.peers import ALONE, Peers
-from automicro.errors import PeerLostError
+from automicro.errors import PeerLostError, add_note
 from automicro.torch_private import without_modes
 
 TIMEOUT_SECONDS = 600.0
@@ -58,6 +58,10 @@ class GroupPeers:
         try:
             with without_modes():
                 exchange()
+        except PeerLostError as error:  # it says who and why
+            self._broken = error
+            add_note(error, "no checkpoint was written here; the older ones are as they were")
+            raise
         except RuntimeError as error:
             self._broken = PeerLostError(
                 f"rank {self.rank} of {self.world_size} could not go on with a checkpoint: a peer "

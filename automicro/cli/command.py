@@ -95,7 +95,7 @@ def _key_meant(option: str) -> str:
     key = key.replace("-", "_")
     if key.partition(".")[0] not in KEYS:
         meant = synonym_of(key)
-        return "" if meant is None else f" (did you mean '{meant.example}'?)"
+        return "" if meant is None else f" (did you mean '{meant.with_value(value).example}'?)"
     return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"
 
 

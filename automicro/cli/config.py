@@ -79,7 +79,8 @@ class RunConfig(TrainerConfig):
         metrics: names, and nodes that each make a torchmetrics metric. Training and evaluation
             count apart. A name with null is dropped.
         update_metric: makes a function ``(metric, outputs, microbatch) -> None``, in place of
-            ``metric.update(outputs, targets)``.
+            ``metric.update(outputs, targets)``. With a fourth parameter called ``name`` it is told
+            the metric's name.
         count_tokens: makes a function ``batch -> number of tokens``, for tokens per second and
             durations in tokens, where a batch does not tell.
         global_batch_size: rows of an optimization batch in all. In ``train_data``,

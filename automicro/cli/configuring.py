@@ -39,13 +39,10 @@ def _print_keys(arguments: argparse.Namespace) -> None:
 def _print_config(arguments: argparse.Namespace) -> None:
     look_for_files(arguments.inputs, command="config")
     from automicro.cli.job import Job
-    from automicro.cli.recipe import Recipe
     from automicro.cli.writing import to_yaml
 
     job = Job(arguments.inputs, command="config")
     with job.reading() as loaded:
-        with job.making():
-            Recipe(loaded.config)
         print_yaml(to_yaml(loaded.written if arguments.set else loaded.everything))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from automicro.checkpoints import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
+from automicro.errors import PeerLostError, add_note
 from automicro.trainer.interruption import STOPPED, WITHOUT_CHECKPOINT, end_told_here
 
 
@@ -54,7 +55,7 @@ def source(checkpoint: CheckpointConfig | None) -> Path | None:
 def telling_how_to_go_on(
     checkpoint: CheckpointConfig | None, *, run_dir: str | None, inputs: Sequence[str]
 ) -> Iterator[None]:
-    """Add to the note of a run that was stopped in order what to do to go on.
+    """Say of a run that was stopped in order, or lost a rank, what to do to go on.
 
     Args:
         checkpoint: what the run was told.
@@ -70,6 +71,9 @@ def telling_how_to_go_on(
             if STOPPED in note:
                 is_saved = not note.endswith(WITHOUT_CHECKPOINT)
                 notes[place] = f"{note}: {_remedy(checkpoint, run_dir, inputs, is_saved=is_saved)}"
+        raise
+    except PeerLostError as error:
+        add_note(error, _remedy(checkpoint, run_dir, inputs, is_saved=False))
         raise
 
 

@@ -1,6 +1,7 @@
 """From a dotted path to the class or function that it names."""
 
 import builtins
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -14,6 +15,9 @@ from automicro.cli.places import is_users
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
 
+# What people write of a path, as after their imports.
+PARENTS = ("torch", "torch.nn", "torch.optim", "torch.utils", "torchmetrics", "automicro")
+ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
 # Where people mean the class to be whose name alone they write.
 USUAL = (
     "torch.nn",
@@ -75,6 +79,12 @@ def _import_top(path: str, key: str) -> Any:
                 f"{key}={path!r} is no dotted path: write the whole one, "
                 f"{' or '.join(map(repr, meant))}"
             ) from None
+        whole = _abbreviated(path)
+        if whole is not None:
+            raise ConfigError(
+                f"{key}={path!r}: there is no module {top!r} (did you mean {whole!r}?): write the "
+                f"whole path"
+            ) from None
         raise ConfigError(
             f"{key}={path!r}: there is no module {top!r}{did_you_mean(top, known)}: install it, "
             f"or put it beside the config"
@@ -102,10 +112,31 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
         if name.lower() not in classes
         or not isinstance(_own(parent).get(name), ModuleType | NoneType)
     }
+    meant = _usual_paths(part) if part == path.rpartition(".")[2] else []
+    hint = f" (did you mean {meant[0]!r}?)" if meant else did_you_mean(part, known)
     raise ConfigError(
-        f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{did_you_mean(part, known)}: "
-        f"correct the path"
+        f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
     )
+
+
+def _abbreviated(path: str) -> str | None:
+    """The whole path that somebody means who writes ``nn.Linear``; None where there is none."""
+    top, _, rest = path.partition(".")
+    wholes = [f"{parent}.{path}" for parent in PARENTS]
+    if top in ALIASES:
+        wholes.insert(0, f"{ALIASES[top]}.{rest}")
+    for whole in wholes:
+        parent, _, name = whole.rpartition(".")
+        try:
+            module = importlib.import_module(parent)
+        except ImportError:
+            continue
+        if not hasattr(module, name):
+            near = did_you_mean(name, [each for each in dir(module) if not each.startswith("_")])
+            name = near.partition("'")[2].partition("'")[0]
+        if name:
+            return f"{parent}.{name}"
+    return None
 
 
 def _own(parent: Any) -> Mapping[str, Any]:
@@ -114,7 +145,7 @@ def _own(parent: Any) -> Mapping[str, Any]:
 
 
 def _whole_paths(name: str) -> list[str]:
-    """Where a class or function of that name is: in usual modules, or in those that lie here."""
+    """Where a class or function of that name is: in modules that lie here, or in usual ones."""
     found = [
         f"{path.stem}.{name}"
         for folder in dict.fromkeys(sys.path)
@@ -122,13 +153,16 @@ def _whole_paths(name: str) -> list[str]:
         for path in sorted(Path(folder).glob("*.py"))
         if re.search(rf"^(class|def) {name}\b", _read(path), re.MULTILINE)
     ]
+    return list(dict.fromkeys(found)) or _usual_paths(name)
+
+
+def _usual_paths(name: str) -> list[str]:
+    """Where a class or function of that name is among usual modules; the first place counts."""
     for module in USUAL:
-        try:
-            if not found and callable(getattr(importlib.import_module(module), name, None)):
-                found.append(f"{module}.{name}")
-        except ImportError:
-            continue
-    return list(dict.fromkeys(found))
+        with contextlib.suppress(ImportError):
+            if callable(getattr(importlib.import_module(module), name, None)):
+                return [f"{module}.{name}"]
+    return []
 
 
 def _read(path: Path) -> str:

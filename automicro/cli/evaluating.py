@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 
 from automicro.cli.job import Job
 from automicro.cli.recipe import ONLY_FOR_TRAINING, Recipe
@@ -14,10 +15,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     job = Job(arguments.inputs, command="eval", for_ranks=True)
     # How it goes is no result: it is for whoever watches.
-    with job.reading(required=("model", "eval_data")) as loaded, results_alone(True) as results:
+    check = partial(Recipe, without=ONLY_FOR_TRAINING)
+    reading = job.reading(required=("model", "eval_data"), check=check)
+    with reading as loaded, results_alone(True) as results:
         config = replace(loaded.config, progress=loaded.config.progress and sys.stderr.isatty())
         with job.making():
-            recipe = Recipe(config, without=ONLY_FOR_TRAINING)
+            recipe = check(config)
             trainer = recipe.make_trainer(recipe.make_model())
         if config.weights is None:
             warn("the model has its initial weights: add weights=PATH to evaluate trained ones")

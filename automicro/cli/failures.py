@@ -1,17 +1,23 @@
 """How errors are shown, and with which exit code each kind ends."""
 
+import contextlib
+import json
 import os
+import re
 import select
 import signal
 import sys
+import textwrap
+import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automicro.cli.peers import has_peers
 from automicro.cli.places import IN_WORKER, is_bug_of_ours, is_refusal, librarys_place, users_place
 from automicro.cli.results import complain
 from automicro.cli.wording import as_yaml
-from automicro.errors import AutomicroError, ConfigError, DesyncError, RankError
+from automicro.errors import AutomicroError, ConfigError, DesyncError, PeerLostError, RankError
 
 if TYPE_CHECKING:
     from automicro.trainer.processes import Place
@@ -42,6 +48,7 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
         shown.__notes__ = None  # they come with the message
         print("".join(shown.format()), end="", file=sys.stderr)
     complain(text)
+    leave_for_torchrun(error, text)
     if not (debug or is_ours) and _has_more_to_show(error):
         print(DEBUG_HINT, file=sys.stderr)
     return code
@@ -56,6 +63,25 @@ def summarize_error(error: BaseException) -> str:
     if isinstance(error, AutomicroError) or is_refusal(error):
         return as_yaml(_with_notes(error))
     return "\n  ".join([_headline(error), *_notes(error), *_at(users_place(error))])
+
+
+def leave_for_torchrun(error: BaseException, text: str) -> None:
+    """Write what went wrong where torchrun looks for it, so that its summary says it.
+
+    Args:
+        error: nothing is written of one that only followed another rank's, or that all ranks have.
+        text: the message.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
+        return
+    if _is_most_likely_of_all(error):
+        return
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it is said already
+        Path(path).write_text(
+            json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
+        )
 
 
 def is_sigterm(error: BaseException) -> bool:
@@ -116,12 +142,19 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
             return True
     elif not isinstance(error, RankError) and not _is_end(error, place):
         return False
+    if isinstance(error, PeerLostError):
+        # Whoever is left has it to say: nobody knows who that will be.
+        text = "; ".join(line.strip() for line in text.splitlines())
+        named = f"rank {place.rank} of {place.world_size} "
+        complain(re.sub(rf"^rank {place.rank} (of {place.world_size} )?", named, text))
+        return True
     if " stopped after batch " in text and not place.is_first:
         return True  # in order, which the first one says
     said = _in_one_line(text)
     short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
     between = "" if short != said else ": "
     complain(f"rank {place.rank} of {place.world_size}{between}{short}")
+    leave_for_torchrun(error, text)
     return True
 
 
@@ -139,8 +172,7 @@ def _is_end(error: BaseException, place: "Place") -> bool:
 
 def _in_one_line(text: str) -> str:
     """As much of a message as one line holds: the other ranks' share of one error."""
-    said = " ".join(text.split())
-    return said if len(said) <= _SHORT else f"{said[:_SHORT]} …"
+    return textwrap.shorten(text, _SHORT, placeholder=" …")
 
 
 def _describe(error: BaseException) -> tuple[int, str]:

@@ -2,14 +2,18 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from automicro.cli.config import RunConfig
 from automicro.cli.failures import summarize_error
 from automicro.cli.inputs import split_inputs
 from automicro.cli.keys import TO_TRAIN
-from automicro.cli.loading import LoadedConfig, naming, read_config
+from automicro.cli.keys_meant import about, key_in, keys_of
+from automicro.cli.loading import LoadedConfig, read_config
+from automicro.cli.mistakes import ElsewhereError, Sources
 from automicro.cli.places import is_bug_of_ours
+from automicro.cli.recipe import Recipe
 from automicro.errors import ConfigError
 from automicro.trainer.processes import place_in_environment
 
@@ -36,19 +40,39 @@ class Job:
         self.files, self._overrides = split_inputs(inputs, command=command)
 
     @contextlib.contextmanager
-    def reading(self, required: Sequence[str] = TO_TRAIN) -> Iterator[LoadedConfig]:
+    def reading(
+        self,
+        required: Sequence[str] = TO_TRAIN,
+        *,
+        check: Callable[[RunConfig], object] = Recipe,
+    ) -> Iterator[LoadedConfig]:
         """Read the config; meanwhile modules are found beside its files, and where we are.
 
         Args:
             required: the keys that the command cannot do without.
+            check: looks at all that the command takes of it, and makes nothing.
 
         Raises:
-            ConfigError: anything wrong, or several processes where one is needed.
+            ConfigError: all that is wrong, or several processes where one is needed.
         """
+
+        def examine(config: RunConfig) -> None:
+            try:
+                check(config)
+            except Exception as error:
+                if isinstance(error, ConfigError) or is_bug_of_ours(error):
+                    raise
+                with about(*keys_of(error)):
+                    raise ElsewhereError(summarize_error(error)) from error
+
         num_processes = self._count_processes()
         with importing_beside(*self.files):
             yield read_config(
-                self.files, self._overrides, required=required, num_devices=num_processes
+                self.files,
+                self._overrides,
+                required=required,
+                num_devices=num_processes,
+                check=examine,
             )
 
     @contextlib.contextmanager
@@ -58,15 +82,18 @@ class Job:
         Raises:
             ConfigError: whatever went wrong inside, but Ctrl-C and bugs of automicro itself.
         """
-        with naming(*self.files):
-            try:
-                yield
-            except ConfigError:
+        try:
+            yield
+        except Exception as error:
+            if is_bug_of_ours(error):
                 raise
-            except Exception as error:
-                if is_bug_of_ours(error):
-                    raise
-                raise ConfigError(summarize_error(error)) from error
+            text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
+            sources = Sources(
+                files=tuple((each, {}) for each in self.files), overrides=self._overrides
+            )
+            raise ConfigError(
+                f"{sources.touching(keys_of(error) or key_in(text))}: {text}"
+            ) from error
 
     def _count_processes(self) -> int:
         try:

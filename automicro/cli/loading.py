@@ -1,8 +1,7 @@
 """From YAML files and overrides to a `RunConfig`, or one clear error."""
 
-import contextlib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from automicro.cli.keys import (
     is_made,
     wrong_type,
 )
-from automicro.cli.merging import merge
+from automicro.cli.keys_meant import about
+from automicro.cli.mistakes import load_or_tell, read_sources
 from automicro.cli.nodes import items_inside
-from automicro.cli.overrides import apply_override
 from automicro.cli.reading import read_yaml
 from automicro.cli.resolving import first_line, resolve
 from automicro.cli.sections import read_checkpoint_section, read_eval_data
@@ -98,54 +97,36 @@ def read_config(
     *,
     required: Sequence[str] = TO_TRAIN,
     num_devices: int = 1,
+    check: Callable[[RunConfig], object] = lambda config: None,
 ) -> LoadedConfig:
     """Read files, merge them, apply overrides, check it all and resolve interpolations.
 
-    Nothing is imported or made. In the arguments of the data, the batch sizes are what one device
-    loads at a time.
+    Nothing is made, and nothing imported but by ``check``. In the arguments of the data, the batch
+    sizes are what one device loads at a time.
 
     Args:
         paths: YAML files; later ones win.
         overrides: ``key=value`` each, applied in order after all files.
         required: the keys without which it is no config.
         num_devices: by how many devices an optimization batch is shared.
+        check: what else to ask of the config, such as whether what it names exists.
 
     Raises:
-        ConfigError: anything wrong, with file, key, value and remedy.
+        ConfigError: all that is wrong, with file or override, key, value and remedy.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
     ['eval_data', 'eval_interval', 'eval_microbatch_size']
     """
-    tree: dict[str, Any] = {}
-    for path in paths:
-        tree = merge(tree, read_yaml(Path(path)))
-        with naming(path):
-            _drop_nulls(tree)
-            _typed(tree)
-    for override in overrides:
-        apply_override(tree, override)
-        with naming(f"the override {override!r}"):
-            _drop_nulls(tree)
-            _typed(tree)
-    with naming(*paths):
-        _require(tree, required)
-        return _load(tree, num_devices)
+    sources = read_sources(paths, overrides, lambda path: read_yaml(Path(path)))
 
+    def load(tree: dict[str, Any], without: Collection[str]) -> LoadedConfig:
+        _typed(tree)
+        _require(tree, [key for key in required if key not in without])
+        loaded = _load(tree, num_devices)
+        check(loaded.config)
+        return loaded
 
-@contextlib.contextmanager
-def naming(*sources: object) -> Iterator[None]:
-    """Say in each `ConfigError` where what is wrong comes from.
-
-    >>> with naming("a.yaml", "b.yaml"):
-    ...     raise ConfigError("no model")
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: a.yaml + b.yaml: no model
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{' + '.join(map(str, sources))}: {error}") from error
+    return load_or_tell(sources, load, _drop_nulls)
 
 
 def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
@@ -165,11 +146,11 @@ def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
     for key, mark in MARKS.items():
         written = _replace(written, mark, f"${{{key}}}")
     config = typing.cast(RunConfig, OmegaConf.to_object(typed))
-    config = replace(
-        config,
-        eval_data=read_eval_data(config.eval_data),
-        checkpoint=read_checkpoint_section(config.checkpoint, config.run_dir),
-    )
+    with about("eval_data"):
+        eval_data = read_eval_data(config.eval_data)
+    with about("checkpoint"):
+        checkpoint = read_checkpoint_section(config.checkpoint, config.run_dir)
+    config = replace(config, eval_data=eval_data, checkpoint=checkpoint)
     return LoadedConfig(config=config, written=written)
 
 
@@ -184,14 +165,16 @@ def _resolve_data(tree: dict[str, Any], config: RunConfig, num_devices: int) -> 
     train, evaluation = dict(tree), dict(tree)
     rows, eval_rows = config.global_batch_size, config.eval_global_batch_size
     if rows is not None:
-        train["global_batch_size"] = rows_to_load(
-            rows, num_devices=num_devices, accumulate_batches=config.accumulate_batches
-        )
-        evaluation["global_batch_size"] = rows_to_load(rows, num_devices=num_devices)
+        with about("global_batch_size"):
+            train["global_batch_size"] = rows_to_load(
+                rows, num_devices=num_devices, accumulate_batches=config.accumulate_batches
+            )
+            evaluation["global_batch_size"] = rows_to_load(rows, num_devices=num_devices)
     if eval_rows is not None:
-        evaluation["eval_global_batch_size"] = rows_to_load(
-            eval_rows, num_devices=num_devices, key="eval_global_batch_size"
-        )
+        with about("eval_global_batch_size"):
+            evaluation["eval_global_batch_size"] = rows_to_load(
+                eval_rows, num_devices=num_devices, key="eval_global_batch_size"
+            )
     return {
         "train_data": _resolve(train)["train_data"],
         "eval_data": _resolve(evaluation)["eval_data"],
@@ -233,12 +216,13 @@ def _typed(tree: dict[str, Any]) -> DictConfig:
         return typing.cast(DictConfig, OmegaConf.merge(schema, tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
-        if isinstance(error, ValidationError) and key in HINTS:
-            raise wrong_type(key, tree.get(key)) from error
-        raise ConfigError(
-            f"{key}{': ' if key else ''}{first_line(error)}: correct it; an interpolation is "
-            f"written ${{name}}"
-        ) from error
+        with about(*([key] if key else [])):
+            if isinstance(error, ValidationError) and key in HINTS:
+                raise wrong_type(key, tree.get(key)) from error
+            raise ConfigError(
+                f"{key}{': ' if key else ''}{first_line(error)}: correct it; an interpolation is "
+                f"written ${{name}}"
+            ) from error
 
 
 def _drop_nulls(tree: dict[str, Any]) -> None:
@@ -266,15 +250,19 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
     for key in required:
         if key not in tree or tree[key] is None:
-            raise ConfigError(f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}")
+            with about(key):
+                raise ConfigError(
+                    f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}"
+                )
     open_keys = list(_to_fill_in(tree, ""))
     if open_keys:
         are = "is" if len(open_keys) == 1 else "are"
         them = "it" if len(open_keys) == 1 else "them"
-        raise ConfigError(
-            f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
-            f"{' '.join(f'{key}=VALUE' for key in open_keys)}"
-        )
+        with about(*open_keys):
+            raise ConfigError(
+                f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
+                f"{' '.join(f'{key}=VALUE' for key in open_keys)}"
+            )
 
 
 def _to_fill_in(value: Any, key: str) -> Iterator[str]:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from automicro.cli.dotted import import_callable
+from automicro.cli.keys_meant import about
 from automicro.cli.signatures import check_arguments
-from automicro.cli.suggestions import did_you_mean
+from automicro.cli.suggestions import as_override, did_you_mean
 from automicro.errors import ConfigError, add_note
 
 NODE_KEYS = ("call", "args")
@@ -30,10 +31,11 @@ def check_node(node: object, key: str) -> None:
         if isinstance(node, str) and "." in node:
             form = FORM.replace("dotted.path", node)
         raise ConfigError(f"{key}={show(node)} is not a mapping: {form}")
-    for name in node:
+    for name, value in node.items():
         if name not in NODE_KEYS:
             hint = did_you_mean(str(name), NODE_KEYS)
-            form = FORM if hint else f"arguments belong below it, as {key}.args.{name}"
+            below = as_override(f"{key}.args.{name}", value)
+            form = FORM if hint else f"arguments belong below it, as {below}"
             raise ConfigError(f"{key} has an unknown key {name!r}{hint}: {form}")
     if "call" not in node:
         raise ConfigError(
@@ -81,11 +83,12 @@ def prepare(node: Mapping[str, Any], key: str, *, first: Sequence[str] = ()) -> 
     """
     check_node(node, key)
     call, args = node["call"], node.get("args") or {}
-    with _noting(f"while importing {key}.call ({call})"):
+    with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
         target = import_callable(call, key=f"{key}.call")
-    check_arguments(target, call, args, key, first)
+    with about(key):
+        check_arguments(target, call, args, key, first)
     values = {name: prepare_value(value, f"{key}.args.{name}") for name, value in args.items()}
-    return functools.partial(_make, target, values, f"while making {key} ({call})")
+    return functools.partial(_make, target, values, key, call)
 
 
 def show(value: object) -> str:
@@ -152,10 +155,15 @@ def items_inside(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _make(
-    target: Callable[..., Any], values: Mapping[str, Callable[[], Any]], doing: str, *first: Any
+    target: Callable[..., Any],
+    values: Mapping[str, Callable[[], Any]],
+    key: str,
+    call: str,
+    *first: Any,
 ) -> Any:
     args = {name: value() for name, value in values.items()}
-    with _noting(doing + _describe_arguments(args) + _hint_of_numbers(args)):
+    doing = f"while making {key} ({call}){_describe_arguments(args)}{_hint_of_numbers(args)}"
+    with about(key), _noting(doing):
         return target(*first, **args)
 
 

@@ -12,6 +12,7 @@ from automicro.cli.configured_logger import ConfiguredLogger
 from automicro.cli.data import checking_data
 from automicro.cli.key_names import KEYS
 from automicro.cli.keys import LISTS
+from automicro.cli.keys_meant import about
 from automicro.cli.nodes import is_node, prepare, prepare_value
 from automicro.cli.shapes import SIZES
 from automicro.cli.values import check_values, read_checkpoint
@@ -75,7 +76,8 @@ class Recipe:
         self.make_loss_average = prepare_value(config.loss_average, "loss_average")
         self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
         if config.weights is not None:
-            check_weights_file(config.weights)
+            with about("weights"):
+                check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
         """The model, after the seed: its weights depend on the config alone.

@@ -15,6 +15,7 @@ from omegaconf.errors import (
 )
 
 from automicro.cli.key_names import KEYS
+from automicro.cli.keys_meant import about
 from automicro.cli.nodes import items_inside
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
@@ -40,35 +41,42 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     config = OmegaConf.create(tree)
     try:
         return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
-    except InterpolationToMissingValueError as error:
+    except (OmegaConfBaseException, RecursionError) as error:
+        with about(*filter(None, [getattr(error, "full_key", None)])):
+            _refuse(error, tree)
+        raise
+
+
+def _refuse(error: Exception, tree: dict[str, Any]) -> None:
+    """Say which interpolation stands for nothing, and why."""
+    key = getattr(error, "full_key", None)
+    if isinstance(error, InterpolationToMissingValueError):
         wanted = first_line(error).rpartition(": ")[2]
         raise ConfigError(
-            f"{error.full_key} refers to ${{{wanted}}}, which is not set: write {wanted}: … at "
-            f"the top level"
+            f"{key} refers to ${{{wanted}}}, which is not set: write {wanted}: … at the top level"
         ) from error
-    except InterpolationKeyError as error:
+    if isinstance(error, InterpolationKeyError):
         wanted = first_line(error).split("'")[1]
         known = [*_all_keys(tree), *KEYS]
         raise ConfigError(
-            f"{error.full_key} refers to ${{{wanted}}}, which does not exist"
-            f"{did_you_mean(wanted, known)}: use a key of the config, from its top level"
+            f"{key} refers to ${{{wanted}}}, which does not exist{did_you_mean(wanted, known)}: "
+            f"use a key of the config, from its top level"
         ) from error
-    except UnsupportedInterpolationType as error:
+    if isinstance(error, UnsupportedInterpolationType):
         wanted = first_line(error).rpartition(" ")[2]
         raise ConfigError(
-            f"{error.full_key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, "
-            f"${{oc.env:NAME}} or ${{now:%Y-%m-%d}}"
+            f"{key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, ${{oc.env:NAME}} or "
+            f"${{now:%Y-%m-%d}}"
         ) from error
-    except (OmegaConfBaseException, RecursionError) as error:
-        circle = _circle(tree)
-        if circle:
+    circle = _circle(tree)
+    if circle:
+        with about(*circle):
             raise ConfigError(
                 f"{' → '.join(circle)}: these refer to each other in a circle: give one of them a "
                 f"value"
             ) from error
-        if isinstance(error, RecursionError):
-            raise
-        raise ConfigError(f"{error.full_key}: {first_line(error)}: correct it") from error
+    if not isinstance(error, RecursionError):
+        raise ConfigError(f"{key}: {first_line(error)}: correct it") from error
 
 
 def _all_keys(tree: Any, way: str = "") -> list[str]:

@@ -8,6 +8,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.cli.config import SECTIONS, CallConfig, EvaluatorConfig
 from automicro.cli.keys import keys_inside, wrong_type
+from automicro.cli.keys_meant import about
 from automicro.cli.nodes import (
     FORM,
     NODE_KEYS,
@@ -56,7 +57,8 @@ def check_eval_data(value: object, key: str = "eval_data") -> None:
                 f"logged as eval/name/loss"
             )
         if each is not None and not is_interpolation(each):
-            _check_evaluation(each, f"{key}.{name}")
+            with about(f"{key}.{name}"):
+                _check_evaluation(each, f"{key}.{name}")
 
 
 def check_metrics(metrics: object, key: str) -> None:
@@ -73,7 +75,8 @@ def check_metrics(metrics: object, key: str) -> None:
             f"{{…}}}}}}, or {{}} for none"
         )
     for name, node in metrics.items():
-        check_node(node, f"{key}.{name}")
+        with about(f"{key}.{name}"):
+            check_node(node, f"{key}.{name}")
 
 
 def check_size(value: object, key: str) -> None:
@@ -110,15 +113,17 @@ def read_section(values: Mapping[str, Any], section: str, key: str | None = None
     for name in values:
         if name not in known:
             hint = did_you_mean(str(name), known)
-            raise ConfigError(
-                f"{key} has an unknown key {name!r}{hint}: use some of {', '.join(known)}"
-            )
+            with about(f"{key}.{name}"):
+                raise ConfigError(
+                    f"{key} has an unknown key {name!r}{hint}: use some of {', '.join(known)}"
+                )
     schema = OmegaConf.structured(SECTIONS[section])
     try:
         merged = OmegaConf.merge(schema, dict(values))
     except ValidationError as error:
         name = str(error.full_key)
-        raise wrong_type(f"{key}.{name}", values.get(name), f"{section}.{name}") from error
+        with about(f"{key}.{name}"):
+            raise wrong_type(f"{key}.{name}", values.get(name), f"{section}.{name}") from error
     except OmegaConfBaseException as error:
         said = str(error).partition("\n")[0]
         raise ConfigError(

@@ -7,9 +7,10 @@ from typing import Any
 from automicro.cli.config import CallConfig
 from automicro.cli.key_names import KEYS
 from automicro.cli.keys import LISTS, alternatives, keys_inside, wrong_type
+from automicro.cli.keys_meant import about
 from automicro.cli.nodes import check_node, items_inside, show
 from automicro.cli.sections import check_checkpoint, check_eval_data, check_metrics, check_size
-from automicro.cli.suggestions import did_you_mean
+from automicro.cli.suggestions import as_override, did_you_mean
 from automicro.errors import ConfigError
 from automicro.synonyms import synonym_of
 
@@ -42,35 +43,45 @@ def check_shapes(tree: Mapping[str, Any]) -> None:
     >>> check_shapes({"model": {"call": "torch.nn.Linear"}, "compile": True})
     """
     for key, value in tree.items():
-        if key not in KEYS:
-            raise ConfigError(_unknown_key(key, tree))
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            continue
-        if value is None and (NoneType in alternatives(key) or key in OF_SECTIONS):
-            continue
-        if CallConfig in alternatives(key):
-            check_node(value, key)
-        elif key in SIZES:
-            check_size(value, key)
-        elif key == "metrics":
-            check_metrics(value, key)
-        elif key in LISTS:
-            _check_list(value, key)
-        elif key in OF_SECTIONS:
-            OF_SECTIONS[key](value)
-        elif key == "parameter_groups":
-            _check_groups(value)
-        elif not _may_be(value, key):
-            raise wrong_type(key, value)
+        with about(key):
+            if key not in KEYS:
+                raise ConfigError(_unknown_key(key, tree))
+            _check_shape(value, key)
+
+
+def _check_shape(value: Any, key: str) -> None:
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        return
+    if value is None and (NoneType in alternatives(key) or key in OF_SECTIONS):
+        return
+    if CallConfig in alternatives(key):
+        check_node(value, key)
+    elif key in SIZES:
+        check_size(value, key)
+    elif key == "metrics":
+        check_metrics(value, key)
+    elif key in LISTS:
+        _check_list(value, key)
+    elif key in OF_SECTIONS:
+        OF_SECTIONS[key](value)
+    elif key == "parameter_groups":
+        _check_groups(value)
+    elif not _may_be(value, key):
+        raise wrong_type(key, value)
 
 
 def _unknown_key(key: object, tree: Mapping[str, Any]) -> str:
+    value = tree[key]  # type: ignore[index]
     meant = synonym_of(key)
     if meant is not None:
+        meant = meant.with_value(value)
         return f"unknown key {key!r} (did you mean {meant.key!r}?): {meant.config}"
     below = [f"{each}.{key}" for each in OF_SECTIONS if key in keys_inside(each)]
     below = below or _places_of(key, tree)
-    hint = did_you_mean(str(key), KEYS) if not below else f" (did you mean {below[0]!r}?)"
+    if below:
+        said = f"unknown key {key!r} (did you mean {below[0]!r}?)"
+        return f"{said}: write {as_override(below[0], value)}"
+    hint = did_you_mean(str(key), KEYS)
     return f"unknown key {key!r}{hint}: {'correct it' if hint else NO_KEYS_OF_ITS_OWN}"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
+from automicro.synonyms import synonym_of
 
 # Keys for functions that are called later, with what only training knows.
 TAKE_DATA = ("loss", "forward", "update_metric", "count_tokens", "loss_average")
@@ -63,10 +64,11 @@ def check_arguments(
                 f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
                 f"remove it"
             )
-        if name not in names and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise ConfigError(
-                f"{key}: {call} takes no argument {name!r}{did_you_mean(name, names)}: {known}"
-            )
+    unknown = [name for name in args if name not in names]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        said = ", ".join(f"{name!r}{_meant(name, names)}" for name in unknown)
+        arguments = "argument" if len(unknown) == 1 else "arguments"
+        raise ConfigError(f"{key}: {call} takes no {arguments} {said}: {known}")
     required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
     missing = [name for name in required if name not in args]
     nameless = [
@@ -79,6 +81,12 @@ def check_arguments(
     if missing or nameless:
         needs = f"{key}: {call} needs {', '.join(map(repr, [*nameless, *missing]))}"
         raise ConfigError(f"{needs}: {_remedy(target, call, key, missing, nameless, known)}")
+
+
+def _meant(name: str, names: Sequence[str]) -> str:
+    synonym = synonym_of(name)
+    ours = "" if synonym is None else synonym.key.rpartition(".")[2]
+    return f" (did you mean {ours!r}?)" if ours in names else did_you_mean(name, names)
 
 
 def _remedy(

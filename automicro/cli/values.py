@@ -8,6 +8,7 @@ from automicro.checkpoints import CheckpointConfig
 from automicro.checks import GRADIENT_SUMS, check_choice, check_precision_name
 from automicro.cli.config import EvaluatorConfig, RunConfig
 from automicro.cli.keys import LOSS_AVERAGES
+from automicro.cli.keys_meant import about
 from automicro.cli.nodes import is_node, show
 from automicro.cli.wording import as_yaml
 from automicro.compilation import check_compile
@@ -54,19 +55,27 @@ def read_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     if values is None:
         return None
     if values["folder"] is None:
-        raise ConfigError(
-            "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, where "
-            "they lie in checkpoints then"
-        )
+        with about("checkpoint"):
+            raise ConfigError(
+                "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, "
+                "where they lie in checkpoints then"
+            )
     if values["interval"] is not None:
         _check("checkpoint.interval", values["interval"], _duration("checkpoint.interval"))
     try:
         return CheckpointConfig(**values)
     except ValueError as error:
-        raise ConfigError(f"checkpoint.{as_yaml(str(error))}") from error
+        said = f"checkpoint.{as_yaml(str(error))}"
+        with about(said.partition("=")[0]):
+            raise ConfigError(said) from error
 
 
 def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
+    with about(key):
+        _check_one(key, value, read)
+
+
+def _check_one(key: str, value: Any, read: Callable[[Any], object]) -> None:
     try:
         read(value)
     except ConfigError:

@@ -1,6 +1,7 @@
 """What ``automicro verify`` finds out: whether splitting changes a model's gradient."""
 
 import argparse
+from functools import partial
 
 from automicro.checks import check_model
 from automicro.cli.config import RunConfig
@@ -72,7 +73,8 @@ def _examine(subject: _Subject) -> VerifyReport:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     job = Job(arguments.inputs, command="verify")
-    with job.reading(required=("model", "train_data")) as loaded:
+    check = partial(Recipe, without=UNUSED)
+    with job.reading(required=("model", "train_data"), check=check) as loaded:
         with job.making():
             subject = _Subject(loaded.config)
         try:

@@ -65,7 +65,7 @@ def _import_sklearn() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(
             "the digits come with scikit-learn, which is not installed: "
-            "run pip install 'automicro[demo]'"
+            "run pip install scikit-learn"
         ) from error
     return datasets, model_selection
 

@@ -245,7 +245,7 @@ class CoordinatedRanks:
                 guard.play_rest()
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
-                self._votes.give_up(error, "the collectives of a failed attempt")
+                self._votes.give_up(error, "the collectives of a batch")
             raise RankError(
                 f"rank {self.rank} ran out of memory again while it took part in the collectives "
                 "that its peers still wait for, so they cannot be told; start again from the last "

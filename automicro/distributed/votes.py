@@ -364,11 +364,11 @@ class Votes:
         elif missing is None:
             who = "a peer is gone, and so is the store in which the others could have signed"
         else:
-            who = "all ranks are still there, so one was too late or the network failed"
+            who = f"all ranks are still there, so one was too late or the network failed ({error})"
         self._broken = PeerLostError(
-            f"rank {self.rank} could not go on at {point!r}: {who} ({error}). Nothing can be "
-            "retried without all ranks: start again from the last checkpoint; the log of the "
-            "missing rank, or the kernel's (out of memory on the host), has the cause."
+            f"rank {self.rank} could not go on at {point!r}: {who}. Nothing can be retried without "
+            "all ranks: start again from the last checkpoint; the log of the missing rank, or the "
+            "kernel's (out of memory on the host), has the cause"
         )
         raise self._broken from error
 

@@ -2,6 +2,7 @@
 
 from automicro.events.callback import Callback
 from automicro.events.dispatch import EVENTS, STEP_EVENTS, Callbacks
+from automicro.events.expected import ExpectedValues
 from automicro.events.run import Run
 from automicro.events.state import Cut, GlobalBatch, LoopState, PhaseState
 
@@ -11,6 +12,7 @@ __all__ = [
     "Callback",
     "Callbacks",
     "Cut",
+    "ExpectedValues",
     "GlobalBatch",
     "LoopState",
     "PhaseState",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from automicro.duration import Duration
+from automicro.events.expected import ExpectedValues
 from automicro.events.state import LoopState
 from automicro.microbatcher import Microbatcher
 
@@ -50,6 +51,7 @@ class Run:
         self._unlogged: dict[str, float] = {}
         self._stop_reason: str | None = None
         self._wants_checkpoint = False
+        self._expected = ExpectedValues()
 
     @property
     def state(self) -> LoopState:
@@ -102,6 +104,11 @@ class Run:
         return MappingProxyType(self._logged)
 
     @property
+    def expected(self) -> ExpectedValues:
+        """The names of values that will be logged, as far as they are known."""
+        return self._expected
+
+    @property
     def stop_reason(self) -> str | None:
         """Why training ends after this batch; None while nobody asked for it."""
         return self._stop_reason
@@ -133,6 +140,10 @@ class Run:
     def save_checkpoint(self) -> None:
         """Ask for a checkpoint after this batch, where the run makes any."""
         self._wants_checkpoint = True
+
+    def expect(self, values: ExpectedValues) -> None:
+        """For the trainer: say which values there will be."""
+        self._expected = values
 
     def take_unlogged(self) -> dict[str, float]:
         """For the trainer: the values since this was last called."""

@@ -49,7 +49,7 @@ class TensorBoardLogger:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError(
                 "TensorBoardLogger needs the package tensorboard, which is not installed: "
-                "pip install 'automicro[loggers]'"
+                "pip install tensorboard"
             )
         self._folder = Path(folder)
         self._file: AppendFile | None = None

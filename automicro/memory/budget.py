@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from automicro.byte_sizes import format_bytes, parse_bytes
 from automicro.memory.compiled import refuse_compiled
 from automicro.memory.counting import CountingMode
 from automicro.memory.ledger import Change
+
+T = TypeVar("T")
 
 
 class _Entered(threading.local):
@@ -46,7 +48,7 @@ class MemoryBudget:
     ``torch.OutOfMemoryError``, as a device would. With ``None`` for a limit it only measures.
 
     What exists before is counted when an operation first sees it, or with `track`. Host and device
-    are one here, so say what lies on the host: `host` and `transfer`.
+    are one here, so say what lies on the host: `host`, `from_host` and `transfer`.
 
     What it does not see: other threads (a dispatch mode belongs to a thread, and the count has no
     lock), workspaces inside kernels (a convolution's true peak is about an eighth higher), tensors
@@ -177,6 +179,24 @@ class MemoryBudget:
         """
         with self._mode.ledger.placing(on_host=True):
             yield
+
+    def from_host(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what a loader gives, as lying on the host: no batch of it is counted.
+
+        >>> with MemoryBudget("1KiB") as budget:
+        ...     for batch in budget.from_host(torch.zeros(1000) for _ in range(3)):
+        ...         print(budget.allocated_bytes, end=" ")
+        0 0 0
+        """
+        with self.host():
+            batches = iter(loader)
+        end = object()
+        while True:
+            with self.host():
+                batch = next(batches, end)
+            if batch is end:
+                return
+            yield cast(T, batch)
 
     def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor from the host to the device, as ``tensor.to(device)`` would.

@@ -13,7 +13,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.trainer.alike import require_alike
 from automicro.trainer.arguments import in_tokens, read_count, read_norm, read_time
 from automicro.trainer.building import SchedulerOrFactory, build_scheduler
-from automicro.trainer.checkpointing import Checkpointer, read_checkpoint
+from automicro.trainer.checkpointing import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.composer_schedules import read_schedule
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.evaluation_plan import EvaluationPlan
@@ -121,6 +121,7 @@ def assemble_fit(
     feed = Feed(loader, "train_dataloader", has_peers=ranks.world_size > 1)
     plan = EvaluationPlan(evaluations, state=state, callbacks=callbacks, recorder=recorder, run=run)
     config = read_checkpoint(checkpoint)
+    check_best_metric(config, run.expected)
     checkpointer = None
     if config is not None:
         parts = {

@@ -1,5 +1,6 @@
 """When checkpoints are saved, and going on from one."""
 
+import difflib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from automicro.checkpoints import (
 from automicro.duration import Duration
 from automicro.errors import CheckpointError, CheckpointWarning, RankError
 from automicro.events import Callbacks, LoopState, Run
+from automicro.events.expected import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.oom import once_more
 from automicro.trainer.interval import Interval
 from automicro.trainer.progress import Progress
@@ -44,6 +46,28 @@ def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
     raise TypeError(
         f"checkpoint is {checkpoint!r}; pass CheckpointConfig(folder=…), or None for no checkpoints"
     )
+
+
+def check_best_metric(config: CheckpointConfig | None, expected: ExpectedValues) -> None:
+    """Refuse a metric to keep the best by that no evaluation in training gives.
+
+    Raises:
+        ValueError: names it, and those that there are.
+
+    >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
+    """
+    if config is None or not config.keep_best:
+        return
+    name = config.best_metric
+    if expected.gives(name) is False or not name.startswith(IN_EVALUATION):
+        there = [each for each in expected.names if each.startswith(IN_EVALUATION)]
+        near = difflib.get_close_matches(name, there, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"checkpoint.best_metric={name!r}{hint} is no value of an evaluation in training, and "
+            f"keep_best={config.keep_best} keeps by such: "
+            + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
+        )
 
 
 class Checkpointer:

@@ -296,7 +296,7 @@ def refuse_unknown(arguments: Mapping[str, object], *, kind: type) -> None:
     if not unknown:
         return
     own = [name for name in parameters if name != "self"]
-    lines = [f"{name!r}{_describe(name, own)}" for name in unknown]
+    lines = [f"{name!r}{_describe(name, own, value=arguments[name])}" for name in unknown]
     if len(lines) == 1:
         raise TypeError(f"{kind.__name__} has no argument {lines[0]}")
     raise TypeError(f"{kind.__name__} has no arguments\n  " + "\n  ".join(lines))
@@ -413,7 +413,11 @@ def read_more(duration: Any) -> Duration:
 
 
 def _describe(
-    name: str, own: Collection[str], counterparts: Mapping[str, Counterpart] = COUNTERPARTS
+    name: str,
+    own: Collection[str],
+    counterparts: Mapping[str, Counterpart] = COUNTERPARTS,
+    *,
+    value: object = None,
 ) -> str:
     counterpart = counterparts.get(name)
     if counterpart is not None:
@@ -423,6 +427,7 @@ def _describe(
         return f": Composer's; here it is {counterpart.ours} ({hint})"
     synonym = synonym_of(name)
     if synonym is not None:
+        synonym = synonym.with_value(value)
         return f": here it is {synonym.argument} ({synonym.python})"
     near = difflib.get_close_matches(name.lower(), own, n=1)
     if near:

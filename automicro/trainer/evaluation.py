@@ -3,14 +3,15 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from automicro.duration import Duration, read_duration
-from automicro.events import Callbacks, PhaseState, Run
+from automicro.events import Callbacks, ExpectedValues, PhaseState, Run
 from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.results import EvalResult
@@ -311,6 +312,23 @@ class EvaluationFactory:
             interval=interval,
             loader_name=loader_name,
         )
+
+
+def expected_values(
+    training: MetricSet, evaluations: Sequence[Evaluation], *, loss_fn: object
+) -> ExpectedValues:
+    """Which values a run will log, as far as that is known.
+
+    Args:
+        training: the metrics of training.
+        evaluations: those that there are; some never happen in training.
+        loss_fn: as the Trainer was given it.
+    """
+    return ExpectedValues(
+        evaluations={each.name: each.metrics.names for each in evaluations if each.happens_at_end},
+        training=training.names,
+        has_one_loss=type(loss_fn).__module__ == nn.MSELoss.__module__,
+    )
 
 
 def _is_inherited(value: object) -> bool:

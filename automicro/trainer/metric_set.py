@@ -65,6 +65,15 @@ class MetricSet:
         self._known = [metric for metric in each.values() if is_of_torchmetrics(metric)]
         self._states = {name: MetricState(metric) for name, metric in each.items()}
 
+    @property
+    def names(self) -> list[str] | None:
+        """The names of all values, or what these begin with; None where only values tell.
+
+        >>> MetricSet(None, torch.device("cpu")).names
+        []
+        """
+        return None if "" in self._by_name else list(self._by_name)
+
     def reset(self) -> None:
         """Count from zero."""
         for metric in self._by_name.values():

@@ -37,7 +37,7 @@ from automicro.trainer.composer_data import (
 )
 from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import seed_everything
-from automicro.trainer.evaluation import EvaluationFactory
+from automicro.trainer.evaluation import EvaluationFactory, expected_values
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.lines import RunSettings
 from automicro.trainer.loading import check_loader, check_passes
@@ -142,7 +142,7 @@ class Trainer:
         eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
             ``"1e6tok"``, or None for never. With an interval, it also does at the end.
         batch_layout: which dimension holds the rows, and what is shared.
-        update_metric: ``update_metric(metric, outputs, microbatch)``.
+        update_metric: ``update_metric(metric, outputs, microbatch)``; see `Microbatcher`.
         count_tokens: ``count_tokens(batch)`` gives the number of tokens in a batch of the loader,
             for durations in tokens and tokens per second. Without it they are the sum of
             ``attention_mask``, or the elements of ``input_ids``.
@@ -196,7 +196,7 @@ class Trainer:
         progress: bool = True,
         eval_interval: str | Duration | None = "1ep",
         batch_layout: int | Mapping[str, Any] = 0,
-        update_metric: Callable[[Any, Any, Any], None] | None = None,
+        update_metric: Callable[..., None] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         probe: bool = True,
         remember_sizes: bool = True,
@@ -300,6 +300,8 @@ class Trainer:
         )
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
+        of_training = MetricSet(metrics, device)
+        self._run.expect(expected_values(of_training, self._evaluations, loss_fn=loss_fn))
         if train_dataloader is not None:
             train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
@@ -318,7 +320,7 @@ class Trainer:
             recorder=self._recorder,
             evaluations=self._evaluations,
             interval=every,
-            metrics=MetricSet(metrics, device),
+            metrics=of_training,
             checkpoint=checkpoint,
             max_time=max_time,
             settings=RunSettings(

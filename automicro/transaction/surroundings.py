@@ -245,7 +245,7 @@ def _is_light(value: Any) -> bool:
             continue
         elif isinstance(each, Mapping):
             waiting += [(part, depth - 1) for part in each.values()]
-        elif isinstance(each, list | tuple | set | frozenset):
+        elif isinstance(each, list | tuple | set | frozenset | deque):
             waiting += [(part, depth - 1) for part in each]
         elif hasattr(each, "__iter__") and not isinstance(each, str | bytes):
             return False  # loaders and files have a life of their own

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from automicro.errors import AutomicroError
+from automicro.batchnorm import needs_two_rows
+from automicro.errors import AutomicroError, describe_error
 from automicro.forward import Convention, choose_convention
 from automicro.oom import Failure, classify
 from automicro.probe.averages import Candidate, candidates, expression
@@ -135,10 +136,9 @@ class Diagnosing:
 
     def _search(self, still: Conditions) -> tuple[Candidate | None, list[Finding]]:
         """Another average that is exact, or else what kind of loss it is."""
-        name = self._laboratory.subject.loss_name
         rows = measure(self._laboratory, still, sorted(choose(self._laboratory).rows))
         if isinstance(rows, str):
-            return None, [findings.fails_on_fewer_rows(name, 1, rows)]
+            return None, [failure_on_fewer_rows(self._laboratory, still, 1, rows)]
         found = self._fitting_candidate(still, rows)
         if found is not None:
             return found, [self._loss_average(still, found)]
@@ -253,3 +253,32 @@ class Diagnosing:
             if classify(error) is not Failure.UNRELATED:
                 raise
             return []
+
+
+def failure_on_fewer_rows(
+    laboratory: Laboratory, conditions: Conditions, size: int, failure: str
+) -> Finding:
+    """Why a forward or a loss fails with fewer rows: the number, or that it is one.
+
+    Args:
+        laboratory: where to try one row and two.
+        conditions: under which it failed.
+        size: rows of the microbatches that failed, at most.
+        failure: what it said.
+    """
+    name = laboratory.subject.loss_name
+    if _failure_of(laboratory, conditions, [0, 1]) is None:
+        alone = _failure_of(laboratory, conditions, [0])
+        if alone is not None:
+            return findings.fails_on_one_row(name, alone)
+    return findings.fails_on_fewer_rows(name, size, failure)
+
+
+def _failure_of(laboratory: Laboratory, conditions: Conditions, rows: Sequence[int]) -> str | None:
+    try:
+        laboratory.whole(conditions, rows)
+    except Exception as error:
+        if classify(error) is not Failure.UNRELATED:
+            raise
+        return None if needs_two_rows(error) else describe_error(error)
+    return None

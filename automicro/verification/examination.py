@@ -11,7 +11,7 @@ from automicro.oom import Failure, classify
 from automicro.probe.measured import loss_error, relative_errors
 from automicro.slicing import balanced_sizes
 from automicro.verification import findings
-from automicro.verification.diagnose import Diagnosing, Diagnosis
+from automicro.verification.diagnose import Diagnosing, Diagnosis, failure_on_fewer_rows
 from automicro.verification.laboratory import Conditions, Laboratory
 from automicro.verification.observe import Observation
 from automicro.verification.report import (
@@ -156,8 +156,8 @@ class Examination:
 
     def _with_failure(self, diagnosis: Diagnosis, broken: Comparison) -> Diagnosis:
         """A diagnosis of the sizes that ran, and that another one fails."""
-        failure = findings.fails_on_fewer_rows(
-            self.laboratory.subject.loss_name, broken.microbatch_size, broken.failure
+        failure = failure_on_fewer_rows(
+            self.laboratory, self.conditions, broken.microbatch_size, broken.failure
         )
         others = [cause for cause in diagnosis.causes if cause.kind != failure.kind]
         return replace(diagnosis, causes=[failure, *others])

@@ -128,6 +128,18 @@ def fails_on_fewer_rows(loss_name: str, size: int, failure: str) -> Finding:
     )
 
 
+def fails_on_one_row(loss_name: str, failure: str) -> Finding:
+    """A forward or a loss that only works on several rows."""
+    return Finding(
+        kind="fails on one row",
+        names=(loss_name,),
+        text=f"the forward or the loss ({loss_name}) fails with a microbatch of one row, and not "
+        f"with two: {failure}",
+        remedy="give .squeeze() its dimension, as in .squeeze(-1): without one it takes away that "
+        f"of the rows, too, where there is one row; or {KEEP_WHOLE}",
+    )
+
+
 def unknown() -> Finding:
     """Nothing that was tried explains the difference."""
     return Finding(

@@ -19,9 +19,9 @@ class Finding:
     Attributes:
         kind: what it is about, in a word or two: ``"batchnorm"``, ``"buffers"``, ``"attributes"``,
             ``"loss average"``, ``"class weights"``, ``"across rows"`` (a module),
-            ``"compares rows"`` (the loss), ``"fails on fewer rows"``, ``"input written"``,
-            ``"random"``, ``"non-deterministic"``, ``"batch"``, ``"mode"``, ``"loss value"`` or
-            ``"unknown"``.
+            ``"compares rows"`` (the loss), ``"fails on fewer rows"``, ``"fails on one row"``,
+            ``"input written"``, ``"random"``, ``"non-deterministic"``, ``"batch"``, ``"mode"``,
+            ``"loss value"`` or ``"unknown"``.
         names: layers, buffers, attributes, leaves of the batch or the loss, whichever it is about.
         text: what was found.
         evidence: the experiment that shows it, where there was one.

@@ -174,6 +174,9 @@ def test_an_error_names_its_rank_and_the_others_end_in_a_line(tmp_path: Path) ->
     assert run.process.returncode == 1
     assert "automicro: the run failed: KeyError: 'row 70 is broken'" in said
     assert "this happened on rank 1 of 2" in said
+    root_cause = said.partition("Root Cause")[2]  # torchrun's summary
+    assert "rank      : 1 " in root_cause
+    assert "KeyError: 'row 70 is broken'" in root_cause
     assert "automicro: rank 0 of 2 stops because another rank failed: rank 1: KeyError" in said
     ours = said.partition("torch/distributed/elastic")[0]
     assert "Traceback" not in ours
@@ -197,6 +200,31 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Path, rank:
     said = run.end()
     assert len(re.findall(r"(?m)^automicro: SIGTERM: stopped after batch \d+, saved in", said)) == 1
     assert len(list(tmp_path.glob("runs/*/checkpoints/*-step-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        (["checkpoint={interval: 2ba}"], "the same command with run_dir=runs/"),
+        ([], "the same command begins anew; with checkpoint={} it can go on"),
+    ],
+    ids=["with checkpoints", "without"],
+)
+def test_who_outlives_a_killed_rank_says_it_whole_and_how_to_go_on(
+    tmp_path: Path, options: list[str], end: str
+) -> None:
+    run = Run(tmp_path, "parallel=ddp", "max_duration=500ep", *options, processes=2, SLOW="0.02")
+    run.wait_for("epoch 1/500")
+    while options and not list(tmp_path.glob("runs/*/checkpoints/*-step-*/")):
+        assert run.process.poll() is None
+    run.signal_rank(1, signal.SIGKILL)
+    said = run.end()
+    assert run.process.returncode == 1
+    [line] = re.findall(r"(?m)^automicro: (rank 0 of 2 could not go on at .*)$", said)
+    assert "rank 1 of 2 gone or stuck. Nothing can be retried without all ranks: " in line
+    assert "failed attempt" not in line
+    assert end in line
+    assert line.endswith("it can go on" if not options else "goes on from there")
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_been(
