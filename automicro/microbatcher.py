@@ -119,6 +119,9 @@ class Microbatcher:
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same
             model on the same device found, and leaves its own for the next; see
             ``automicro cache``.
+        repeatable: whether sizes may not depend on how long attempts took. Without it, a size at
+            which CUDA's allocator had to free its cache is given up for a smaller one that is
+            measured faster, in one run and perhaps not in the next.
 
     Attributes:
         wants_to_stop: set it on any rank to ask for the end of the run: the next batch is still
@@ -153,6 +156,7 @@ class Microbatcher:
         probe: bool = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
+        repeatable: bool = False,
     ) -> None:
         check_model(model)
         self._model = model
@@ -180,6 +184,7 @@ class Microbatcher:
             eval_microbatch_size=eval_microbatch_size,
             strict_divisible=strict_divisible,
             remember_sizes=remember_sizes,
+            repeatable=repeatable,
             optimizer=innermost,
             precision=precision,
             layout=self._layout,
@@ -390,6 +395,7 @@ class Microbatcher:
                 rows, contents = self._read(batches)
                 self._passes.check_form(batches, rows)
                 policy = self._split_guard.allowed_policy(self._train.policy)
+                self._split_guard.settle_measuring(policy)
                 could_split = self._split_guard.could_split(policy, rows)
                 denominators = {}
                 if not self._ranks.is_alone:
@@ -528,6 +534,7 @@ class Microbatcher:
                     self._passes.check_form(batches, rows)
                 if self._ranks.is_alone and is_lazy(self._modules):
                     self._materialize(batch)
+                self._split_guard.settle_measuring(self._eval.policy)
                 if (
                     not predicts
                     and batches

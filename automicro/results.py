@@ -30,6 +30,9 @@ class StepResult:
         is_committed: False where the caller did not accept the loss, and all was rolled back.
         recalled_size: rows that an earlier run found, where this batch was the first to start
             from them.
+        is_measuring: whether the batch was cut smaller than fits, only to measure what rows need.
+        grown_from: rows that had been known to fit, where this batch was the first that fitted
+            with more after memory had run out.
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
         loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
             ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
@@ -46,6 +49,8 @@ class StepResult:
     failed_sizes: tuple[int, ...] = ()
     is_committed: bool = True
     recalled_size: int | None = None
+    is_measuring: bool = False
+    grown_from: int | None = None
     stops: bool = False
     loss_average_is: str = "unchecked"
     outputs: Any = None
@@ -76,6 +81,8 @@ class EvalResult:
         denominators: what the losses were divided by, by name, or one for all under ``""``; None
             for a sum. With them the losses of several batches add up exactly; see `LossMean`.
         recalled_size: as in `StepResult`.
+        is_measuring: as in `StepResult`.
+        grown_from: as in `StepResult`.
         stops: as in `StepResult`.
         carry: as in `StepResult`.
     """
@@ -91,6 +98,8 @@ class EvalResult:
     failed_sizes: tuple[int, ...] = ()
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
     recalled_size: int | None = None
+    is_measuring: bool = False
+    grown_from: int | None = None
     stops: bool = False
     carry: Any = None
 

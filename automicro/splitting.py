@@ -55,6 +55,14 @@ class SplitGuard:
             "microbatch_size=None or batchnorm='disable'"
         )
 
+    def settle_measuring(self, policy: Policy) -> None:
+        """Keep a policy from cutting a batch smaller only to measure, where layers average over it.
+
+        Call it before each step: layers are frozen and thawed.
+        """
+        if getattr(policy, "wants_to_measure", False):
+            policy.may_measure = not self._batchnorm_names()  # type: ignore[attr-defined]
+
     def could_split(self, policy: Policy, rows: Sequence[int]) -> bool:
         """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from automicro.duration import Duration, read_duration
-from automicro.events import Callbacks, PhaseState, Run
+from automicro.events import Callbacks, Cut, PhaseState, Run
 from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.results import EvalResult
@@ -21,8 +21,7 @@ from automicro.trainer.interval import Interval
 from automicro.trainer.lines import (
     count_of,
     evaluation_line,
-    recovery_line,
-    remembered_line,
+    size_lines,
 )
 from automicro.trainer.loading import empty, fetch
 from automicro.trainer.metric_set import MetricSet
@@ -147,18 +146,17 @@ class Evaluation:
             if found is None:
                 recorder.forget()
                 return None
-            values, samples, last = found
+            values, samples, last, cut_here = found
         finally:
             self.release()
             if values is None:
                 phase.ooms, phase.cut = ooms, cut
-        assert phase.cut is not None
         others = (name for name in phase.metrics if not name.startswith(self._prefix))
         phase.metrics = {name: phase.metrics[name] for name in others}
         phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
         phase.seconds += time.perf_counter() - start
         progress.line(
-            evaluation_line(values, name=self.name, samples=samples, cut=phase.cut, where=where)
+            evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
         )
         named = recorder.evaluation(self.name, values, last, phase)
         callbacks.fire("eval_end", run, named)
@@ -172,10 +170,10 @@ class Evaluation:
         run: Run,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
-    ) -> tuple[dict[str, float], int, EvalResult] | None:
-        """The values, the rows, and the result of the last batch; None if it was broken off."""
+    ) -> tuple[dict[str, float], int, EvalResult, Cut] | None:
+        """Values, rows, the result of the last batch, the cut; None if it was broken off."""
         self._metrics.reset()
-        losses = LossMean()
+        losses, here = LossMean(), PhaseState()
         ranks = self.microbatcher.ranks
         samples = batches = 0
         result: EvalResult | None = None
@@ -190,11 +188,10 @@ class Evaluation:
                 if batch is None and this.num_global_samples == 0:
                     break  # no rank has rows left
                 result = this
+                for line in size_lines("eval", result, here.cut):
+                    progress.line(line)
                 phase.count(result)
-                if result.recalled_size is not None:
-                    progress.line(remembered_line("eval", result.recalled_size))
-                if result.ooms:
-                    progress.line(recovery_line("eval", result))
+                here.count(result)
                 if result.loss is not None:
                     losses.add(result.loss, result.losses, result.denominators)
                 samples += result.num_global_samples
@@ -206,7 +203,8 @@ class Evaluation:
             if result is None:  # on any rank
                 raise empty(self._evaluator.dataloader, self._loader_name)
             values = self._losses_of_all(ranks, losses) | self._metrics.compute()
-        return values, samples, result
+            assert here.cut is not None
+        return values, samples, result, here.cut
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self._evaluator.dataloader)

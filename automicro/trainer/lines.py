@@ -188,6 +188,75 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     )
 
 
+def size_lines(phase: str, result: StepResult | EvalResult, settled: Cut | None) -> list[str]:
+    """All that is out of the ordinary about the microbatch size of a batch.
+
+    Args:
+        phase: ``"train"`` or ``"eval"``.
+        result: of the batch.
+        settled: the cut of earlier ones; where rows differ in length, more of shorter ones fit
+            into as many microbatches, which is no growth.
+    """
+    lines = []
+    if result.recalled_size is not None:
+        lines.append(remembered_line(phase, result.recalled_size))
+    if result.ooms:
+        lines.append(recovery_line(phase, result))
+    elif result.is_measuring:
+        lines.append(measuring_line(phase, result))
+    elif result.grown_from is not None and _is_coarser(Cut.of(result), settled):
+        lines.append(growth_line(phase, result))
+    return lines
+
+
+def _is_coarser(cut: Cut, settled: Cut | None) -> bool:
+    return (
+        settled is None
+        or cut.num_microbatches < settled.num_microbatches
+        or cut.num_rows > settled.num_rows
+    )
+
+
+def growth_line(phase: str, result: StepResult | EvalResult) -> str:
+    """A microbatch size that grew.
+
+    >>> result = StepResult(
+    ...     loss=torch.tensor(0.0),
+    ...     num_samples=512,
+    ...     num_global_samples=512,
+    ...     microbatch_size=103,
+    ...     num_microbatches=5,
+    ...     attempts=1,
+    ...     grown_from=64,
+    ... )
+    >>> growth_line("train", result)
+    'train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)'
+    """
+    size = count_of(result.microbatch_size, "row")
+    return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Cut.of(result)})"
+
+
+def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
+    """A batch that was cut smaller than fits.
+
+    >>> result = StepResult(
+    ...     loss=torch.tensor(0.0),
+    ...     num_samples=512,
+    ...     num_global_samples=512,
+    ...     microbatch_size=32,
+    ...     num_microbatches=16,
+    ...     attempts=1,
+    ...     is_measuring=True,
+    ... )
+    >>> measuring_line("train", result)
+    'train: this batch alone in smaller microbatches (16 × 32 of 512), to measure what rows need'
+    """
+    return (
+        f"{phase}: this batch alone in smaller microbatches ({Cut.of(result)}), to measure what "
+        "rows need"
+    )
+
+
 def remembered_line(phase: str, size: int) -> str:
     """A microbatch size that was not looked for.
 

@@ -1,6 +1,7 @@
 """The loop over epochs and batches."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -104,7 +105,7 @@ class FitLoop:
     def _train_epoch(self, progress: Progress, stop: Stop) -> None:
         """Train on a pass, or on what is left of it, until its end or that of training."""
         groups = self._begin_epoch()
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self._timed(groups)):
             if number == 0:
                 self._feed.require_same_order(self._ranks)
             if not self._train(group, progress):
@@ -132,6 +133,16 @@ class FitLoop:
         self._agree(stop)
         if not (self.is_finished or stop.is_agreed):
             self._save_if_due(progress, is_due=was_saved)
+
+    def _timed(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """The same, with the wait for data counted as time of training."""
+        while True:
+            start = time.perf_counter()
+            group = next(groups, None)
+            self._state.train.seconds += time.perf_counter() - start
+            if group is None:
+                return
+            yield group
 
     def _agree(self, stop: Stop) -> None:
         """Let all ranks do what any of them, or a callback there, asked for."""

@@ -16,23 +16,26 @@ class FitSummary:
     """What `Trainer.fit` did. ``str()`` of it is a small table.
 
     Attributes:
-        seconds: time spent, evaluations included.
+        seconds: time spent, with evaluations and with waiting for data.
         samples_per_second: rows trained on per second, evaluations left out.
         tokens_per_second: the same of tokens; None where they cannot be counted.
-        peak_memory_bytes: the most that live tensors held on the device; None on a CPU without
-            a memory limit, where nobody counts.
+        peak_memory_bytes: the most that live tensors held on the device (of several, on that of
+            rank 0), since `fit` was called; None on a CPU without a memory limit, where nobody
+            counts.
         epochs: complete epochs.
         steps: optimizer steps, one per optimization batch that was not skipped.
         skipped_steps: batches whose loss or gradients were not finite and were left out.
         samples: rows trained on.
         tokens: of these rows; None where they cannot be counted.
-        global_batch: rows of an optimization batch as measured: per device, devices, accumulation.
+        global_batch: rows of an optimization batch as measured: per device, devices, accumulation;
+            the largest, and the average.
         train_ooms: attempts in training that ran out of memory and were rolled back.
         eval_ooms: the same in evaluation.
-        microbatch_size: final, in rows.
-        num_microbatches: how many of them made up the largest batch.
-        batch_size: rows of that optimization batch.
-        eval_microbatch_size: final, in rows; None without an evaluation.
+        microbatch_size: settled on, in rows: that of the last of the largest batches, and not of
+            one that was cut smaller to measure.
+        num_microbatches: how many of them made up that batch.
+        batch_size: rows of that batch, of several devices on that of rank 0.
+        eval_microbatch_size: settled on, in rows; None without an evaluation.
         train_loss: of the last batch.
         stop_reason: why training ended before ``max_duration``; None where it did not.
         loss_average_is: how sure it is what the loss averages over; see `StepResult`.
@@ -63,19 +66,21 @@ class FitSummary:
     eval_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        peak = self.peak_memory_bytes
+        peak, devices = self.peak_memory_bytes, self.global_batch.num_devices
         rows = {
             "time": f"{self.seconds:.1f} s",
             "samples per second": f"{self.samples_per_second:,.0f}",
             "tokens per second": _count(self.tokens_per_second),
-            "peak memory": "not measured" if peak is None else format_bytes(peak),
+            f"peak memory{'' if devices == 1 else ' (of rank 0)'}": "not measured"
+            if peak is None
+            else format_bytes(peak),
             "epochs": f"{self.epochs:,}",
             "optimizer steps": f"{self.steps:,}",
             "stopped early": self.stop_reason or "",
             "skipped steps (not finite)": _count(self.skipped_steps or None),
             "samples": f"{self.samples:,}",
             "tokens": _count(self.tokens),
-            "global batch (average)": str(self.global_batch),
+            "global batch": str(self.global_batch),
             "train loss (last batch)": describe_number(self.train_loss),
             "average of the loss": _SURE.get(self.loss_average_is, self.loss_average_is),
             **{
@@ -97,8 +102,9 @@ class FitSummary:
             microbatch_size=self.microbatch_size,
             num_microbatches=self.num_microbatches,
         )
+        share = "" if devices == 1 else " on each device"
         rows_word = "row" if self.microbatch_size == 1 else "rows"
-        final = f"final microbatch size: {self.microbatch_size} {rows_word} ({cut}) in train"
+        final = f"final microbatch size: {self.microbatch_size} {rows_word} ({cut}{share}) in train"
         if self.eval_microbatch_size is not None:
             final += f", {self.eval_microbatch_size} in eval"
         return "\n".join([*lines, final])
