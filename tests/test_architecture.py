@@ -38,6 +38,7 @@ LAYERS = (
         "slicing",
         "warn",
         "weighting",
+        "wrapped",
     ),
     (
         "batchnorm",
