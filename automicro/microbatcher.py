@@ -116,12 +116,9 @@ class Microbatcher:
         probe: whether to compare, at the first batches that could be split, the gradient of a few
             rows with those of two parts of them.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
-        remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same
-            model on the same device found, and leaves its own for the next; see
-            ``automicro cache``.
-        repeatable: whether sizes may not depend on how long attempts took. Without it, a size at
-            which CUDA's allocator had to free its cache is given up for a smaller one that is
-            measured faster, in one run and perhaps not in the next.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same kind
+            found, and leaves its own for the next; see ``automicro cache``.
+        repeatable: whether no clock decides sizes, so that the same run has the same each time.
 
     Attributes:
         wants_to_stop: set it on any rank to ask for the end of the run: the next batch is still
@@ -192,8 +189,7 @@ class Microbatcher:
             ranks=self._ranks,
             reach=reach,
         )
-        adapts = self._train.adapts or self._eval.adapts
-        refuse_cuda_graphs(self._modules, sizes_change=adapts)
+        refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
         )
@@ -264,6 +260,9 @@ class Microbatcher:
         )
         self._reservation = OptimizerReservation(innermost)
         self.wants_to_stop = False
+
+    def __repr__(self) -> str:
+        return f"Microbatcher({type(unwrapped(self._model)).__name__}, {self._train!r})"
 
     @property
     def microbatch_size(self) -> int | None:
@@ -395,7 +394,6 @@ class Microbatcher:
                 rows, contents = self._read(batches)
                 self._passes.check_form(batches, rows)
                 policy = self._split_guard.allowed_policy(self._train.policy)
-                self._split_guard.settle_measuring(policy)
                 could_split = self._split_guard.could_split(policy, rows)
                 denominators = {}
                 if not self._ranks.is_alone:
@@ -534,7 +532,6 @@ class Microbatcher:
                     self._passes.check_form(batches, rows)
                 if self._ranks.is_alone and is_lazy(self._modules):
                     self._materialize(batch)
-                self._split_guard.settle_measuring(self._eval.policy)
                 if (
                     not predicts
                     and batches

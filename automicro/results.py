@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult:
     """One optimization batch, trained on: its exact gradient is in ``.grad``.
 
@@ -61,8 +61,11 @@ class StepResult:
         """How many attempts ran out of memory."""
         return len(self.failed_sizes)
 
+    def __repr__(self) -> str:
+        return _one_line(self)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EvalResult:
     """One batch, evaluated: metrics counted every row once.
 
@@ -108,6 +111,9 @@ class EvalResult:
         """How many attempts ran out of memory."""
         return len(self.failed_sizes)
 
+    def __repr__(self) -> str:
+        return _one_line(self)
+
 
 def untrained(*, stops: bool) -> StepResult:
     """The result of a step for which no rank had any row.
@@ -130,3 +136,19 @@ def unevaluated(*, stops: bool) -> EvalResult:
 def _nothing(stops: bool) -> dict[str, Any]:
     names = ("num_samples", "num_global_samples", "microbatch_size", "num_microbatches", "attempts")
     return {**dict.fromkeys(names, 0), "stops": stops}
+
+
+def _one_line(result: StepResult | EvalResult) -> str:
+    """A result without its tensors but the loss, whose value is waited for."""
+    loss = "None" if result.loss is None else f"{float(result.loss):.6g}"
+    words = [f"loss={loss}", f"{result.num_samples} samples"]
+    words.append(f"{result.num_microbatches} × {result.microbatch_size} rows")
+    if result.ooms:
+        words.append(f"out of memory with {', '.join(map(str, result.failed_sizes))}")
+    if result.is_measuring:
+        words.append("measuring")
+    if isinstance(result, StepResult) and not result.is_committed:
+        words.append("not committed")
+    if result.outputs is not None:
+        words.append("with outputs")
+    return f"{type(result).__name__}({', '.join(words)})"

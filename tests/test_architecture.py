@@ -20,6 +20,7 @@ LAYERS = (
         "errors",
         "origins",
         "shards",
+        "showing",
         "synonyms",
         "torch_private",
         "torch_private_distributed",

@@ -197,6 +197,22 @@ def test_a_live_line_is_written_over_and_lines_stay() -> None:
     assert "· peak memory " in shown
 
 
+def test_what_takes_long_before_the_first_bar_is_named_where_somebody_watches() -> None:
+    console, file = make_console(terminal=True)
+    trainer = make_run(eval_dataloader=None)
+    trainer._session.console = console
+    trainer.fit()
+    shown = file.getvalue()
+    said = (
+        "waiting for the first batch of data …",
+        "the first batch: looking at a few rows, then finding what fits …",
+        "out of memory, microbatch size 256 → 128 rows (2 × 128 of 256) …",
+    )
+    places = [shown.index(each) for each in said]
+    assert places == sorted(places)
+    assert shown.count("waiting for the first batch") == 1
+
+
 def test_where_it_goes_decides_how_it_shows() -> None:
     assert type(make_progress(False)) is SilentProgress
     assert type(make_progress(True, make_console(terminal=True)[0])) is LiveProgress
@@ -244,4 +260,4 @@ def test_a_run_in_batches_and_without_known_length_says_what_it_knows(
     assert "no memory limit" in lines[0]
     assert "per epoch" not in lines[0]
     assert lines[1].startswith("batch 1/3, epoch 1 · loss ")
-    assert lines[1].endswith("· microbatches 2 × 4 of 8 · global batch 8")
+    assert lines[1].endswith("· microbatches 2 × 4 of 8 · global batch 8 · 33% done")

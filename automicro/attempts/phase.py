@@ -89,6 +89,10 @@ class Phase:
         self._growth = Growth()
         self._inputs = InputGuard()
 
+    def __repr__(self) -> str:
+        size = "" if self.size is None else f", last {self.size} rows"
+        return f"microbatch_size={self.policy!r}{size}, device={str(self._device)!r}"
+
     @property
     def adapts(self) -> bool:
         """Whether sizes may change."""

@@ -23,13 +23,14 @@ from automicro.trainer.lines import (
     evaluation_line,
     size_lines,
 )
-from automicro.trainer.loading import empty, fetch
+from automicro.trainer.loading import empty, fetch, num_batches
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.outline import outline_evaluations
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.samplers import shared_sampler
 from automicro.trainer.session import noting
+from automicro.trainer.status import Status
 from automicro.trainer.together import of_all_ranks, telling_once
 from automicro.weighting import LossMean
 
@@ -198,13 +199,25 @@ class Evaluation:
                 batches += 1
                 if batch is not None:
                     callbacks.fire("eval_batch_end", run, result)
-                done = f"evaluating{of.removeprefix(' of')}: {count_of(batches, 'batch')} done"
-                progress.status(lambda done=done: done)  # type: ignore[misc]
+                progress.status(partial(self._describe, batches, here.cut))
             if result is None:  # on any rank
                 raise empty(self._evaluator.dataloader, self._loader_name)
             values = self._losses_of_all(ranks, losses) | self._metrics.compute()
             assert here.cut is not None
         return values, samples, result, here.cut
+
+    def _describe(self, batches: int, cut: Cut | None) -> Status:
+        """How far the pass is."""
+        what = f"evaluating {self.name!r}" if self.name else "evaluating"
+        total, most = num_batches(self._evaluator.dataloader), self._evaluator.max_batches
+        total = most if total is None or (most is not None and most < total) else total
+        done = count_of(batches, "batch")
+        text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
+        return Status(
+            line=f"{what}: {done} done",
+            parts=[text if total is None else f"{text} batches", f"microbatches {cut}"],
+            share=None if not total else min(1.0, batches / total),
+        )
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self._evaluator.dataloader)

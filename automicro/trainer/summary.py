@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 
 from automicro.events.state import Cut, GlobalBatch, LoopState
 from automicro.memory import format_bytes
+from automicro.showing import html_table
 from automicro.trainer.lines import describe_number
 
 TIME_IS_OVER = "max_time is over"
 """The reason to stop of a run that is meant to go on later."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FitSummary:
     """What `Trainer.fit` did. ``str()`` of it is a small table.
 
@@ -65,7 +66,44 @@ class FitSummary:
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     eval_metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        ended = (
+            "" if self.stop_reason is None else f", stopped: {' '.join(self.stop_reason.split())}"
+        )
+        return (
+            f"FitSummary({self.steps:,} steps, {self.samples:,} samples, "
+            f"train_loss={describe_number(self.train_loss)}, {self.ooms} OOMs survived, "
+            f"microbatches {self.cut}{ended})"
+        )
+
+    @property
+    def ooms(self) -> int:
+        """Attempts that ran out of memory and were rolled back, in training and evaluation."""
+        return self.train_ooms + self.eval_ooms
+
+    @property
+    def cut(self) -> Cut:
+        """How the batches were cut in the end."""
+        return Cut(
+            num_rows=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            num_microbatches=self.num_microbatches,
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        survived, final = self._memory_lines()
+        last = dict(line.split(": ", 1) for line in (survived, final))
+        return html_table("training", {**self._rows(), **last})
+
     def __str__(self) -> str:
+        rows = self._rows()
+        width = max(map(len, rows)) + 2
+        lines = [f"{name:<{width}}{value}" for name, value in rows.items()]
+        return "\n".join([*lines, *self._memory_lines()])
+
+    def _rows(self) -> dict[str, str]:
+        """What is reported, by name, without what there is nothing to report of."""
         peak, devices = self.peak_memory_bytes, self.global_batch.num_devices
         rows = {
             "time": f"{self.seconds:.1f} s",
@@ -91,23 +129,18 @@ class FitSummary:
             },
             **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},
         }
-        width = max(map(len, rows)) + 2
-        lines = [f"{name:<{width}}{value}" for name, value in rows.items() if value]
-        ooms = self.train_ooms + self.eval_ooms
-        lines.append(
-            f"OOMs survived: {ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
-        )
-        cut = Cut(
-            num_rows=self.batch_size,
-            microbatch_size=self.microbatch_size,
-            num_microbatches=self.num_microbatches,
-        )
-        share = "" if devices == 1 else " on each device"
+        return {name: value for name, value in rows.items() if value}
+
+    def _memory_lines(self) -> tuple[str, str]:
+        share = "" if self.global_batch.num_devices == 1 else " on each device"
         rows_word = "row" if self.microbatch_size == 1 else "rows"
-        final = f"final microbatch size: {self.microbatch_size} {rows_word} ({cut}{share}) in train"
+        final = f"{self.microbatch_size} {rows_word} ({self.cut}{share}) in train"
         if self.eval_microbatch_size is not None:
             final += f", {self.eval_microbatch_size} in eval"
-        return "\n".join([*lines, final])
+        return (
+            f"OOMs survived: {self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)",
+            f"final microbatch size: {final}",
+        )
 
 
 _SURE = {

@@ -39,7 +39,7 @@ from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory
 from automicro.trainer.evaluators import read_evaluators
-from automicro.trainer.lines import RunSettings
+from automicro.trainer.lines import RunSettings, count_of, describe_parameters
 from automicro.trainer.loading import check_loader, check_passes
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.parameter_groups import ParameterGroups
@@ -342,6 +342,14 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(type(self), name)
+
+    def __repr__(self) -> str:
+        run, batches = self._run, self._run.state.batch
+        return (
+            f"Trainer({type(run.model).__name__}, {describe_parameters(run.model.parameters())}, "
+            f"max_duration={str(run.max_duration)!r}, device={str(run.device)!r}, "
+            f"{count_of(batches, 'batch')} done)"
+        )
 
     @property
     def state(self) -> LoopState:
