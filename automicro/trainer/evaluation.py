@@ -199,18 +199,18 @@ class Evaluation:
                 batches += 1
                 if batch is not None:
                     callbacks.fire("eval_batch_end", run, result)
-                progress.status(partial(self._describe, batches, here.cut))
+                progress.status(partial(self._describe, batches, here.cut, max_batches))
             if result is None:  # on any rank
                 raise empty(self._evaluator.dataloader, self._loader_name)
             values = self._losses_of_all(ranks, losses) | self._metrics.compute()
             assert here.cut is not None
         return values, samples, result, here.cut
 
-    def _describe(self, batches: int, cut: Cut | None) -> Status:
+    def _describe(self, batches: int, cut: Cut | None, max_batches: int | None) -> Status:
         """How far the pass is."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
-        total, most = num_batches(self._evaluator.dataloader), self._evaluator.max_batches
-        total = most if total is None or (most is not None and most < total) else total
+        known = num_batches(self._evaluator.dataloader), self._evaluator.max_batches, max_batches
+        total = min((each for each in known if each is not None), default=None)
         done = count_of(batches, "batch")
         text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
         return Status(
