@@ -62,6 +62,7 @@ bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.trainer_overhead
 	$(BIN)/python -m benchmarks.distributed_overhead
+	$(BIN)/python -m benchmarks.start_up
 
 job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and all else in tests/ that is slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_*.py

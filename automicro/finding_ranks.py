@@ -9,6 +9,7 @@ from torch import nn
 
 from automicro.model_modes import is_lazy
 from automicro.ranks import OneRank, Ranks
+from automicro.wrapped import is_parallel
 
 P = ParamSpec("P")
 
@@ -66,7 +67,7 @@ def tell_of_construction(model: Any, error: Exception, *, is_shared: bool = Fals
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    from automicro.distributed import is_parallel, tell_of_absence
+    from automicro.distributed import tell_of_absence
 
     if is_shared or (isinstance(model, nn.Module) and is_parallel([model])):
         tell_of_absence(error)

@@ -52,11 +52,6 @@ from automicro.transaction import GradientMemory, Gradients, Parameters, RandomS
 from automicro.transaction.surroundings import ChangingState
 from automicro.weighting import LossAverage, is_declared, read_average
 
-_COMMUNICATES = (
-    "the forward communicates with other ranks (sharded parameters, say), and one rank alone "
-    "cannot look"
-)
-
 
 class Microbatcher:
     """Runs forward and backward of whole batches on a device too small for them.
@@ -117,9 +112,9 @@ class Microbatcher:
         probe: whether to compare, at the first batches that could be split, the gradient of a few
             rows with those of two parts of them.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
-        remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same
-            model on the same device found, and leaves its own for the next; see
-            ``automicro cache``.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same kind
+            found, and leaves its own for the next; see ``automicro cache``.
+        repeatable: whether no clock decides sizes, so that the same run has the same each time.
 
     Attributes:
         wants_to_stop: set it on any rank to ask for the end of the run: the next batch is still
@@ -154,6 +149,7 @@ class Microbatcher:
         probe: bool = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
+        repeatable: bool = False,
     ) -> None:
         check_model(model)
         self._model = model
@@ -181,6 +177,7 @@ class Microbatcher:
             eval_microbatch_size=eval_microbatch_size,
             strict_divisible=strict_divisible,
             remember_sizes=remember_sizes,
+            repeatable=repeatable,
             optimizer=innermost,
             precision=precision,
             layout=self._layout,
@@ -188,8 +185,7 @@ class Microbatcher:
             ranks=self._ranks,
             reach=reach,
         )
-        adapts = self._train.adapts or self._eval.adapts
-        refuse_cuda_graphs(self._modules, sizes_change=adapts)
+        refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
         )
@@ -232,7 +228,7 @@ class Microbatcher:
             ),
             declared=is_declared(loss_average),
             off=not probe or self._ranks.rank != 0,
-            why_not=_COMMUNICATES if self._ranks.communicates_in_forward else "",
+            is_alone=not self._ranks.communicates_in_forward,
         )
         self._spare = SpareRows(self._layout, self._ranks)
         self._work = TrainingWork(
@@ -260,6 +256,9 @@ class Microbatcher:
         )
         self._reservation = OptimizerReservation(innermost)
         self.wants_to_stop = False
+
+    def __repr__(self) -> str:
+        return f"Microbatcher({type(unwrapped(self._model)).__name__}, {self._train!r})"
 
     @property
     def microbatch_size(self) -> int | None:

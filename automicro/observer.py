@@ -19,6 +19,7 @@ class Attempt:
         num_rows: of the whole batch.
         microbatch_size: rows of the largest microbatch.
         num_microbatches: into how many the batch is cut.
+        is_measuring: whether it is cut smaller than fits, only to measure what its rows need.
     """
 
     phase: str
@@ -26,6 +27,7 @@ class Attempt:
     num_rows: int
     microbatch_size: int
     num_microbatches: int
+    is_measuring: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ class Narrator:
                 add_note(error, f"{IN_CALLBACK}{name} (the observer), at {event}")
             raise
 
-    def begin(self, cuts: Sequence[Sequence[int]]) -> None:
+    def begin(self, cuts: Sequence[Sequence[int]], *, is_measuring: bool = False) -> None:
         """An attempt begins, with slices of these rows of each batch."""
         earlier = self._attempt
         attempt = Attempt(
@@ -168,6 +170,7 @@ class Narrator:
             num_rows=sum(map(sum, cuts)),
             microbatch_size=max(sizes[0] for sizes in cuts),
             num_microbatches=sum(map(len, cuts)),
+            is_measuring=is_measuring,
         )
         if earlier is not None and earlier.microbatch_size != attempt.microbatch_size:
             resize = Resize(

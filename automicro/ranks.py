@@ -30,6 +30,7 @@ from typing import Protocol
 from torch import Tensor
 
 __all__ = [
+    "TOLD",
     "Agreement",
     "OneRank",
     "Proposal",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 
+TOLD = "automicro: this happened on rank"
+"""How the note begins of an error that the other ranks were told of."""
 HIGHS = 6
 """How many highs one vote carries."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult:
     """One optimization batch, trained on: its exact gradient is in ``.grad``.
 
@@ -30,6 +30,9 @@ class StepResult:
         is_committed: False where the caller did not accept the loss, and all was rolled back.
         recalled_size: rows that an earlier run found, where this batch was the first to start
             from them.
+        is_measuring: whether the batch was cut smaller than fits, only to measure what rows need.
+        grown_from: rows that had been known to fit, where this batch was the first that fitted
+            with more after memory had run out.
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
         loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
             ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
@@ -46,6 +49,8 @@ class StepResult:
     failed_sizes: tuple[int, ...] = ()
     is_committed: bool = True
     recalled_size: int | None = None
+    is_measuring: bool = False
+    grown_from: int | None = None
     stops: bool = False
     loss_average_is: str = "unchecked"
     outputs: Any = None
@@ -56,8 +61,11 @@ class StepResult:
         """How many attempts ran out of memory."""
         return len(self.failed_sizes)
 
+    def __repr__(self) -> str:
+        return _one_line(self)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EvalResult:
     """One batch, evaluated: metrics counted every row once.
 
@@ -76,6 +84,8 @@ class EvalResult:
         denominators: what the losses were divided by, by name, or one for all under ``""``; None
             for a sum. With them the losses of several batches add up exactly; see `LossMean`.
         recalled_size: as in `StepResult`.
+        is_measuring: as in `StepResult`.
+        grown_from: as in `StepResult`.
         stops: as in `StepResult`.
         carry: as in `StepResult`.
     """
@@ -91,6 +101,8 @@ class EvalResult:
     failed_sizes: tuple[int, ...] = ()
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
     recalled_size: int | None = None
+    is_measuring: bool = False
+    grown_from: int | None = None
     stops: bool = False
     carry: Any = None
 
@@ -98,6 +110,9 @@ class EvalResult:
     def ooms(self) -> int:
         """How many attempts ran out of memory."""
         return len(self.failed_sizes)
+
+    def __repr__(self) -> str:
+        return _one_line(self)
 
 
 def untrained(*, stops: bool) -> StepResult:
@@ -121,3 +136,19 @@ def unevaluated(*, stops: bool) -> EvalResult:
 def _nothing(stops: bool) -> dict[str, Any]:
     names = ("num_samples", "num_global_samples", "microbatch_size", "num_microbatches", "attempts")
     return {**dict.fromkeys(names, 0), "stops": stops}
+
+
+def _one_line(result: StepResult | EvalResult) -> str:
+    """A result without its tensors but the loss, whose value is waited for."""
+    loss = "None" if result.loss is None else f"{float(result.loss):.6g}"
+    words = [f"loss={loss}", f"{result.num_samples} samples"]
+    words.append(f"{result.num_microbatches} × {result.microbatch_size} rows")
+    if result.ooms:
+        words.append(f"out of memory with {', '.join(map(str, result.failed_sizes))}")
+    if result.is_measuring:
+        words.append("measuring")
+    if isinstance(result, StepResult) and not result.is_committed:
+        words.append("not committed")
+    if result.outputs is not None:
+        words.append("with outputs")
+    return f"{type(result).__name__}({', '.join(words)})"

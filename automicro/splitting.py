@@ -58,8 +58,11 @@ class SplitGuard:
     def could_split(self, policy: Policy, rows: Sequence[int]) -> bool:
         """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
 
-        Several are split in any case.
+        Several are split in any case. Called before each step, for layers are frozen and thawed: it
+        keeps a policy from cutting a batch smaller only to measure, where layers average over it.
         """
+        if getattr(policy, "wants_to_measure", False):
+            policy.may_measure = not self._batchnorm_names()  # type: ignore[attr-defined]
         if len(rows) != 1:
             return bool(rows)
         return not isinstance(policy, Fixed) or policy.propose(rows[0]) < rows[0]

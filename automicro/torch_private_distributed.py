@@ -2,16 +2,19 @@
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:  # it takes seconds to import, and one process does without
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "GradBucket",
@@ -32,7 +35,9 @@ __all__ = [
     "gather_on_host",
     "group_of",
     "has_many_groups",
+    "is_fsdp_module",
     "is_in_backward",
+    "is_in_fsdp1",
     "keeping_versions",
     "local_used_map",
     "mesh_dims",
@@ -268,10 +273,30 @@ class _Arrival(torch.autograd.Function):
         return tuple(None if each is None else torch.zeros_like(each) for each in ctx.hooked)
 
 
-# FSDP2
+# FSDP
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def is_fsdp_module(module: object) -> bool:
+    """Whether a module is sharded by ``fully_shard`` (FSDP2).
+
+    >>> is_fsdp_module(nn.Linear(2, 2))
+    False
+    """
+    return _is_of_fsdp(module, "FSDPModule")
+
+
+def is_in_fsdp1(module: object) -> bool:
+    """Whether a module is a ``FullyShardedDataParallel``."""
+    return _is_of_fsdp(module, "FullyShardedDataParallel")
+
+
+def _is_of_fsdp(module: object, name: str) -> bool:
+    # Where nobody imported it there is none; importing it takes seconds.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, name))
+
+
+def _groups(module: "FSDPModule") -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.12 there was one at most
@@ -279,18 +304,18 @@ def _groups(module: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-def has_many_groups(module: FSDPModule) -> bool:
+def has_many_groups(module: "FSDPModule") -> bool:
     """Tell whether a module's parameters lie on several meshes."""
     return len(_groups(module)) > 1
 
 
-def collectives_of(module: FSDPModule) -> tuple[Any, Any] | None:
+def collectives_of(module: "FSDPModule") -> tuple[Any, Any] | None:
     """What a module all-gathers and reduce-scatters with; None where it shards nothing."""
     groups = _groups(module)
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
 
 
-def replicate_group(module: FSDPModule) -> dist.ProcessGroup | None:
+def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:
     """The group over which gradients are summed right after the reduce-scatter; None for none."""
     group = _groups(module)[0]
     if group._is_hsdp and group.all_reduce_grads:
@@ -299,7 +324,7 @@ def replicate_group(module: FSDPModule) -> dist.ProcessGroup | None:
     return None
 
 
-def reset_sharded(root: FSDPModule) -> None:
+def reset_sharded(root: "FSDPModule") -> None:
     """``reset_iter_state``, also where memory ran out before the first forward had begun."""
     # The first forward gives the context its attributes, and there is nothing to reset before.
     if hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
@@ -312,7 +337,7 @@ def drop_unsharded(modules: Iterable[nn.Module]) -> None:
     Without this the next backward adds to a failed one's gradients.
     """
     for module in modules:
-        for group in _groups(module) if isinstance(module, FSDPModule) else []:
+        for group in _groups(cast("FSDPModule", module)) if is_fsdp_module(module) else []:
             for parameter in group.fsdp_params:
                 # Before torch 2.15 it is stored beside the gradient, and derived from it since.
                 if "unsharded_accumulated_grad" in vars(parameter):
@@ -324,12 +349,12 @@ def drop_unsharded(modules: Iterable[nn.Module]) -> None:
                     parameter.free_unsharded_param()
 
 
-def mesh_dims(module: FSDPModule) -> int:
+def mesh_dims(module: "FSDPModule") -> int:
     """How many dimensions of a mesh hold replicas and shards of a module: 1, or 2 for HSDP."""
     return 2 if any(group._is_hsdp for group in _groups(module)) else 1
 
 
-def num_data_parallel(module: FSDPModule) -> int:
+def num_data_parallel(module: "FSDPModule") -> int:
     """How many ranks the gradient of a module is averaged over; 1 where it shards nothing."""
     infos = [group.mesh_info for group in _groups(module)]
     return max(

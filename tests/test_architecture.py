@@ -20,6 +20,7 @@ LAYERS = (
         "errors",
         "origins",
         "shards",
+        "showing",
         "synonyms",
         "torch_private",
         "torch_private_distributed",
@@ -39,6 +40,7 @@ LAYERS = (
         "slicing",
         "warn",
         "weighting",
+        "wrapped",
     ),
     (
         "batchnorm",

@@ -95,6 +95,59 @@ print([name for name in ("torchmetrics", "transformers", "matplotlib") if name i
     assert imported_by(code, folder=tmp_path) == "[]\n"
 
 
+# What one process that trains has no use for, and seconds to import.
+FOR_OTHERS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torchmetrics",
+    "scipy",
+    "sklearn",
+    "nltk",
+    "matplotlib",
+    "transformers",
+)
+SAY_WHO_IMPORTS = """\
+import json, sys
+watched = json.loads(sys.argv[1])
+importers = {}
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in watched and name not in importers:
+            frame = sys._getframe(1)
+            while "importlib" in frame.f_code.co_filename:
+                frame = frame.f_back
+            importers[name] = frame.f_code.co_filename
+sys.meta_path.insert(0, Watch())
+"""
+
+
+def test_nothing_of_several_processes_or_of_metrics_is_imported_with_the_trainer(
+    tmp_path: Path,
+) -> None:
+    code = f"""{SAY_WHO_IMPORTS}
+import automicro, automicro.cli.training
+automicro.Trainer, automicro.Microbatcher, automicro.verify
+print([name for name in watched if name in sys.modules])
+"""
+    assert imported_by(code, json.dumps(FOR_OTHERS), folder=tmp_path) == "[]\n"
+
+
+def test_training_the_digits_imports_none_of_it_by_itself(tmp_path: Path) -> None:
+    # Optimizers of torch import its compiler, which imports FSDP, and torchmetrics what it likes.
+    digits = str(Path(__file__).resolve().parent.parent / "configs" / "digits.yaml")
+    code = f"""{SAY_WHO_IMPORTS}
+from automicro.cli import main
+assert main(["train", {digits!r}, "metrics={{}}", "max_duration=1ba", "eval_interval=null"]) == 0
+print(json.dumps({{name: by for name, by in importers.items() if name in sys.modules}}))
+"""
+    last = imported_by(code, json.dumps(FOR_OTHERS), folder=tmp_path).splitlines()[-1]
+    importers = json.loads(last)
+    assert set(importers) <= {"torch.distributed.fsdp", "torch.distributed.tensor"}
+    for path in importers.values():
+        assert "torch" in Path(path).parts
+        assert "automicro" not in Path(path).parts[-3:-1]
+
+
 def test_what_the_help_of_torture_says_is_so() -> None:
     assert CALLS == ALL_CALLS
     assert QUICK_PLANS == PLANS

@@ -11,7 +11,7 @@ from automicro.cli.mistakes import name_override
 from automicro.cli.weights import SAVE
 from tests.cli_jobs import enter_folder_with_job
 
-ALL = "train, eval, verify, config, torture, cache"
+ALL = "train, eval, verify, config, torture, cache, complete"
 DEBUG = "(--debug shows the traceback)"
 
 

@@ -55,8 +55,8 @@ def test_every_plain_option_of_the_trainer_is_there_with_the_same_default() -> N
 def test_every_plain_option_of_the_primitive_is_there() -> None:
     known = {each.name for each in fields(TrainerConfig)} | set(MADE) | ONLY_IN_PYTHON
     # The Trainer scales the loss itself, for fp16, and listens itself; state is carried from batch
-    # to batch in loops of people's own.
-    others = {"backward", "carry_layout", "observer"}
+    # to batch in loops of people's own; and a seed says that a run is to be repeatable.
+    others = {"backward", "carry_layout", "observer", "repeatable"}
     assert set(inspect.signature(Microbatcher).parameters) - known <= others
 
 

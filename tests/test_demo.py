@@ -39,6 +39,21 @@ def test_the_parts_hold_all_images_and_share_none_by_position() -> None:
     assert sorted(ours.tolist()) == sorted(theirs.tolist())
 
 
+def test_the_parts_are_those_of_scikit_learn_row_by_row() -> None:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, targets = load_digits(return_X_y=True)
+    parts = train_test_split(images, targets, test_size=360, stratify=targets, random_state=0)
+    for split, theirs, digits in (("train", *parts[::2]), ("eval", *parts[1::2])):
+        ours, ours_digits = (
+            torch.cat(each)
+            for each in zip(*loader(split, batch_size=512, shuffle=False), strict=True)
+        )
+        assert torch.equal(ours.flatten(1) * 16, torch.as_tensor(theirs, dtype=torch.float32))
+        assert torch.equal(ours_digits, torch.as_tensor(digits))
+
+
 def test_no_row_is_dropped_at_the_end_of_an_epoch() -> None:
     assert [len(targets) for _, targets in loader("train", batch_size=512)] == [512, 512, 413]
 

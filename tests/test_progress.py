@@ -83,6 +83,7 @@ def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str])
         "back)",
         "eval: out of memory, microbatch size 900 → 225 rows (4 × 225 of 900; 2 attempts rolled "
         "back)",
+        "eval: more fits, microbatch size 225 → 300 rows (3 × 300 of 900)",
     ]
     evaluations = [line for line in lines if line.startswith("eval after")]
     assert len(evaluations) == 2
@@ -113,7 +114,15 @@ def test_the_summary_aligns_what_it_reports() -> None:
         samples=3000,
         tokens=98765,
         tokens_per_second=8000.4,
-        global_batch=GlobalBatch(rows_per_device=250, num_devices=2, accumulation=1.5),
+        global_batch=GlobalBatch(
+            rows_per_device=250,
+            num_devices=2,
+            accumulation=1.5,
+            most_rows=1000,
+            most_loaded=2,
+            num_batches=6,
+            num_smaller=2,
+        ),
         train_ooms=0,
         eval_ooms=0,
         microbatch_size=1,
@@ -127,18 +136,19 @@ def test_the_summary_aligns_what_it_reports() -> None:
         "time                         12.3 s",
         "samples per second           1,234",
         "tokens per second            8,000",
-        "peak memory                  1.00 MiB",
+        "peak memory (of rank 0)      1.00 MiB",
         "epochs                       2",
         "optimizer steps              6",
         "skipped steps (not finite)   1",
         "samples                      3,000",
         "tokens                       98,765",
-        "global batch (average)       750 = 250 rows per device × 2 devices × 1.5 accumulated",
+        "global batch                 1,000 = 250 rows per device × 2 devices × 2 accumulated; "
+        "2 of 6 had fewer, 750 on average",
         "train loss (last batch)      0.2500",
         "average of the loss          assumed to be over samples, not checked",
         "train accuracy (last epoch)  0.5000",
         "OOMs survived: 0 (0 in train, 0 in eval)",
-        "final microbatch size: 1 row (1 × 1 of 1) in train",
+        "final microbatch size: 1 row (1 × 1 of 1 on each device) in train",
     ]
 
 
@@ -185,6 +195,22 @@ def test_a_live_line_is_written_over_and_lines_stay() -> None:
     assert "training on a simulated" in shown
     assert "OOMs survived: 3" in shown
     assert "· peak memory " in shown
+
+
+def test_what_takes_long_before_the_first_bar_is_named_where_somebody_watches() -> None:
+    console, file = make_console(terminal=True)
+    trainer = make_run(eval_dataloader=None)
+    trainer._session.console = console
+    trainer.fit()
+    shown = file.getvalue()
+    said = (
+        "waiting for the first batch of data …",
+        "the first batch: looking at a few rows, then finding what fits …",
+        "out of memory, microbatch size 256 → 128 rows (2 × 128 of 256) …",
+    )
+    places = [shown.index(each) for each in said]
+    assert places == sorted(places)
+    assert shown.count("waiting for the first batch") == 1
 
 
 def test_where_it_goes_decides_how_it_shows() -> None:
@@ -234,4 +260,4 @@ def test_a_run_in_batches_and_without_known_length_says_what_it_knows(
     assert "no memory limit" in lines[0]
     assert "per epoch" not in lines[0]
     assert lines[1].startswith("batch 1/3, epoch 1 · loss ")
-    assert lines[1].endswith("· microbatches 2 × 4 of 8 · global batch 8 = 8 × 1 × 1")
+    assert lines[1].endswith("· microbatches 2 × 4 of 8 · global batch 8 · 33% done")

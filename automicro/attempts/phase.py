@@ -46,6 +46,7 @@ class Phase:
         modules: everything that takes part.
         device: where they compute.
         strict_divisible: whether a batch must be a multiple of the size.
+        repeatable: whether sizes may not depend on how long attempts took.
         observer: told of every attempt; None for nobody.
         recollection: of sizes that earlier runs found; None for none.
         ranks: that run steps together.
@@ -65,6 +66,7 @@ class Phase:
         device: torch.device,
         *,
         strict_divisible: bool = False,
+        repeatable: bool = False,
         observer: Observer | None = None,
         recollection: Recollection | None = None,
         ranks: Ranks | None = None,
@@ -80,11 +82,16 @@ class Phase:
         self._recollection = recollection
         self._is_new = True
         self._rule = CutRule(strict_divisible=strict_divisible)
-        self._meter = Meter(device)
+        self._repeatable = repeatable
+        self._meter = Meter(device, repeatable=repeatable)
         self._reach = reach or Reach({"": modules})
         self._buffers = buffers or BufferMemory(modules, self._reach.modules)
         self._growth = Growth()
         self._inputs = InputGuard()
+
+    def __repr__(self) -> str:
+        size = "" if self.size is None else f", last {self.size} rows"
+        return f"microbatch_size={self.policy!r}{size}, device={str(self._device)!r}"
 
     @property
     def adapts(self) -> bool:
@@ -219,6 +226,7 @@ class Phase:
             device=self._device,
             accept=accept,
             meter=self._meter if self.adapts else None,
+            repeatable=self._repeatable,
             measure_residents=measure_residents,
             narrator=narrator,
             ranks=self._ranks,

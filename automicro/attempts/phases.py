@@ -27,6 +27,7 @@ def make_phases(
     eval_microbatch_size: Size,
     strict_divisible: bool,
     remember_sizes: bool,
+    repeatable: bool,
     optimizer: torch.optim.Optimizer | None,
     precision: str,
     layout: BatchLayout,
@@ -43,6 +44,7 @@ def make_phases(
         eval_microbatch_size: of evaluation.
         strict_divisible: whether training refuses a batch that is not a multiple of the size.
         remember_sizes: whether ``"auto"`` starts where an earlier run ended.
+        repeatable: whether sizes may not depend on how long attempts took.
         optimizer: part of what a size is remembered for, as are precision and layout.
         precision: of the forward.
         layout: of batches.
@@ -73,6 +75,7 @@ def make_phases(
             modules,
             device,
             strict_divisible=strict,
+            repeatable=repeatable,
             observer=observer,
             ranks=ranks,
             reach=reach,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from automicro.attempts.cut_rule import CutRule
 from automicro.errors import BatchError
@@ -22,6 +23,7 @@ class Plan:
         cost: of one row of it; None where it is not known.
         num_global_rows: of the batches of all ranks.
         stops: whether any rank asks for the end of the run.
+        is_measuring: whether it is smaller than fits, and only there to measure what rows need.
         agreement: with the other ranks; None where there are none.
     """
 
@@ -32,6 +34,7 @@ class Plan:
     cost: float | None
     num_global_rows: int
     stops: bool
+    is_measuring: bool = False
     agreement: Agreement | None = None
 
     @property
@@ -87,6 +90,7 @@ def plan_alone(bid: Bid, policy: Policy, rule: CutRule) -> Plan:
         cost=cost,
         num_global_rows=sum(bid.rows),
         stops=bid.wants_to_stop,
+        is_measuring=any(map(partial(_is_measuring, policy), bid.rows, bid.costs)),
     )
 
 
@@ -153,6 +157,7 @@ def plan_together(
         cost=agreement.cost,
         num_global_rows=agreement.num_rows // ranks.copies,
         stops=agreement.stops,
+        is_measuring=_is_measuring(policy, agreement.max_rows, agreement.cost),
         agreement=agreement,
     )
 
@@ -168,6 +173,11 @@ def _propose(policy: Policy, rule: CutRule, num_rows: int, cost: float | None) -
     if rule.strict_divisible and not isinstance(policy, Fixed):
         size = rule.largest_divisor(num_rows, min(size, num_rows))
     return size
+
+
+def _is_measuring(policy: Policy, num_rows: int, cost: float | None) -> bool:
+    ask = getattr(policy, "is_measuring", None)
+    return ask is not None and bool(ask(num_rows, cost))
 
 
 def _unit(policy: Policy) -> int:

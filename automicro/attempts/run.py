@@ -48,6 +48,7 @@ class Finished(Generic[T]):
         is_committed: False where it was not accepted, and was rolled back.
         measured: what the last attempt took, where somebody measured.
         recalled_size: rows that an earlier run found, where the step was the first to use them.
+        grown_from: rows that had been known to fit, where the step was the first with more.
     """
 
     result: T
@@ -57,6 +58,7 @@ class Finished(Generic[T]):
     is_committed: bool
     measured: Measured | None = None
     recalled_size: int | None = None
+    grown_from: int | None = None
 
     @property
     def cuts(self) -> list[list[int]]:
@@ -79,6 +81,8 @@ class Finished(Generic[T]):
             "attempts": self.attempts,
             "failed_sizes": self.failed_sizes,
             "recalled_size": self.recalled_size,
+            "is_measuring": self.plan.is_measuring,
+            "grown_from": self.grown_from,
             "stops": self.plan.stops,
         }
 
@@ -94,6 +98,7 @@ def run_attempts(
     costs: Sequence[float | None] | None = None,
     accept: Callable[[T], bool] | None = None,
     meter: Meter | None = None,
+    repeatable: bool = False,
     measure_residents: Callable[[], ResidentMemory] | None = None,
     narrator: Narrator | None = None,
     ranks: Ranks | None = None,
@@ -117,6 +122,7 @@ def run_attempts(
         costs: of one row of each batch, for the policy; None where they are not known.
         accept: asked once an attempt went through; False rolls it back, and that is the end.
         meter: measures each attempt, for the policy.
+        repeatable: whether the policy is not told how long attempts took.
         measure_residents: what lies there at any size, for saying why none fits.
         narrator: tells of every attempt.
         ranks: that take part.
@@ -200,7 +206,7 @@ def run_attempts(
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
-        policy.record(_outcome(done, plan))
+        policy.record(_outcome(done, plan, repeatable=repeatable))
         if done.verdict is not Verdict.OUT_OF_MEMORY:
             assert done.result is not None
             return Finished(
@@ -210,6 +216,7 @@ def run_attempts(
                 failed_sizes=tuple(tried),
                 is_committed=done.verdict is Verdict.COMMITTED,
                 measured=done.measured,
+                grown_from=getattr(policy, "grown_from", None),
             )
         tried.append(size)
         failure = done.failure
@@ -233,11 +240,14 @@ def _plan(
         return plan_together(bid, agreement, ranks, policy, rule)
 
 
-def _outcome(done: Tried[T], plan: Plan) -> Outcome:
+def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
+    measured = {} if done.measured is None else vars(done.measured)
+    if repeatable:
+        measured = {name: value for name, value in measured.items() if name != "seconds"}
     return Outcome(
         num_rows=plan.num_rows,
         microbatch_size=plan.size,
         fits=done.verdict is not Verdict.OUT_OF_MEMORY,
         cost=plan.cost,
-        **({} if done.measured is None else vars(done.measured)),
+        **measured,
     )

@@ -100,7 +100,7 @@ def try_once(
     try:
         transaction.begin()
         if narrator is not None:
-            narrator.begin(plan.cuts)
+            narrator.begin(plan.cuts, is_measuring=plan.is_measuring)
         if meter is not None:
             meter.begin()
         result = attempt(plan)

@@ -8,6 +8,7 @@
     completing   what may come next in a line that is being typed
     inputs       files and overrides of a command line: which is which, are they there
     training  evaluating  verifying  configuring  torturing  caching    what each does
+    waiting      what takes long before a command can say anything
     peers        whether other processes of the run speak too
     failures     how errors are shown; exit codes
     places       where in the code an error was raised

@@ -122,7 +122,7 @@ def print_keys(pattern: str) -> None:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            text.append("\n").append(key, "bold cyan")
+            text.append("\n").append(key, "bold")
             text.append(f": {type_in_words(key)}, {_default_in_words(key)}\n{indented}\n")
     console.print(text, soft_wrap=True, end="")
 

@@ -5,11 +5,14 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from automicro.cli.peers import is_first
+
+_KEY_OR_COMMENT = re.compile(r"(?m)^[ -]*(?P<key>[\w.-]+:)(?=\s)|(?:^|(?<=\s))#.*$")
 
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
@@ -51,7 +54,7 @@ def one_rank_speaks() -> Iterator[None]:
 
 
 def print_yaml(text: str) -> None:
-    r"""Print YAML, coloured in a terminal.
+    r"""Print YAML, in a terminal with bold keys, which can be read on light and on dark.
 
     >>> print_yaml("seed: 0\n")
     seed: 0
@@ -60,10 +63,12 @@ def print_yaml(text: str) -> None:
 
     console = Console()
     if console.is_terminal:
-        from rich.syntax import Syntax
+        from rich.text import Text
 
-        coloured = Syntax("", "yaml", background_color="default").highlight(text)
-        console.print(coloured, soft_wrap=True, end="")
+        shown = Text(text)
+        for found in _KEY_OR_COMMENT.finditer(text):
+            shown.stylize("bold" if found["key"] else "dim", *found.span())
+        console.print(shown, soft_wrap=True, end="")
     else:
         sys.stdout.write(text)
 
@@ -71,7 +76,7 @@ def print_yaml(text: str) -> None:
 def warn(text: str) -> None:
     """Say on stderr what is to be known and is no mistake. Of several processes one speaks."""
     if is_first():
-        _say(text, "bold yellow")
+        _say(text, "bold magenta")
 
 
 def complain(text: str) -> None:

@@ -10,6 +10,7 @@ from automicro.cli.job import Job
 from automicro.cli.recipe import Recipe
 from automicro.cli.results import print_yaml, results_alone, to_json, warn
 from automicro.cli.run_dir import open_run_dir
+from automicro.cli.waiting import saying
 from automicro.cli.writing import to_yaml
 from automicro.trainer import Trainer
 from automicro.trainer.parallel import whole_state_dict
@@ -50,7 +51,8 @@ def train(arguments: argparse.Namespace) -> int:
     with job.reading() as loaded, results_alone(arguments.json) as results:
         config = loaded.config
         is_first = place_in_environment().is_first
-        with job.making():
+        making = saying("making the model and the data", is_silent=not config.progress)
+        with making, job.making():
             recipe = Recipe(config)
             run_dir = open_run_dir(
                 config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint)

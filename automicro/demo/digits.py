@@ -3,8 +3,12 @@
 The images come with scikit-learn, so nothing is downloaded.
 """
 
+import gzip
+import importlib.util
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,25 +53,68 @@ def loader(
 
 
 def _read(split: str) -> TensorDataset:
-    datasets, model_selection = _import_sklearn()
-    images, targets = datasets.load_digits(return_X_y=True)
-    parts = model_selection.train_test_split(
-        images, targets, test_size=EVAL_ROWS, stratify=targets, random_state=0
-    )
-    images, targets = (parts[0], parts[2]) if split == "train" else (parts[1], parts[3])
-    pixels = torch.as_tensor(images, dtype=torch.float32) / BRIGHTEST
-    return TensorDataset(pixels.reshape(-1, 1, 8, 8), torch.as_tensor(targets, dtype=torch.int64))
+    images, targets = _images_and_targets()
+    rows = _parts(targets)[split == "eval"]
+    pixels = torch.as_tensor(images[rows], dtype=torch.float32) / BRIGHTEST
+    digits = torch.as_tensor(targets[rows], dtype=torch.int64)
+    return TensorDataset(pixels.reshape(-1, 1, 8, 8), digits)
 
 
-def _import_sklearn() -> tuple[Any, Any]:
-    try:
-        from sklearn import datasets, model_selection
-    except ImportError as error:
+def _images_and_targets() -> tuple[Any, Any]:
+    """All images, and which digit each one is.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    package = importlib.util.find_spec("sklearn")
+    places = None if package is None else package.submodule_search_locations
+    if not places:
         raise ImportError(
             "the digits come with scikit-learn, which is not installed: "
             "run pip install scikit-learn"
-        ) from error
-    return datasets, model_selection
+        )
+    # Its own reader would import all of it, and SciPy, which takes as long as importing torch.
+    path = Path(places[0]) / "datasets" / "data" / "digits.csv.gz"
+    if path.exists():
+        with gzip.open(path, "rt", encoding="ascii") as lines:
+            table = np.loadtxt(lines, delimiter=",")
+        return table[:, :-1], table[:, -1].astype(np.int64)
+    from sklearn import datasets
+
+    return datasets.load_digits(return_X_y=True)  # type: ignore[no-any-return]
+
+
+def _parts(targets: Any) -> tuple[Any, Any]:
+    """The rows of training and those held out, each digit with the same share in both.
+
+    They are those that scikit-learn's ``train_test_split(stratify=targets, random_state=0)`` draws,
+    so the same numbers are drawn in the same order.
+    """
+    draw, counts = np.random.RandomState(0), np.bincount(targets)
+    trained = _shared_out(len(targets) - EVAL_ROWS, counts, draw)
+    held_out = _shared_out(EVAL_ROWS, counts - trained, draw)
+    train: list[int] = []
+    evaluation: list[int] = []
+    for digit, (first, second) in enumerate(zip(trained, held_out, strict=True)):
+        rows = draw.permutation(counts[digit])
+        rows = np.flatnonzero(targets == digit)[rows]
+        train.extend(rows[:first])
+        evaluation.extend(rows[first : first + second])
+    return draw.permutation(train), draw.permutation(evaluation)
+
+
+def _shared_out(total: int, counts: Any, draw: np.random.RandomState) -> Any:
+    """Rows of each digit, in proportion; the largest fractions are rounded up, drawn where tied."""
+    exact = total * counts / counts.sum()
+    rows = np.floor(exact)
+    fractions = exact - rows
+    for fraction in np.unique(fractions)[::-1]:
+        missing = int(total - rows.sum())
+        if missing == 0:
+            break
+        tied = np.flatnonzero(fractions == fraction)
+        rows[draw.choice(tied, size=min(len(tied), missing), replace=False)] += 1
+    return rows.astype(int)
 
 
 class CNN(nn.Module):

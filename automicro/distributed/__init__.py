@@ -4,21 +4,19 @@
 uses it.
 """
 
-from automicro.distributed.coordination import TOLD, CoordinatedRanks
+from automicro.distributed.coordination import CoordinatedRanks
 from automicro.distributed.ddp import VotingHook
 from automicro.distributed.entrance import own_collectives
-from automicro.distributed.setup import coordinate, is_parallel, tell_of_absence, wait_for_all
+from automicro.distributed.setup import coordinate, tell_of_absence, wait_for_all
 from automicro.distributed.simulated import SimulatedWorld
 from automicro.distributed.votes import Votes
 
 __all__ = [
-    "TOLD",
     "CoordinatedRanks",
     "SimulatedWorld",
     "Votes",
     "VotingHook",
     "coordinate",
-    "is_parallel",
     "own_collectives",
     "tell_of_absence",
     "wait_for_all",

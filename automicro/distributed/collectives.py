@@ -4,32 +4,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from automicro.distributed.entrance import Call
 from automicro.torch_private import is_compiled
-from automicro.torch_private_distributed import mesh_dims
-
-
-def runs_collectives(modules: Iterable[nn.Module]) -> bool:
-    """Whether modules are known to communicate in forward or backward, beside DDP and FSDP2.
-
-    >>> runs_collectives([nn.Linear(2, 2)])
-    False
-    """
-    for root in modules:
-        sharded: set[int] = set()
-        for module in root.modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                return True
-            if isinstance(module, FSDPModule):
-                dims = mesh_dims(module)
-                own = [p for p in module.parameters() if isinstance(p, DTensor)]
-                sharded |= {id(p) for p in own if p.device_mesh.ndim <= dims}
-        if any(isinstance(p, DTensor) and id(p) not in sharded for p in root.parameters()):
-            return True
-    return False
 
 
 class CollectivesGuard:

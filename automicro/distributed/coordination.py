@@ -24,10 +24,7 @@ from automicro.errors import (
     describe_error,
 )
 from automicro.oom import Failure, classify
-from automicro.ranks import Agreement, Proposal, Report, Status, StrayedError
-
-TOLD = "automicro: this happened on rank"
-"""How the note begins that an error gets when the others are told of it."""
+from automicro.ranks import TOLD, Agreement, Proposal, Report, Status, StrayedError
 
 _CANNOT_TAKE_BACK = (
     "automicro: at that point messages of one rank to another (send, isend) had not been received, "

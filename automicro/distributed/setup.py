@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automicro.distributed.collectives import CollectivesGuard, runs_collectives
+from automicro.distributed.collectives import CollectivesGuard
 from automicro.distributed.commons import Commons, commons_of_group, opened_commons
-from automicro.distributed.coordination import TOLD, CoordinatedRanks
+from automicro.distributed.coordination import CoordinatedRanks
 from automicro.distributed.ddp import DdpGuard
 from automicro.distributed.entrance import open_entrance
 from automicro.distributed.exchange import AloneExchange, Exchange, TreeExchange
@@ -25,8 +25,9 @@ from automicro.distributed.topology import plan_levels, ranks_by_node
 from automicro.distributed.votes import Votes
 from automicro.distributed.watching import watch_peers
 from automicro.errors import RankError, describe_error
-from automicro.ranks import OneRank, Ranks
+from automicro.ranks import TOLD, OneRank, Ranks
 from automicro.torch_private_distributed import default_store, num_data_parallel
+from automicro.wrapped import is_parallel, runs_collectives
 
 TIMEOUT_SECONDS = 600.0
 """How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
@@ -96,18 +97,6 @@ def _open_votes() -> Votes:
     exchange = open_exchange()
     open_entrance()
     return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
-
-
-def is_parallel(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules communicate with other ranks.
-
-    >>> is_parallel([nn.Linear(2, 2)])
-    False
-    """
-    wrappers = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-    return runs_collectives(modules) or any(
-        isinstance(module, wrappers) for root in modules for module in root.modules()
-    )
 
 
 def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:

@@ -7,6 +7,7 @@ from typing import Any
 from automicro.events.run import Run
 from automicro.observer import Attempt, Microbatch, OutOfMemory, Resize
 from automicro.results import EvalResult, StepResult
+from automicro.showing import one_line
 
 
 class Callback:
@@ -34,6 +35,9 @@ class Callback:
         ...     def batch_end(self, run, result):
         ...         self.retries += result.ooms
     """
+
+    def __repr__(self) -> str:
+        return one_line(self)
 
     def fit_start(self, run: Run) -> None:
         """Training begins, or goes on after an interruption."""

@@ -40,8 +40,8 @@ class PhaseState:
 
     Attributes:
         ooms: attempts that ran out of memory and were rolled back.
-        cut: how the latest of the largest batches was cut, so that the rest at the end of an
-            epoch does not hide it; None before the first batch.
+        cut: how the latest of the largest batches was cut, so that neither the rest at the end of
+            an epoch hides it nor a batch that was cut smaller to measure; None before the first.
         metrics: the latest values by name; for training, of the latest complete epoch.
         seconds: time spent.
     """
@@ -54,6 +54,8 @@ class PhaseState:
     def count(self, result: StepResult | EvalResult) -> None:
         """Take note of one batch."""
         self.ooms += result.ooms
+        if result.is_measuring and self.cut is not None:
+            return
         if self.cut is None or result.ooms or result.num_samples >= self.cut.num_rows:
             self.cut = Cut.of(result)
 
@@ -69,6 +71,9 @@ class LoopState:
         loader_batches: what the data loader gave for them: more than one for each where batches
             are accumulated.
         samples: rows trained on.
+        most_rows: of an optimization batch, over all devices.
+        most_loaded: what the data loader gave for that one.
+        num_smaller: optimization batches of fewer rows, such as the last of an epoch.
         tokens: of these rows; None where they cannot be counted.
         skipped: batches after which the optimizer did not step, because of a loss or gradients
             that were not finite.
@@ -83,12 +88,36 @@ class LoopState:
     batch: int = 0
     loader_batches: int = 0
     samples: int = 0
+    most_rows: int = 0
+    most_loaded: int = 1
+    num_smaller: int = 0
     tokens: int | None = None
     skipped: int = 0
     loss: float | None = None
     train: PhaseState = field(default_factory=PhaseState)
     eval: PhaseState = field(default_factory=PhaseState)
     evaluated_at: dict[str, int] = field(default_factory=dict)
+
+    def count_rows(self, rows: int, *, loaded: int) -> None:
+        """Take note of an optimization batch that was counted.
+
+        Args:
+            rows: of it, over all devices.
+            loaded: what the data loader gave for it.
+
+        >>> state = LoopState()
+        >>> for state.batch, rows in enumerate((32, 32, 8), start=1):
+        ...     state.count_rows(rows, loaded=1)
+        >>> state.samples, state.most_rows, state.num_smaller
+        (72, 32, 1)
+        """
+        self.samples += rows
+        self.loader_batches += loaded
+        if rows > self.most_rows:
+            self.num_smaller = self.batch - 1
+            self.most_rows, self.most_loaded = rows, max(loaded, 1)
+        elif rows < self.most_rows:
+            self.num_smaller += 1
 
     def done(self, unit: Unit) -> int:
         """How much of what a duration counts is done.
@@ -118,52 +147,94 @@ class LoopState:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """How large the optimization batches were, on average.
+    """How large the optimization batches were.
 
     Attributes:
-        rows_per_device: of what one device loads at a time.
+        rows_per_device: of what one device loads at a time, on average.
         num_devices: that share an optimization batch.
-        accumulation: how many of what a device loads make up an optimization batch.
+        accumulation: how many of what a device loads make up an optimization batch, on average.
+        most_rows: of an optimization batch; None where only averages are known.
+        most_loaded: what a device loaded for that one.
+        num_batches: optimization batches in all.
+        num_smaller: those of fewer rows, such as the last one of an epoch.
 
-    >>> state = LoopState(batch=2, loader_batches=3, samples=96)
+    >>> state = LoopState()
+    >>> for state.batch, rows in enumerate((64, 64, 16), start=1):
+    ...     state.count_rows(rows, loaded=2)
     >>> str(GlobalBatch.of(state))
-    '48 = 32 rows per device × 1 device × 1.5 accumulated'
+    '64 = 32 rows per device × 1 device × 2 accumulated; 1 of 3 had fewer, 48 on average'
     """
 
     rows_per_device: float
     num_devices: int
     accumulation: float
+    most_rows: int | None = None
+    most_loaded: int = 1
+    num_batches: int = 0
+    num_smaller: int = 0
 
     @classmethod
     def of(cls, state: LoopState, num_devices: int = 1) -> "GlobalBatch":
-        """The averages over all that was trained on so far."""
+        """Of all that was trained on so far."""
         return cls(
             rows_per_device=state.samples / max(state.loader_batches, 1) / num_devices,
             num_devices=num_devices,
             accumulation=state.loader_batches / max(state.batch, 1),
+            most_rows=state.most_rows or None,
+            most_loaded=state.most_loaded,
+            num_batches=state.batch,
+            num_smaller=state.num_smaller,
         )
 
     @property
     def rows(self) -> float:
-        """Of an optimization batch."""
+        """Of an optimization batch, on average."""
         return self.rows_per_device * self.num_devices * self.accumulation
 
     @property
     def brief(self) -> str:
         """For a line that has much to say: rows, devices, accumulation.
 
-        >>> GlobalBatch(rows_per_device=32, num_devices=1, accumulation=2).brief
-        '64 = 32 × 1 × 2'
+        >>> GlobalBatch(rows_per_device=64, num_devices=1, accumulation=1, most_rows=64).brief
+        '64'
+        >>> GlobalBatch(
+        ...     rows_per_device=32, num_devices=2, accumulation=2, most_rows=128, most_loaded=2
+        ... ).brief
+        '128 = 32 × 2 × 2'
         """
-        factors = (self.rows_per_device, self.num_devices, self.accumulation)
-        return f"{_average(self.rows)} = {' × '.join(map(_average, factors))}"
+        if self.most_rows is None:
+            return f"{_average(self.rows)} on average"
+        factors = self._factors()
+        if factors is None:
+            return f"{self.most_rows:,}"
+        return f"{self.most_rows:,} = {' × '.join(f'{each:,}' for each in factors)}"
+
+    def _factors(self) -> tuple[int, int, int] | None:
+        """Rows, devices and accumulation of the largest; None where they say nothing."""
+        assert self.most_rows is not None
+        shares = self.num_devices * self.most_loaded
+        if shares == 1 or self.most_rows % shares:
+            return None
+        return self.most_rows // shares, self.num_devices, self.most_loaded
 
     def __str__(self) -> str:
+        if self.most_rows is None:
+            return f"{_average(self.rows)} on average"
         devices = f"{self.num_devices} device{'' if self.num_devices == 1 else 's'}"
-        return (
-            f"{_average(self.rows)} = {_average(self.rows_per_device)} rows per device × "
-            f"{devices} × {_average(self.accumulation)} accumulated"
-        )
+        factors = self._factors()
+        if factors is not None:
+            text = f"{self.most_rows:,} = {factors[0]:,} rows per device × {devices} × "
+            text += f"{factors[2]} accumulated"
+        else:
+            text = f"{self.most_rows:,} row{'' if self.most_rows == 1 else 's'}"
+            if self.num_devices > 1:
+                text += f" on {devices}"
+            if self.most_loaded > 1:
+                text += f", {self.most_loaded} batches accumulated"
+        if self.num_smaller:
+            text += f"; {self.num_smaller:,} of {self.num_batches:,} had fewer, "
+            text += f"{_average(self.rows)} on average"
+        return text
 
 
 def _average(number: float) -> str:

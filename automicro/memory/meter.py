@@ -45,6 +45,11 @@ class Measured:
 class Meter:
     """Measures attempts on a device, one after the other.
 
+    Args:
+        device: that it measures.
+        repeatable: whether what it reads may not depend on the clock: the capacity is asked for
+            at every attempt then, and not once a second.
+
     >>> from automicro.memory import MemoryBudget
     >>> meter = Meter(torch.device("cpu"))
     >>> with MemoryBudget("1MiB"):
@@ -55,8 +60,9 @@ class Meter:
     (4096, 0, 1048576)
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, repeatable: bool = False) -> None:
         self._device = device
+        self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
         self._resident: int | None = None
         self._retries: int | None = None
@@ -76,7 +82,7 @@ class Meter:
         Call it before the memory of the attempt is given back.
         """
         now = time.perf_counter()
-        if failure is not None or now - self._read_at > _SECONDS_BETWEEN_READINGS:
+        if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacity, self._read_at = capacity_bytes(self._device), now
         elif self._device.type == "cpu":
             self._capacity = capacity_bytes(self._device)  # of a budget, which costs nothing

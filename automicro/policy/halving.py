@@ -19,6 +19,9 @@ from automicro.policy.thrash import Thrash
 
 logger = logging.getLogger(__name__)
 
+# Sizes that grow by no more than this share are no news.
+GROWTH = 0.02
+
 FLAGS = ("_trusts_prediction", "_has_probed", "_may_double", "_has_failed")
 # What a state replaces; the rest are settings, and those of the run count.
 LEARNED = (
@@ -47,6 +50,7 @@ class Halving:
     - What was learned holds per cost of a row: a batch of long rows does not slow short ones. Nor
       does a small batch that fails for no reason that was measured slow larger ones that had
       fitted.
+      To tell what rows need from what every size needs, one batch may be cut smaller than fits.
     - *Grow*: a size that failed is tried again when the device reports what it lacked, when peaks
       have fallen, or, where nothing explains the failure, after many batches. With each
       disappointment the wait doubles.
@@ -63,6 +67,13 @@ class Halving:
         multiple_of: propose multiples of it, where the batch has more rows. If that many rows do
             not fit, smaller sizes are used all the same, with a warning in the log.
         margin: the share of the device's capacity that trials leave free.
+
+    Attributes:
+        may_measure: whether a batch may be cut smaller than fits only to measure what its rows
+            need. A `Microbatcher` forbids it where layers average over rows; trials then halve
+            what is left between what fits and what failed.
+        grown_from: rows that had been known to fit, where the last attempt was the first that
+            fitted with more, after a size had failed or was suggested; else None.
 
     Raises:
         TypeError: if a number of rows is not an int.
@@ -126,6 +137,8 @@ class Halving:
         # Whether a failure was forgotten that nothing explains: then sizes double.
         self._may_double = False
         self._has_failed = False
+        self.may_measure = True
+        self.grown_from: int | None = None
 
     def __repr__(self) -> str:
         options = {
@@ -168,9 +181,24 @@ class Halving:
         require_rows(num_rows)
         return self._decide(num_rows, require_cost(cost))[0]
 
+    @property
+    def wants_to_measure(self) -> bool:
+        """Whether a batch to come might be cut smaller only to measure it, if it may be."""
+        return self._refine and not self._has_probed and self._frontier.knows_a_fit
+
+    def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
+        """Whether what it proposes for a batch is smaller than fits, and only there to measure.
+
+        Raises:
+            ValueError: if the batch has no rows, or the cost is not positive.
+        """
+        require_rows(num_rows)
+        return self.wants_to_measure and self._decide(num_rows, require_cost(cost))[1]
+
     def record(self, outcome: Outcome) -> None:
         """Learn from an attempt: what fits, what fails, and what it took."""
         cost = require_cost(outcome.cost)
+        self.grown_from = None
         if outcome.capacity_bytes is not None:
             capacity = int(outcome.capacity_bytes * (1 - self._margin))
             self._room = capacity - (outcome.resident_bytes or 0)
@@ -209,11 +237,14 @@ class Halving:
                 return following, False
             if self._cut(num_rows, cost, most) > size and self._lacks_a_chord(cost):
                 smaller = self._cut(num_rows, cost, -(-size // 2))
-                if self._multiple_of <= smaller < size:
+                if self.may_measure and self._multiple_of <= smaller < size:
                     return smaller, True
                 # Nothing smaller to measure; one trial of twice as many if nothing is against it.
                 if fails is None and not self._thrash.is_pressed:
                     return max(size, self._cut(num_rows, cost, 2 * size)), False
+                if not self.may_measure:
+                    halfway = min(most, self._frontier.rows_halfway(cost) + ROUNDING)
+                    return max(size, self._cut(num_rows, cost, halfway)), False
         elif self._may_double:
             return max(size, self._cut(num_rows, cost, min(most, 2 * known))), False
         return size, False
@@ -270,8 +301,9 @@ class Halving:
 
     def _record_fit(self, outcome: Outcome, cost: float) -> None:
         rows = outcome.microbatch_size
-        if self._ceiling is None and not self._has_probed:
-            self._has_probed = self._decide(outcome.num_rows, cost)[1]
+        if self._ceiling is None:
+            self._note_growth(rows, cost)
+            self._has_probed = self._has_probed or self._decide(outcome.num_rows, cost)[1]
         self._ceiling = None
         self._patience.fitted()
         if self._is_outlier:
@@ -299,6 +331,12 @@ class Halving:
                 retries=outcome.alloc_retries,
                 smaller=None if is_smallest else smaller * cost,
             )
+
+    def _note_growth(self, rows: int, cost: float) -> None:
+        known = self._frontier.rows_that_fit(cost)
+        was_limited = self._has_failed or self._start is not None
+        if was_limited and known is not None and rows > known * (1 + GROWTH):
+            self.grown_from = known
 
     def _lift(self, *, fell: bool) -> None:
         """Forget failures that need not repeat."""

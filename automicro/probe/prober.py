@@ -40,6 +40,10 @@ _REMEDIES = (
     "declare what the loss averages over (loss_average='samples', 'tokens', 'none' or a callable), "
     "or run automicro.verify on a batch"
 )
+_COMMUNICATES = (
+    "the forward communicates with other ranks (sharded parameters, say), and one rank alone "
+    "cannot look"
+)
 
 
 class Prober:
@@ -49,19 +53,19 @@ class Prober:
         probed: model and loss.
         declared: whether the caller said what the loss averages over.
         off: whether nothing is looked at.
-        why_not: why nothing can be looked at; empty where it can.
+        is_alone: whether a forward needs no other rank. Where it does, nothing can be looked at.
 
     Attributes:
         changing: state of Python's that each forward changes, as looks have shown.
     """
 
     def __init__(
-        self, probed: Probed, *, declared: bool, off: bool = False, why_not: str = ""
+        self, probed: Probed, *, declared: bool, off: bool = False, is_alone: bool = True
     ) -> None:
         self._probed = probed
         self._is_known = all(average.is_known for average in probed.averages.values())
         self._declared = declared
-        self._why_not = why_not
+        self._why_not = "" if is_alone else _COMMUNICATES
         self._train = _Evidence(assumed=not self._is_known)
         self._eval = _Evidence(assumed=not self._is_known)
         self._train.is_done = self._eval.is_done = off

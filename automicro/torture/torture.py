@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from automicro.showing import html_text
 from automicro.torture.plans import Plan, double_faults, sample, single_faults
 from automicro.torture.scene import CALLS, Scene
 from automicro.torture.subject import MakeSubject, check_subject
@@ -16,7 +17,7 @@ from automicro.torture.verdict import attempt
 QUICK_PLANS = 12  # of each row of the table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TortureReport:
     """What a sweep found."""
 
@@ -31,6 +32,14 @@ class TortureReport:
     def exit_code(self) -> int:
         """0 where nothing is wrong, else 1."""
         return 1 if self.wrong or not any(row.plans for row in self.rows) else 0
+
+    def __repr__(self) -> str:
+        plans = sum(row.plans for row in self.rows)
+        return f"TortureReport({plans:,} trials, {len(self.wrong)} wrong)"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html_text(f"{self!r}\n{self}")
 
     def __str__(self) -> str:
         return render(self.rows)

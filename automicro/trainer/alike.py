@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from automicro.distributed import own_collectives, wait_for_all
 from automicro.errors import DesyncError
 from automicro.ranks import Ranks
 from automicro.trainer.outline import Outline
@@ -35,6 +34,8 @@ def require_alike(
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
+    from automicro.distributed import own_collectives, wait_for_all  # slow to import
+
     own = dict(outline())
     wait_for_all(f"comparing {what}")
     number = _number_of(own)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from automicro.checks import resolve_device, unwrapped
-from automicro.distributed import is_parallel
 from automicro.trainer.alike import require_alike
 from automicro.trainer.building import gather_modules, place_modules
 from automicro.trainer.device import choose_device, seed_everything
@@ -27,6 +26,7 @@ from automicro.trainer.processes import (
     said_by_first,
 )
 from automicro.trainer.sharing import LoaderSharing, SharedAlready
+from automicro.wrapped import is_parallel
 
 
 class Arrangement:

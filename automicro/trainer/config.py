@@ -28,7 +28,7 @@ class TrainerConfig:
     loss_average: Any = "auto"
     batchnorm: str = "warn"
     probe: bool = True
-    remember_sizes: bool = True
+    remember_sizes: bool | None = None
     precision: str = "fp32"
     gradient_sums: str = "fp32"
     grad_clip_norm: float | None = None

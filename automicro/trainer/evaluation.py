@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from automicro.duration import Duration, read_duration
-from automicro.events import Callbacks, ExpectedValues, PhaseState, Run
+from automicro.events import Callbacks, Cut, ExpectedValues, PhaseState, Run
 from automicro.microbatcher import Microbatcher
 from automicro.ranks import Ranks
 from automicro.results import EvalResult
@@ -22,16 +22,16 @@ from automicro.trainer.interval import Interval
 from automicro.trainer.lines import (
     count_of,
     evaluation_line,
-    recovery_line,
-    remembered_line,
+    size_lines,
 )
-from automicro.trainer.loading import empty, fetch
+from automicro.trainer.loading import empty, fetch, num_batches
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.outline import outline_evaluations
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.samplers import shared_sampler
 from automicro.trainer.session import noting
+from automicro.trainer.status import Status
 from automicro.trainer.together import of_all_ranks, telling_once
 from automicro.weighting import LossMean
 
@@ -148,18 +148,17 @@ class Evaluation:
             if found is None:
                 recorder.forget()
                 return None
-            values, samples, last = found
+            values, samples, last, cut_here = found
         finally:
             self.release()
             if values is None:
                 phase.ooms, phase.cut = ooms, cut
-        assert phase.cut is not None
         others = (name for name in phase.metrics if not name.startswith(self._prefix))
         phase.metrics = {name: phase.metrics[name] for name in others}
         phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
         phase.seconds += time.perf_counter() - start
         progress.line(
-            evaluation_line(values, name=self.name, samples=samples, cut=phase.cut, where=where)
+            evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
         )
         named = recorder.evaluation(self.name, values, last, phase)
         callbacks.fire("eval_end", run, named)
@@ -173,10 +172,10 @@ class Evaluation:
         run: Run,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
-    ) -> tuple[dict[str, float], int, EvalResult] | None:
-        """The values, the rows, and the result of the last batch; None if it was broken off."""
+    ) -> tuple[dict[str, float], int, EvalResult, Cut] | None:
+        """Values, rows, the result of the last batch, the cut; None if it was broken off."""
         self._metrics.reset()
-        losses = LossMean()
+        losses, here = LossMean(), PhaseState()
         ranks = self.microbatcher.ranks
         samples = batches = 0
         result: EvalResult | None = None
@@ -191,23 +190,35 @@ class Evaluation:
                 if batch is None and this.num_global_samples == 0:
                     break  # no rank has rows left
                 result = this
+                for line in size_lines("eval", result, here.cut):
+                    progress.line(line)
                 phase.count(result)
-                if result.recalled_size is not None:
-                    progress.line(remembered_line("eval", result.recalled_size))
-                if result.ooms:
-                    progress.line(recovery_line("eval", result))
+                here.count(result)
                 if result.loss is not None:
                     losses.add(result.loss, result.losses, result.denominators)
                 samples += result.num_global_samples
                 batches += 1
                 if batch is not None:
                     callbacks.fire("eval_batch_end", run, result)
-                done = f"evaluating{of.removeprefix(' of')}: {count_of(batches, 'batch')} done"
-                progress.status(lambda done=done: done)  # type: ignore[misc]
+                progress.status(partial(self._describe, batches, here.cut, max_batches))
             if result is None:  # on any rank
                 raise empty(self._evaluator.dataloader, self._loader_name)
             values = self._losses_of_all(ranks, losses) | self._metrics.compute()
-        return values, samples, result
+            assert here.cut is not None
+        return values, samples, result, here.cut
+
+    def _describe(self, batches: int, cut: Cut | None, max_batches: int | None) -> Status:
+        """How far the pass is."""
+        what = f"evaluating {self.name!r}" if self.name else "evaluating"
+        known = num_batches(self._evaluator.dataloader), self._evaluator.max_batches, max_batches
+        total = min((each for each in known if each is not None), default=None)
+        done = count_of(batches, "batch")
+        text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
+        return Status(
+            line=f"{what}: {done} done",
+            parts=[text if total is None else f"{text} batches", f"microbatches {cut}"],
+            share=None if not total else min(1.0, batches / total),
+        )
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self._evaluator.dataloader)

@@ -15,6 +15,7 @@ from automicro.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.device import describe_device
 from automicro.trainer.speed import Speed
+from automicro.trainer.status import SEPARATOR, Status, TimeLeft, describe_seconds
 
 _MOST_METRICS = 8  # in one line
 
@@ -123,7 +124,22 @@ def position(state: LoopState, max_duration: Duration, num_batches: int | None =
     return f"{word} {state.done(unit):,}/{last:,}, batch {state.batch}"
 
 
-def batch_line(
+def share_done(state: LoopState, max_duration: Duration, num_batches: int | None) -> float | None:
+    """How much of training is done, from 0 to 1; None where an epoch's length is not known.
+
+    >>> share_done(LoopState(epoch=1, epoch_batch=3), Duration.parse("4ep"), 12)
+    0.3125
+    >>> share_done(LoopState(batch=5), Duration.parse("4ba"), None)
+    1.0
+    """
+    if max_duration.unit is not Unit.EPOCHS:
+        return min(1.0, state.done(max_duration.unit) / max_duration.value)
+    if not num_batches:
+        return None
+    return min(1.0, (state.epoch + state.epoch_batch / num_batches) / max_duration.value)
+
+
+def batch_status(
     state: LoopState,
     cut: Cut,
     *,
@@ -133,7 +149,9 @@ def batch_line(
     speed: Speed,
     learning_rate: float | None,
     num_devices: int = 1,
-) -> str:
+    is_measuring: bool = False,
+    time_left: TimeLeft | None = None,
+) -> Status:
     """Where training stands after a batch."""
     if max_duration.unit is Unit.EPOCHS and num_batches is None:
         where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
@@ -142,15 +160,25 @@ def batch_line(
     if max_duration.unit is not Unit.EPOCHS:
         where += f", epoch {state.epoch + 1}"
     assert state.loss is not None
-    parts = [where, f"loss {describe_number(state.loss)}"]
-    if learning_rate is not None:
-        parts.append(f"lr {learning_rate:.3g}")
-    whole = GlobalBatch.of(state, num_devices)
-    parts += [str(speed), f"microbatches {cut}", f"global batch {whole.brief}"]
-    peak = peak_bytes(device)
-    if peak is not None:
-        parts.append(f"peak memory {format_bytes(peak)}")
-    return " · ".join(parts)
+    measuring = " (measuring)" if is_measuring else ""
+    peak, share = peak_bytes(device), share_done(state, max_duration, num_batches)
+    left = None if time_left is None else time_left.at(share)
+    loss = f"loss {describe_number(state.loss)}"
+    rate = [] if learning_rate is None else [f"lr {learning_rate:.3g}"]
+    whole = f"global batch {GlobalBatch.of(state, num_devices).brief}"
+    memory = [] if peak is None else [f"peak memory {format_bytes(peak)}"]
+    line = [where, loss, *rate, str(speed), f"microbatches {cut}{measuring}", whole, *memory]
+    if share is not None:
+        line.append(f"{share:.0%} done")
+    if left is not None:
+        line.append(f"{describe_seconds(left)} left")
+    size = f"{cut.num_microbatches} × {cut.microbatch_size}{measuring}"
+    return Status(
+        line=SEPARATOR.join(line),
+        parts=[loss, str(speed), f"microbatches {size}", *memory, where, *rate, whole],
+        share=share,
+        seconds_left=left,
+    )
 
 
 def describe_number(value: float) -> str:
@@ -185,6 +213,75 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     return (
         f"{phase}: out of memory, microbatch size {result.failed_sizes[0]} → {size} "
         f"({Cut.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
+    )
+
+
+def size_lines(phase: str, result: StepResult | EvalResult, settled: Cut | None) -> list[str]:
+    """All that is out of the ordinary about the microbatch size of a batch.
+
+    Args:
+        phase: ``"train"`` or ``"eval"``.
+        result: of the batch.
+        settled: the cut of earlier ones; where rows differ in length, more of shorter ones fit
+            into as many microbatches, which is no growth.
+    """
+    lines = []
+    if result.recalled_size is not None:
+        lines.append(remembered_line(phase, result.recalled_size))
+    if result.ooms:
+        lines.append(recovery_line(phase, result))
+    elif result.is_measuring:
+        lines.append(measuring_line(phase, result))
+    elif result.grown_from is not None and _is_coarser(Cut.of(result), settled):
+        lines.append(growth_line(phase, result))
+    return lines
+
+
+def _is_coarser(cut: Cut, settled: Cut | None) -> bool:
+    return (
+        settled is None
+        or cut.num_microbatches < settled.num_microbatches
+        or cut.num_rows > settled.num_rows
+    )
+
+
+def growth_line(phase: str, result: StepResult | EvalResult) -> str:
+    """A microbatch size that grew.
+
+    >>> result = StepResult(
+    ...     loss=torch.tensor(0.0),
+    ...     num_samples=512,
+    ...     num_global_samples=512,
+    ...     microbatch_size=103,
+    ...     num_microbatches=5,
+    ...     attempts=1,
+    ...     grown_from=64,
+    ... )
+    >>> growth_line("train", result)
+    'train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)'
+    """
+    size = count_of(result.microbatch_size, "row")
+    return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Cut.of(result)})"
+
+
+def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
+    """A batch that was cut smaller than fits.
+
+    >>> result = StepResult(
+    ...     loss=torch.tensor(0.0),
+    ...     num_samples=512,
+    ...     num_global_samples=512,
+    ...     microbatch_size=32,
+    ...     num_microbatches=16,
+    ...     attempts=1,
+    ...     is_measuring=True,
+    ... )
+    >>> measuring_line("train", result)
+    'train: this batch alone in smaller microbatches (16 × 32 of 512), to measure what rows need'
+    """
+    return (
+        f"{phase}: this batch alone in smaller microbatches ({Cut.of(result)}), to measure what "
+        "rows need"
     )
 
 

@@ -1,6 +1,7 @@
 """The loop over epochs and batches."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -11,12 +12,13 @@ from automicro.results import StepResult
 from automicro.trainer.checkpointing import Checkpointer
 from automicro.trainer.evaluation_plan import EvaluationPlan
 from automicro.trainer.feed import Feed
-from automicro.trainer.lines import batch_line, count_of
+from automicro.trainer.lines import batch_status, count_of
 from automicro.trainer.loading import grouped
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
 from automicro.trainer.speed import RecentSpeed, Speed
+from automicro.trainer.status import Status, TimeLeft
 from automicro.trainer.step import TrainedBatch, TrainingStep
 from automicro.trainer.together import Stop, any_rank
 
@@ -62,6 +64,7 @@ class FitLoop:
         self._feed = feed
         self._count_batches = count_batches
         self._is_taken_up = False
+        self._has_begun = False
         self._left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
         self._accumulate_batches = accumulate_batches
         self._evaluations = evaluations
@@ -75,7 +78,7 @@ class FitLoop:
         self._agreed_batches: int | None = None  # of this epoch, where there are peers
         self._checkpointer = checkpointer
         self._best_metric = best_metric
-        self._recent = RecentSpeed()
+        self._recent, self._time_left = RecentSpeed(), TimeLeft()
 
     def run(self, progress: Progress, wants_to_stop: Callable[[], bool]) -> None:
         """Train until the duration is reached, or until something asks to stop.
@@ -103,8 +106,10 @@ class FitLoop:
 
     def _train_epoch(self, progress: Progress, stop: Stop) -> None:
         """Train on a pass, or on what is left of it, until its end or that of training."""
+        if not self._has_begun:
+            progress.doing("waiting for the first batch of data")
         groups = self._begin_epoch()
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self._timed(groups)):
             if number == 0:
                 self._feed.require_same_order(self._ranks)
             if not self._train(group, progress):
@@ -132,6 +137,16 @@ class FitLoop:
         self._agree(stop)
         if not (self.is_finished or stop.is_agreed):
             self._save_if_due(progress, is_due=was_saved)
+
+    def _timed(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """The same, with the wait for data counted as time of training."""
+        while True:
+            start = time.perf_counter()
+            group = next(groups, None)
+            self._state.train.seconds += time.perf_counter() - start
+            if group is None:
+                return
+            yield group
 
     def _agree(self, stop: Stop) -> None:
         """Let all ranks do what any of them, or a callback there, asked for."""
@@ -206,6 +221,9 @@ class FitLoop:
 
     def _train(self, loaded: Sequence[Any], progress: Progress) -> bool:
         """Train on one optimization batch, and tell of it; whether any rank had rows for it."""
+        if not self._has_begun:
+            progress.doing("the first batch: looking at a few rows, then finding what fits")
+        self._has_begun = True
         batches = [self._callbacks.transform(self._run, batch) for batch in loaded]
         if batches:
             self._tell("batch_start", batches if self._accumulate_batches > 1 else batches[0])
@@ -260,9 +278,9 @@ class FitLoop:
         saver = self._checkpointer
         return saver is not None and saver.saved_in(self._state) is not None
 
-    def _describe(self, trained: TrainedBatch, speed: Speed) -> str:
+    def _describe(self, trained: TrainedBatch, speed: Speed) -> Status:
         rates = set(trained.learning_rates)
-        return batch_line(
+        return batch_status(
             self._state,
             Cut.of(trained.result),
             max_duration=self._run.max_duration,
@@ -271,4 +289,6 @@ class FitLoop:
             speed=speed,
             learning_rate=rates.pop() if len(rates) == 1 else None,
             num_devices=self._ranks.world_size,
+            is_measuring=trained.result.is_measuring,
+            time_left=self._time_left,
         )

@@ -17,9 +17,7 @@ from automicro.trainer.loading import num_batches
 from automicro.trainer.plain_text import as_text
 from automicro.trainer.sharing import ITSELF
 
-MAY_DIFFER = frozenset(
-    {"device", "loggers", "max_time", "memory_limit", "probe", "progress", "seed"}
-)
+MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
 """Arguments of the `Trainer` that rank 0 alone uses, or that ranks agree on in the run."""
 
 Outline: TypeAlias = Mapping[str, str]
@@ -129,6 +127,11 @@ def _names_of_metrics(given: Any) -> str:
     return ", ".join(f"{key}: {as_text(each)}" for key, each in given.items()) or "none"
 
 
+def _seed(name: str, given: int | None) -> dict[str, str]:
+    """Each rank may have its own; but with one, sizes are found in another way than without."""
+    return {name: "None" if given is None else "a number"}
+
+
 def _modules(name: str, given: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, module in enumerate([given] if isinstance(given, nn.Module) else given):
@@ -173,5 +176,6 @@ _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
     "metrics": _metrics,
     "model": _modules,
     "modules": _modules,
+    "seed": _seed,
     "train_dataloader": _loader,
 }

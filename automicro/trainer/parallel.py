@@ -5,16 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.checks import check_choice, unwrapped
-from automicro.distributed import is_parallel
-from automicro.distributed.collectives import runs_collectives
 from automicro.torch_private import is_compiled, is_uninitialized
+from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Place, copy_from_first
+from automicro.wrapped import is_parallel, runs_collectives
 
 PARALLEL_MODES = ("ddp", "fsdp")
 
@@ -130,6 +127,10 @@ def wrap(
     copy_from_first(tensor for module in copied for tensor in _tensors(module))
     if parallel == "ddp":
         return DistributedDataParallel(model)
+    # Slow to import, and not needed by others.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(device.type, (place.world_size,))
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh)
@@ -212,7 +213,7 @@ def is_sharded(modules: Iterable[nn.Module]) -> bool:
     >>> is_sharded([nn.Linear(2, 2)])
     False
     """
-    return any(isinstance(each, FSDPModule) for root in modules for each in root.modules())
+    return any(is_fsdp_module(each) for root in modules for each in root.modules())
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -224,6 +225,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     model = unwrapped(model)
     if not is_sharded([model]):
         return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)
 

@@ -57,6 +57,7 @@ class Recorder:
             "train/tokens_per_second": speed.tokens,
             "train/microbatch_size": result.microbatch_size,
             "train/num_microbatches": result.num_microbatches,
+            "train/is_measuring": result.is_measuring,
             "train/attempts": result.attempts,
             "train/ooms": state.train.ooms,
             "train/global_batch": result.num_global_samples,

@@ -315,6 +315,8 @@ def _load(name: str, part: Any, state: Any) -> None:
 
 def _restore_progress(state: LoopState, saved: Mapping[str, Any]) -> None:
     for field in dataclasses.fields(state):
+        if field.name not in saved:  # of an older automicro
+            continue
         value = saved[field.name]
         if isinstance(getattr(state, field.name), PhaseState):
             phase = getattr(state, field.name)

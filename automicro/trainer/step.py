@@ -16,7 +16,7 @@ from automicro.ranks import Ranks
 from automicro.results import StepResult
 from automicro.trainer.arguments import in_tokens
 from automicro.trainer.finiteness import FinitenessGuard
-from automicro.trainer.lines import recovery_line, remembered_line
+from automicro.trainer.lines import size_lines
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.pace import Pace, warn_of_haste
 from automicro.trainer.progress import Progress
@@ -122,11 +122,9 @@ class TrainingStep:
             return None
         if self._ranks.world_size > 1 and (state.batch == 0 or state.tokens is not None):
             tokens = self._tokens_of_all(tokens)
+        for line in size_lines("train", result, state.train.cut):
+            progress.line(line)
         state.train.count(result)
-        if result.recalled_size is not None:
-            progress.line(remembered_line("train", result.recalled_size))
-        if result.ooms:
-            progress.line(recovery_line("train", result))
         norm = self._finish_gradients(result, gradients_ready) if result.is_committed else None
         state.loss, length = _read(result, norm)
         # A scale that was too large makes gradients overflow now and then, which the scaler
@@ -146,8 +144,7 @@ class TrainingStep:
         self.clear_gradients()
         state.batch += 1
         state.epoch_batch += 1
-        state.loader_batches += len(batches)
-        state.samples += result.num_global_samples
+        state.count_rows(result.num_global_samples, loaded=len(batches))
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
         # After the batch is counted: a scheduler that fails does so after the optimizer's step.
         if objection is None:

@@ -7,10 +7,9 @@ from typing import Any, ParamSpec
 
 import torch.distributed as dist
 
-from automicro.distributed import TOLD
 from automicro.errors import describe_error
 from automicro.finding_ranks import tell_of_construction
-from automicro.ranks import Ranks
+from automicro.ranks import TOLD, Ranks
 from automicro.trainer.interruption import STOPPED
 from automicro.trainer.processes import say_absent
 

@@ -39,7 +39,7 @@ from automicro.trainer.determinism import prepare_cublas
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values
 from automicro.trainer.evaluators import read_evaluators
-from automicro.trainer.lines import RunSettings
+from automicro.trainer.lines import RunSettings, count_of, describe_parameters
 from automicro.trainer.loading import check_loader, check_passes
 from automicro.trainer.metric_set import MetricSet
 from automicro.trainer.parameter_groups import ParameterGroups
@@ -137,7 +137,10 @@ class Trainer:
             that is wrapped already.
         device: ``"auto"`` (an accelerator where there is one, else the CPU), or a device.
         seed: seeds Python, NumPy and torch when the trainer is constructed, but no model or
-            loader made before. Of several ranks, each goes on with ``seed + rank`` afterwards.
+            loader made before. A script that makes these from the same numbers gives the same ones
+            each time: sizes are not remembered then, and no clock decides them. What
+            ``deterministic`` refuses, and memory that other processes take from a GPU, may still
+            differ. Of several ranks, each goes on with ``seed + rank`` afterwards.
         progress: whether to write to stdout how it goes, and the summary at the end.
         eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
             ``"1e6tok"``, or None for never. With an interval, it also does at the end.
@@ -148,7 +151,8 @@ class Trainer:
             ``attention_mask``, or the elements of ``input_ids``.
         probe: see `Microbatcher`.
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
-            ``automicro cache`` lists. Never with ``deterministic``.
+            ``automicro cache`` lists, so that the second run may cut other microbatches than the
+            first. None for where no ``seed`` is given. Never with ``deterministic``.
         modules: further modules that take part in the forward.
         callbacks: told of every event of the run; see `Callback`.
         loggers: take down the numbers of the run; see ``automicro.loggers``.
@@ -199,7 +203,7 @@ class Trainer:
         update_metric: Callable[..., None] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         probe: bool = True,
-        remember_sizes: bool = True,
+        remember_sizes: bool | None = None,
         modules: Iterable[nn.Module] = (),
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
@@ -261,7 +265,8 @@ class Trainer:
                 "batch_layout": batch_layout,
                 "update_metric": update_metric,
                 "probe": probe,
-                "remember_sizes": remember_sizes and not deterministic,
+                "remember_sizes": _remembers(remember_sizes, seed, deterministic),
+                "repeatable": seed is not None or deterministic,
             },
         )
         self._state = LoopState()
@@ -339,6 +344,14 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(type(self), name)
+
+    def __repr__(self) -> str:
+        run, batches = self._run, self._run.state.batch
+        return (
+            f"Trainer({type(run.model).__name__}, {describe_parameters(run.model.parameters())}, "
+            f"max_duration={str(run.max_duration)!r}, device={str(run.device)!r}, "
+            f"{count_of(batches, 'batch')} done)"
+        )
 
     @property
     def state(self) -> LoopState:
@@ -450,3 +463,10 @@ class Trainer:
             )
         with self._session.open() as progress:
             return predict_all(self._microbatcher, dataloader, progress)
+
+
+def _remembers(wanted: bool | None, seed: int | None, deterministic: bool) -> bool:
+    """Whether to start from remembered sizes, and to leave some."""
+    if wanted is None:
+        return seed is None and not deterministic
+    return read_flag("remember_sizes", wanted) and not deterministic

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from automicro.showing import html_text, short
+
 EXACT, NOT_EXACT, UNVERIFIABLE = "exact", "not exact", "cannot be verified"
 _EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, UNVERIFIABLE: 3}
 _PARAMETERS_SHOWN = 5
@@ -56,7 +58,7 @@ class Comparison:
     failure: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class VerifyReport:
     """Whether splitting changes a model's gradient, and why.
 
@@ -102,6 +104,13 @@ class VerifyReport:
         """The report as plain values that JSON can hold."""
         values: dict[str, Any] = _plain(dataclasses.asdict(self))
         return {**values, "exit_code": self.exit_code}
+
+    def __repr__(self) -> str:
+        return f"VerifyReport({self.status!r}, {self.num_rows} rows, {short(self.verdict)})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html_text(str(self))
 
     def __str__(self) -> str:
         lines = [self.verdict]

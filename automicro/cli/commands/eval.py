@@ -4,6 +4,7 @@ import argparse
 
 from automicro.cli.inputs import add_inputs, look_for_files
 from automicro.cli.subcommand import Subcommand
+from automicro.cli.waiting import importing
 
 DESCRIPTION = """\
 Evaluate a config's model on its eval_data, and print the loss and the metrics, one
@@ -22,7 +23,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     look_for_files(arguments.inputs, command="eval")
-    from automicro.cli.evaluating import evaluate
+    with importing(arguments.inputs):
+        from automicro.cli.evaluating import evaluate
 
     return evaluate(arguments)
 

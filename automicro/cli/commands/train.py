@@ -4,6 +4,7 @@ import argparse
 
 from automicro.cli.inputs import add_inputs, look_for_files
 from automicro.cli.subcommand import Subcommand
+from automicro.cli.waiting import importing
 
 DESCRIPTION = """\
 Train what YAML configs describe. A config names a model, data, a loss, an optimizer
@@ -26,7 +27,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     look_for_files(arguments.inputs, command="train")
-    from automicro.cli.training import train
+    with importing(arguments.inputs, in_logs=True):
+        from automicro.cli.training import train
 
     return train(arguments)
 

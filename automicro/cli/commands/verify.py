@@ -4,6 +4,7 @@ import argparse
 
 from automicro.cli.inputs import add_inputs, look_for_files
 from automicro.cli.subcommand import Subcommand
+from automicro.cli.waiting import importing
 
 DESCRIPTION = """\
 Find out whether splitting a batch changes the gradient of a config's model, and
@@ -14,7 +15,8 @@ whole batch with those of splits, in float64 where possible.
 
 def _run(arguments: argparse.Namespace) -> int:
     look_for_files(arguments.inputs, command="verify")
-    from automicro.cli.verifying import run_verify
+    with importing(arguments.inputs):
+        from automicro.cli.verifying import run_verify
 
     return run_verify(arguments)
 

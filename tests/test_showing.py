@@ -1,0 +1,302 @@
+"""How things show themselves: in one line each, as tables of notebooks, as a bar in a terminal."""
+
+import html.parser
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import automicro
+from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
+from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
+from automicro.cli.results import print_yaml
+from automicro.torture.table import Row
+from automicro.torture.torture import TortureReport
+from automicro.trainer.progress import LiveProgress, NotebookProgress, PlainProgress, make_progress
+from automicro.trainer.status import Status, TimeLeft
+
+STATUS = Status(
+    line="epoch 3/12, batch 1/3 · loss 0.5000",
+    parts=["loss 0.5000", "64 samples/s", "microbatches 5 × 103", "peak memory 7.62 MiB", "lr 0.1"],
+    share=0.25,
+    seconds_left=75.0,
+)
+BATCH = torch.randn(32, 8), torch.randint(2, (32,))
+
+
+def trainer(**options: Any) -> Trainer:
+    return Trainer(
+        nn.Linear(8, 2),
+        [BATCH] * 3,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        device="cpu",
+        **{"progress": False, "max_duration": "2ep", "seed": 0, **options},
+    )
+
+
+class WellFormed(html.parser.HTMLParser):
+    """Keeps the texts, and refuses tags that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def texts_of(page: str) -> list[str]:
+    parser = WellFormed()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser.texts
+
+
+# In one line
+
+
+def test_each_thing_shows_itself_in_one_line() -> None:
+    run = trainer()
+    microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
+    assert repr(run) == (
+        "Trainer(Linear, 18 parameters, max_duration='2ep', device='cpu', 0 batches done)"
+    )
+    assert repr(microbatcher) == (
+        "Microbatcher(Linear, microbatch_size=Halving(initial=None), device='cpu')"
+    )
+    step = microbatcher.backward(BATCH)
+    assert re.fullmatch(r"StepResult\(loss=0\.\d+, 32 samples, 1 × 32 rows\)", repr(step))
+    evaluated = microbatcher.evaluate(BATCH, return_outputs=True)
+    assert re.fullmatch(
+        r"EvalResult\(loss=0\.\d+, 32 samples, 1 × 32 rows, with outputs\)", repr(evaluated)
+    )
+    summary = run.fit()
+    assert re.fullmatch(
+        r"FitSummary\(6 steps, 192 samples, train_loss=0\.\d+, 0 OOMs survived, "
+        r"microbatches 1 × 32 of 32\)",
+        repr(summary),
+    )
+    report = automicro.verify(nn.Linear(8, 2), BATCH, loss_fn=nn.CrossEntropyLoss())
+    assert repr(report).startswith("VerifyReport('exact', 32 rows, 'exact: ")
+    tortured = TortureReport([Row("tiny", "backward", 10, plans=4, wrong=["a leak"])])
+    assert repr(tortured) == "TortureReport(4 trials, 1 wrong)"
+    everything = [run, microbatcher, step, evaluated, summary, report, tortured]
+    assert not any("\n" in repr(each) for each in everything)
+
+
+@pytest.mark.parametrize(
+    ("subject", "shown"),
+    [
+        (EarlyStopping("eval/loss", patience=5), "EarlyStopping("),
+        (LearningRateMonitor(), "LearningRateMonitor()"),
+        (FreezeSchedule({"encoder.*": "100ba"}), "FreezeSchedule("),
+        (Halving(margin=0.05), "Halving(initial=None, margin=0.05)"),
+        (Fixed(4), "Fixed(4)"),
+        (Callback(), "Callback()"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_callbacks_and_policies_show_what_they_were_given(subject: Any, shown: str) -> None:
+    assert repr(subject).startswith(shown)
+    assert repr(subject).endswith(")")
+    assert "\n" not in repr(subject)
+    assert " at 0x" not in repr(subject)
+
+
+# In notebooks
+
+
+def test_the_summary_and_the_reports_are_tables_and_text_in_a_notebook() -> None:
+    summary = trainer(memory_limit="1MiB").fit()
+    words = texts_of(summary._repr_html_())
+    assert words[0] == "training"
+    assert words[words.index("optimizer steps") + 1] == "6"
+    assert words[words.index("OOMs survived") + 1] == "0 (0 in train, 0 in eval)"
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    report = automicro.verify(model, BATCH, loss_fn=nn.CrossEntropyLoss())
+    first, rest = texts_of(report._repr_html_())
+    assert first == report.verdict
+    assert rest.strip() in str(report)
+    tortured = TortureReport([Row("<tiny>", "backward", 10, plans=4)])
+    assert "<tiny>" in "".join(texts_of(tortured._repr_html_()))
+
+
+def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, page: str) -> None:
+            shown.append(page)
+
+    def display(page: str, display_id: bool) -> Handle:
+        assert display_id
+        shown.append(page)
+        return Handle()
+
+    module: Any = types.ModuleType("IPython.display")
+    module.HTML, module.display = str, display
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    progress = make_progress(True, console)
+    assert type(progress) is NotebookProgress
+    with progress:
+        progress.doing("looking at 2 < 3 rows")
+        progress.line("train: out of memory")
+        progress.status(lambda: STATUS)
+    assert shown[0] == shown[-1] == ""
+    assert shown[1] == "looking at 2 &lt; 3 rows …"
+    assert shown[2].startswith('<progress value="0.2500"></progress> 25% · 1:15 left · loss 0.5')
+    assert capsys.readouterr().out == "train: out of memory\n"
+
+
+def test_a_notebook_without_its_library_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython.display", None)
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    assert type(make_progress(True, console)) is PlainProgress
+
+
+# The bar
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (
+            110,
+            "━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · 64 samples/s · "
+            "microbatches 5 × 103",
+        ),
+        (80, "━━━╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · 64 samples/s"),
+        (50, "━╌╌╌╌╌  25% · 1:15 left · loss 0.5000"),
+        (30, "25% · 1:15 left · loss 0.5000"),
+        (20, "25% · 1:15 left"),
+        (5, "25%"),
+    ],
+)
+def test_a_window_shows_the_most_important_and_is_trimmed_from_the_right(
+    columns: int, shown: str
+) -> None:
+    assert STATUS.in_window(columns).plain == shown
+    assert len(shown) < columns
+
+
+def rendered(**options: Any) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, **options)
+    with LiveProgress(console) as progress:
+        progress.status(lambda: STATUS)
+    return file.getvalue()
+
+
+def test_without_colours_the_bar_still_tells_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = rendered(color_system="standard")
+    assert "\x1b[32m━━━━━━\x1b[0m╌" in coloured  # of ANSI's colours, not of one background
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = rendered(color_system="standard")
+    assert "\x1b[32m" not in plain
+    assert "━━━━━━╌" in plain
+
+
+def test_a_terminal_that_has_no_other_letters_gets_those_that_it_has() -> None:
+    assert STATUS.in_window(50, ascii_only=True).plain == "#-----  25% - 1:15 left - loss 0.5000"
+
+
+@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, terminal: str
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert type(make_progress(True, console)) is PlainProgress
+
+
+def test_keys_of_a_config_are_bold_and_no_colour_hides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", width=80)
+    monkeypatch.setattr("rich.console.Console", lambda: console)
+    print_yaml("model:\n  call: torch.nn.Linear  # a layer\n")
+    assert file.getvalue() == (
+        "\x1b[1mmodel:\x1b[0m\n\x1b[1m  call:\x1b[0m torch.nn.Linear  \x1b[2m# a layer\x1b[0m\n"
+    )
+
+
+def test_what_is_left_is_told_from_the_second_time_on_and_by_the_latest_start() -> None:
+    now = [0.0]
+    left = TimeLeft(clock=lambda: now[0])
+    assert left.at(None) is None
+    assert left.at(0.1) is None  # what came before was finding a size, say
+    now[0] = 10.0
+    assert left.at(0.2) == pytest.approx(80.0)
+    assert left.at(0.05) is None  # another run
+    assert left.at(1.0) == 0.0
+
+
+# The command
+
+JOB = """\
+model: {call: torch.nn.Linear, args: {in_features: 8, out_features: 2}}
+train_data: {call: make.batches}
+loss: {call: torch.nn.CrossEntropyLoss}
+optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
+max_duration: 2ba
+"""
+MAKE = """\
+import torch
+def batches():
+    return [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))] * 2
+"""
+
+
+@pytest.mark.parametrize(("terminal", "is_erased"), [("xterm", True), ("dumb", False)])
+def test_the_command_says_at_once_what_takes_long(
+    tmp_path: Any, terminal: str, is_erased: bool
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "make.py").write_text(MAKE)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": terminal, "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    command = [sys.executable, "-m", "automicro", "train", "job.yaml"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            more = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not more:
+            break
+        shown += more
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert text.startswith("automicro: importing torch …")
+    assert ("\r\x1b[2K" in text) == is_erased
+    assert text.index("importing torch") < text.index("training on") < text.index("OOMs survived")
