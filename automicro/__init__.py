@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         OptimizerStepError,
         RollbackError,
         SampleTooLargeError,
+        SchedulerWarning,
         SizeCacheWarning,
         UnsplittableModelError,
     )
@@ -79,6 +80,7 @@ _HOMES = {
     "RollbackError": "automicro.errors",
     "Run": "automicro.events",
     "SampleTooLargeError": "automicro.errors",
+    "SchedulerWarning": "automicro.errors",
     "SizeCacheWarning": "automicro.errors",
     "StepResult": "automicro.results",
     "Trainer": "automicro.trainer",
@@ -124,6 +126,7 @@ __all__ = [
     "RollbackError",
     "Run",
     "SampleTooLargeError",
+    "SchedulerWarning",
     "SizeCacheWarning",
     "StepResult",
     "Trainer",

@@ -113,6 +113,7 @@ PUBLIC_NAMES = [
     "RollbackError",
     "Run",
     "SampleTooLargeError",
+    "SchedulerWarning",
     "SizeCacheWarning",
     "StepResult",
     "Trainer",

@@ -275,6 +275,6 @@ def test_checkpoints_of_something_else_than_a_trainer_are_refused(
     CheckpointStore("b").save({"weight": torch.ones(1)}, step=1)
     assert main(["eval", "job.yaml", f"eval_data={EVAL_DATA}", "weights=b"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == (
-        "automicro: job.yaml: weights='b' is a checkpoint of something else than a Trainer: give "
-        "one that train wrote, such as runs/first/checkpoints"
+        "automicro: the override 'weights=b': weights='b' is a checkpoint of something else than a "
+        "Trainer: give one that train wrote, such as runs/first/checkpoints"
     )

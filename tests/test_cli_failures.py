@@ -262,39 +262,38 @@ def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
     assert main(["train", "job.yaml", override]) == 2
     first, *rest = lines
     expected = [line if line == HINT else f"  {line}" for line in rest]
-    assert said(capsys) == [f"automicro: job.yaml: {first}", *expected]
+    in_part = override.partition("=")[0].count(".") > 0  # the rest of the section is the file's
+    place = "job.yaml + " * in_part + f"the override {override!r}"
+    assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
 WRITTEN = {
     "optimizer.call=torch.optim.Adamw": (
-        "job.yaml: optimizer.call='torch.optim.Adamw': 'torch.optim' exists, but has no 'Adamw' "
+        "optimizer.call='torch.optim.Adamw': 'torch.optim' exists, but has no 'Adamw' "
         "(did you mean 'AdamW'?): correct the path"
     ),
     "optimizer.call=AdamW": (
-        "job.yaml: optimizer.call='AdamW' is no dotted path: write the whole one, "
-        "'torch.optim.AdamW'"
+        "optimizer.call='AdamW' is no dotted path: write the whole one, 'torch.optim.AdamW'"
     ),
-    "model.call=Net": (
-        "job.yaml: model.call='Net' is no dotted path: write the whole one, 'my_code.Net'"
-    ),
+    "model.call=Net": ("model.call='Net' is no dotted path: write the whole one, 'my_code.Net'"),
     "optimizer.args.lr=${optimizer.args.lrr}": (
-        "job.yaml: optimizer.args.lr refers to ${optimizer.args.lrr}, which does not exist (did "
+        "optimizer.args.lr refers to ${optimizer.args.lrr}, which does not exist (did "
         "you mean 'optimizer.args.lr'?): use a key of the config, from its top level"
     ),
     "optimizer.args.lr=${optimizer.args.lr}": (
-        "job.yaml: optimizer.args.lr → optimizer.args.lr: these refer to each other in a circle: "
+        "optimizer.args.lr → optimizer.args.lr: these refer to each other in a circle: "
         "give one of them a value"
     ),
     "batchnorm=off": (
         "batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
     ),
     "max_duration=5epochs": (
-        "job.yaml: max_duration='5epochs' is not a whole number of epochs, batches, samples or "
+        "max_duration='5epochs' is not a whole number of epochs, batches, samples or "
         "tokens, at least 1 (did you mean '5ep'?); write it like '2ep', '500ba', '10000sp' or "
         "'1e6tok'"
     ),
     "eval_interval=1000 samples": (
-        "job.yaml: eval_interval='1000 samples' is not a whole number of epochs, batches, samples "
+        "eval_interval='1000 samples' is not a whole number of epochs, batches, samples "
         "or tokens, at least 1 (did you mean '1000sp'?); write it like '2ep', '500ba', '10000sp' "
         "or '1e6tok', or null"
     ),
@@ -310,7 +309,8 @@ def test_a_slip_of_the_pen_is_answered_with_what_was_meant(
     override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "job.yaml", override]) == 2
-    assert capsys.readouterr().err == f"automicro: {message}\n"
+    place = "" if message.startswith("the override") else f"the override {override!r}: "
+    assert capsys.readouterr().err == f"automicro: {place}{message}\n"
 
 
 FILES = {
@@ -457,7 +457,8 @@ def test_a_gpu_is_called_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.yaml", "device=gpu:1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(
-        "automicro: job.yaml: device='gpu:1' cannot be used here (did you mean cuda:1?) ("
+        "automicro: the override 'device=gpu:1': device='gpu:1' cannot be used here (did you mean "
+        "cuda:1?) ("
     )
 
 

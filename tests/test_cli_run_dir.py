@@ -72,7 +72,8 @@ def test_the_weights_that_are_left_can_be_evaluated(capsys: pytest.CaptureFixtur
 def complaint(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     capsys.readouterr()
     assert train(*overrides) == 2
-    return capsys.readouterr().err.splitlines()[0].removeprefix("automicro: job.yaml: ")
+    first = capsys.readouterr().err.splitlines()[0]
+    return first.removeprefix(f"automicro: the override {overrides[0]!r}: ")
 
 
 def test_another_run_in_the_folder_is_named_by_what_differs(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedules
 
-from automicro import CheckpointError, Trainer
+from automicro import CheckpointError, SchedulerWarning, Trainer
 from automicro.duration import Duration
 from automicro.events import Callback, Run
 from automicro.schedules import cosine_with_warmup
@@ -209,7 +209,7 @@ def test_the_warning_comes_before_the_first_step_and_once() -> None:
         max_duration="3ep",
     )
     message = r"stepped after every batch, and with StepLR\(step_size=1, gamma=0.1\) .*1e-10 in 9 "
-    with pytest.warns(UserWarning, match=message + ".*scheduler_interval='epoch'") as caught:
+    with pytest.warns(SchedulerWarning, match=message + ".*scheduler_interval='epoch'") as caught:
         trainer.fit()
     assert len(caught) == 1
 

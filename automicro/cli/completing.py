@@ -41,7 +41,8 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "probe": _TRUTH,
     "progress": _TRUTH,
-    "remember_sizes": _TRUTH,
+    "remember_sizes": (*_TRUTH, "null"),
+    "scheduler_interval": ("batch", "epoch"),
     "strict_divisible": _TRUTH,
     **dict.fromkeys(
         (

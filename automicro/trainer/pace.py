@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automicro.duration import Duration, Unit
+from automicro.errors import SchedulerWarning
 from automicro.trainer.given_options import INNER
 from automicro.warn import warn
 
@@ -60,7 +61,7 @@ def warn_of_haste(scheduler: object, pace: Pace) -> None:
         pace: of the run.
 
     Warns:
-        UserWarning: with what becomes of the learning rate.
+        SchedulerWarning: with what becomes of the learning rate.
     """
     found = describe_haste(scheduler, pace)
     if found is not None:
@@ -68,7 +69,7 @@ def warn_of_haste(scheduler: object, pace: Pace) -> None:
             f"the scheduler is stepped after every batch, and {found}. If it counts epochs, pass "
             "scheduler_interval='epoch'; if it counts batches, give it numbers for "
             f"{pace.per_epoch} of them in an epoch",
-            UserWarning,
+            SchedulerWarning,
         )
 
 

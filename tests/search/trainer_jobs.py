@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05, eps=1e-3),
 }
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8),
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
 }
 
