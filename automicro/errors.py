@@ -27,6 +27,7 @@
     ├── MetricWarning                           a metric depends on the microbatch size, or is
     │                                           added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
+    ├── DeterminismWarning                      runs may differ although they should not
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
     └── SizeCacheWarning                        a remembered size cannot be read or written
@@ -184,6 +185,10 @@ class MetricWarning(AutomicroWarning):
 
 class LossAverageWarning(AutomicroWarning):
     """The loss is not the average that it was taken for, so splitting changes the gradient."""
+
+
+class DeterminismWarning(AutomicroWarning):
+    """A run was asked to give the same bits each time, and may not."""
 
 
 class CheckpointWarning(AutomicroWarning):
