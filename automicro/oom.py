@@ -316,6 +316,9 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     _finish_backward(torch.device("cpu"))
     if device.type != "cpu":
         _finish_backward(device)
+        # What it still works on is done then, and what waits for that is free. Where the device
+        # was lost meanwhile, it says so here.
+        torch.get_device_module(device).synchronize(device)
     # Frames are not all: a recursive closure, or a graph node whose context refers to itself, is
     # a cycle that only the collector frees. This path is rare, so its time does not matter.
     gc.collect()

@@ -244,14 +244,15 @@ def thrash(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], batches: 
     return sizes
 
 
-def test_allocator_retries_lead_to_a_smaller_size_at_the_next_batch_which_stays_if_faster(
+def test_allocator_retries_batch_after_batch_lead_to_a_smaller_size_which_stays_if_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert thrash(monkeypatch, {8: 2.0, 4: 1.0}, 8) == [8, *[4] * 7]
+    assert thrash(monkeypatch, {8: 2.0, 4: 1.0}, 8) == [8, 8, 8, *[4] * 5]
 
 
 def test_a_smaller_size_that_is_not_faster_is_left_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thrash(monkeypatch, {8: 1.0, 4: 1.0}, 40) == [8, 4, 4, 4, *[8] * 33, 4, 4, 4]
+    expected = [8, 8, 8, 4, 4, 4, *[8] * 34, 4, 4, 4]
+    assert thrash(monkeypatch, {8: 1.0, 4: 1.0}, 43) == expected
 
 
 def test_retries_at_the_smallest_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,16 @@ def num_alloc_retries(device: torch.device | str) -> int | None:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait until a device has done what it was given. No-op on the CPU.
+
+    >>> synchronize("cpu")
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 def limit_memory(
     limit: str | int | float, device: torch.device | str
 ) -> contextlib.AbstractContextManager[MemoryBudget | None]:

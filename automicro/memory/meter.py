@@ -14,6 +14,7 @@ from automicro.memory.device import (
     capacity_bytes,
     lap_peak_bytes,
     num_alloc_retries,
+    synchronize,
 )
 
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
@@ -29,10 +30,12 @@ class Measured:
             what it asked for last, so its need was at least that.
         resident_bytes: what lay there before.
         capacity_bytes: what the process could hold.
-        seconds: of the host, from beginning to end.
+        seconds: from beginning to end.
         alloc_retries: how often the allocator gave its cache back to go on.
+        has_waited: whether the seconds are the device's. Without waiting for an accelerator they
+            are those of the host, which hands it its work.
 
-    All but the seconds are None where nobody counts.
+    What nobody counts is None.
     """
 
     peak_bytes: int | None
@@ -40,6 +43,7 @@ class Measured:
     capacity_bytes: int | None
     seconds: float
     alloc_retries: int | None
+    has_waited: bool = True
 
 
 class Meter:
@@ -68,9 +72,18 @@ class Meter:
         self._retries: int | None = None
         self._capacity: int | None = None
         self._read_at = float("-inf")
+        self._is_cpu = device.type == "cpu"
+        self._waits = True
 
-    def begin(self) -> None:
-        """An attempt begins."""
+    def begin(self, *, waits: bool = False) -> None:
+        """An attempt begins.
+
+        Args:
+            waits: for the device, now and at the end, so that the seconds are the device's.
+        """
+        self._waits = waits or self._is_cpu
+        if waits:
+            synchronize(self._device)
         begin_lap(self._device)
         self._resident = allocated_bytes(self._device)
         self._retries = num_alloc_retries(self._device)
@@ -81,10 +94,12 @@ class Meter:
 
         Call it before the memory of the attempt is given back.
         """
+        if self._waits and failure is None:
+            synchronize(self._device)
         now = time.perf_counter()
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacity, self._read_at = capacity_bytes(self._device), now
-        elif self._device.type == "cpu":
+        elif self._is_cpu:
             self._capacity = capacity_bytes(self._device)  # of a budget, which costs nothing
         peak, retries = lap_peak_bytes(self._device), num_alloc_retries(self._device)
         if failure is not None and peak is not None:
@@ -98,6 +113,7 @@ class Meter:
             alloc_retries=(
                 None if retries is None or self._retries is None else retries - self._retries
             ),
+            has_waited=self._waits,
         )
 
 
