@@ -15,7 +15,9 @@ from automicro import Halving, MemoryBudget, Microbatcher
 from automicro.cli.loading import load_config
 from automicro.cli.recipe import Recipe
 from automicro.cli.training import build_trainer
+from automicro.memory import device as memory_device
 from automicro.memory import meter
+from automicro.memory.device import Counts
 from automicro.results import StepResult
 from tests.callback_runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
 from tests.config_jobs import complaint, job
@@ -216,7 +218,8 @@ class Allocator:
         self.retries = 0
         self.now = 0.0
         self._seconds = seconds
-        monkeypatch.setattr(meter, "num_alloc_retries", lambda device: self.retries)
+        for module in (meter, memory_device):
+            monkeypatch.setattr(module, "read_counts", lambda _: Counts(alloc_retries=self.retries))
         monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 from automicro.byte_sizes import parse_bytes
 from automicro.errors import text_of
 from automicro.memory.device import (
-    allocated_bytes,
+    NO_COUNTS,
     begin_lap,
     capacity_bytes,
-    lap_peak_bytes,
-    num_alloc_retries,
+    read_counts,
     synchronize,
 )
 
@@ -68,8 +67,7 @@ class Meter:
         self._device = device
         self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
-        self._resident: int | None = None
-        self._retries: int | None = None
+        self._before = NO_COUNTS
         self._capacity: int | None = None
         self._read_at = float("-inf")
         self._is_cpu = device.type == "cpu"
@@ -84,9 +82,7 @@ class Meter:
         self._waits = waits or self._is_cpu
         if waits:
             synchronize(self._device)
-        begin_lap(self._device)
-        self._resident = allocated_bytes(self._device)
-        self._retries = num_alloc_retries(self._device)
+        self._before = begin_lap(self._device)
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:
@@ -101,18 +97,16 @@ class Meter:
             self._capacity, self._read_at = capacity_bytes(self._device), now
         elif self._is_cpu:
             self._capacity = capacity_bytes(self._device)  # of a budget, which costs nothing
-        peak, retries = lap_peak_bytes(self._device), num_alloc_retries(self._device)
+        counts = read_counts(self._device)
+        peak, retries, earlier = counts.peak_bytes, counts.alloc_retries, self._before.alloc_retries
         if failure is not None and peak is not None:
-            held = allocated_bytes(self._device) or 0
-            peak = max(peak, held + _requested_bytes(failure))
+            peak = max(peak, (counts.allocated_bytes or 0) + _requested_bytes(failure))
         return Measured(
             peak_bytes=peak,
-            resident_bytes=self._resident,
+            resident_bytes=self._before.allocated_bytes,
             capacity_bytes=self._capacity,
             seconds=now - self._start,
-            alloc_retries=(
-                None if retries is None or self._retries is None else retries - self._retries
-            ),
+            alloc_retries=None if retries is None or earlier is None else retries - earlier,
             has_waited=self._waits,
         )
 
