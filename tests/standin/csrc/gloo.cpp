@@ -130,9 +130,10 @@ class Gloo final : public c10d::Backend {
 // From now on the group talks for tensors of the device too.
 void attach(const std::string& group) {
   const auto joined = c10d::resolve_process_group(group);
+  const auto backend = c10::make_intrusive<Gloo>(joined->getBackend(c10::DeviceType::CPU));
+  backend->setGroupUid(group);
   joined->setBackend(
-      c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::CUSTOM,
-      c10::make_intrusive<Gloo>(joined->getBackend(c10::DeviceType::CPU)));
+      c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::CUSTOM, backend);
 }
 
 TORCH_LIBRARY_FRAGMENT(standin, m) {

@@ -597,11 +597,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
-  // The CPU has kernels of its own for these, but for other devices torch would compose them.
+  // The CPU has kernels of its own for these, but for other devices torch would compose them; and
+  // the two losses need more room for a while than their `out=` has.
   for (const char* name :
        {"_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims",
         "any.dims_out", "linalg__powsum", "mish_backward", "native_channel_shuffle",
-        "native_group_norm", "native_layer_norm", "silu_backward"}) {
+        "native_group_norm", "native_layer_norm", "silu_backward", "mse_loss",
+        "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fall_back>());
   }
 }
