@@ -8,24 +8,26 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Trainer
 from automicro.memory import limit_memory
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB
-from tests.gpu.subjects import ROWS, batch, microbatcher, model
+from tests.gpu.device import DEVICE, GPU, MIB, accelerator
+from tests.gpu.subjects import ROWS, SHAPE, batch, microbatcher, model
 
 pytestmark = GPU
 
-LIMIT = 320 * MIB
+LIMIT = 320 * MIB * SHAPE[0] // 512
+# Beside a model with its optimizer a few segments of 20 MiB have room.
+TRAINER_LIMIT = max(LIMIT, 80 * MIB)
 
 
 def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
-    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    before = accelerator.get_per_process_memory_fraction(DEVICE)
     net = model()
     step = microbatcher(net, memory_limit=LIMIT)
-    torch.cuda.empty_cache()
+    accelerator.empty_cache()
     result = step.backward(batch())
     assert result.ooms >= 1
     assert result.microbatch_size < ROWS
-    assert torch.cuda.max_memory_allocated(DEVICE) <= LIMIT
-    assert torch.cuda.get_per_process_memory_fraction(DEVICE) == pytest.approx(before)
+    assert accelerator.max_memory_allocated(DEVICE) <= LIMIT
+    assert accelerator.get_per_process_memory_fraction(DEVICE) == pytest.approx(before)
 
 
 def test_a_limit_beyond_the_device_is_refused() -> None:
@@ -44,7 +46,7 @@ def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) 
         optimizer=torch.optim.AdamW,
         max_duration="2ep",
         device=DEVICE,
-        memory_limit=LIMIT,
+        memory_limit=TRAINER_LIMIT,
         precision="bf16",
         grad_clip_norm=1.0,
         seed=0,
@@ -56,4 +58,4 @@ def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) 
     assert summary.train_ooms >= 1
     assert summary.eval_ooms >= 1
     assert summary.peak_memory_bytes is not None
-    assert summary.peak_memory_bytes <= LIMIT
+    assert summary.peak_memory_bytes <= TRAINER_LIMIT

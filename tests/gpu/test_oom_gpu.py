@@ -13,6 +13,7 @@ from tests.gpu.device import (
     DEVICE,
     GPU,
     MIB,
+    accelerator,
     allocated_bytes,
     differences,
     room,
@@ -106,10 +107,10 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
     peaks = {}
     for size in (1, ROWS):  # also makes what libraries keep for ever
         call(Fixed(size))
-        torch.cuda.reset_peak_memory_stats(DEVICE)
+        accelerator.reset_peak_memory_stats(DEVICE)
         before_bytes = allocated_bytes()
         call(Fixed(size))
-        peaks[size] = torch.cuda.max_memory_allocated(DEVICE) - before_bytes
+        peaks[size] = accelerator.max_memory_allocated(DEVICE) - before_bytes
     baseline_bytes = allocated_bytes()
     ooms, calls, phases, most_alive_bytes = 0, 0, Counter[str](), 0
     start = time.perf_counter()
@@ -125,8 +126,8 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
             except torch.OutOfMemoryError:
                 ooms += 1
                 phases[phase[0]] += 1
-        torch.cuda.synchronize(DEVICE)
-        alive_bytes = torch.cuda.memory_allocated(DEVICE) - baseline_bytes
+        accelerator.synchronize(DEVICE)
+        alive_bytes = accelerator.memory_allocated(DEVICE) - baseline_bytes
         most_alive_bytes = max(most_alive_bytes, alive_bytes)
     record_property("ooms", ooms)
     record_property("calls", calls)
@@ -175,11 +176,11 @@ def test_what_a_failed_backward_left_queued_is_let_go(
 
     before_bytes = allocated_bytes()
     error = fail()
-    at_once = torch.cuda.memory_allocated(DEVICE) - before_bytes
+    at_once = accelerator.memory_allocated(DEVICE) - before_bytes
     time.sleep(0.1)
     later = allocated_bytes() - before_bytes
     release(error, DEVICE)
-    released = torch.cuda.memory_allocated(DEVICE) - before_bytes
+    released = accelerator.memory_allocated(DEVICE) - before_bytes
     record_property("bytes_alive_at_once", at_once)
     record_property("bytes_alive_after_a_while", later)
     record_property("bytes_alive_after_release", released)

@@ -15,13 +15,14 @@ from tests.gpu.device import (
     DEVICE,
     GPU,
     MIB,
+    accelerator,
     allocated_bytes,
     differences,
     requested_bytes,
     room,
     snapshot,
 )
-from tests.gpu.subjects import batch, microbatcher, model
+from tests.gpu.subjects import SHAPE, batch, microbatcher, model
 
 pytestmark = GPU
 
@@ -57,7 +58,7 @@ def test_the_predicted_state_is_what_the_first_step_allocates(
     stateless = [each for each in parameters if each not in optimizer.state]
     predicted = predict_step_memory(optimizer, stateless)
     before_bytes = requested_bytes()
-    torch.cuda.reset_peak_memory_stats(DEVICE)
+    accelerator.reset_peak_memory_stats(DEVICE)
     optimizer.step()
     most_bytes = requested_bytes("peak") - before_bytes
     state_bytes = requested_bytes() - before_bytes
@@ -70,11 +71,15 @@ def test_the_predicted_state_is_what_the_first_step_allocates(
     assert abs(state_bytes - predicted_bytes) <= 512 * len(predicted.state_bytes)
 
 
+WIDE = 128 * SHAPE[0]
+WIDE_ROWS = 8 * 512 // SHAPE[0]
+
+
 def wide_model() -> nn.Module:
-    """128 MiB of parameters, and as much again for each row's widest activation."""
+    """On CUDA 128 MiB of parameters, and an eighth of the rows has activations as wide."""
     torch.manual_seed(0)
-    body = [nn.Linear(256, 65536), nn.ReLU(), nn.Linear(65536, 256), nn.Flatten()]
-    return nn.Sequential(*body, nn.Linear(512 * 256, 4)).to(DEVICE)
+    body = [nn.Linear(256, WIDE), nn.ReLU(), nn.Linear(WIDE, 256), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(SHAPE[0] * SHAPE[1], 4)).to(DEVICE)
 
 
 def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
@@ -84,7 +89,7 @@ def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
     ooms = []
     with room(room_bytes):
         for seed in range(3):
-            ooms.append(step.backward(batch(8, seed=seed)).ooms)
+            ooms.append(step.backward(batch(WIDE_ROWS, seed=seed)).ooms)
             optimizer.step()
             optimizer.zero_grad()
     return ooms
@@ -92,13 +97,13 @@ def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
 
 def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second() -> None:
     net = wide_model()
-    step = microbatcher(net, 4)
-    step.backward(batch(8))  # makes what libraries keep for ever
+    step = microbatcher(net, WIDE_ROWS // 2)
+    step.backward(batch(WIDE_ROWS))  # makes what libraries keep for ever
     net.zero_grad()
     before_bytes = allocated_bytes()
-    torch.cuda.reset_peak_memory_stats(DEVICE)
-    step.backward(batch(8))
-    half_batch_bytes = torch.cuda.max_memory_allocated(DEVICE) - before_bytes
+    accelerator.reset_peak_memory_stats(DEVICE)
+    step.backward(batch(WIDE_ROWS))
+    half_batch_bytes = accelerator.max_memory_allocated(DEVICE) - before_bytes
     state_bytes = 2 * sum(parameter.nbytes for parameter in net.parameters())
     del net, step
     room_bytes = half_batch_bytes + state_bytes // 2

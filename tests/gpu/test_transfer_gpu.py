@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher
-from tests.gpu.device import DEVICE, GPU, differences, snapshot, to_device
+from tests.gpu.device import DEVICE, GPU, accelerator, differences, snapshot, to_device
 from tests.gpu.subjects import batch, microbatcher, model
 
 pytestmark = GPU
@@ -40,7 +40,7 @@ def test_copies_do_not_leave_the_memory_of_every_batch_cached() -> None:
     for seed in range(40):
         step.backward(pinned(batch(seed=seed)))
         net.zero_grad()
-        reserved_bytes.append(torch.cuda.memory_reserved(DEVICE))
+        reserved_bytes.append(accelerator.memory_reserved(DEVICE))
     assert reserved_bytes[-1] <= reserved_bytes[4] * 1.05
 
 
@@ -78,20 +78,20 @@ def test_a_settled_step_never_waits_for_the_device(
         getattr(step, call)(place(tagged_batch(seed)))
         net.zero_grad()
     rows = place(tagged_batch(4))
-    torch.cuda.set_sync_debug_mode("error")
+    accelerator.set_sync_debug_mode("error")
     try:
         result = getattr(step, call)(rows)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        accelerator.set_sync_debug_mode("default")
     assert result.num_microbatches == 3
     assert bool(result.loss.isfinite())
 
 
 def test_the_check_for_waiting_sees_a_value_being_read() -> None:
     value = torch.ones((), device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
+    accelerator.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
             value.item()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        accelerator.set_sync_debug_mode("default")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import backend_registration
 
@@ -48,6 +49,11 @@ def install() -> None:
     backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def join(group: dist.ProcessGroup) -> None:
+    """Let a group of gloo's talk for tensors of the stand-in too."""
+    torch.ops.standin.attach(group.group_name)
 
 
 def is_available() -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,8 +19,7 @@ def train(
 ) -> dict[str, Any]:
     """Three steps; on one rank, if any, memory is short from the second one on."""
     standin.install()
-    group = dist.distributed_c10d._get_default_group()
-    torch.ops.standin.attach(group.group_name)
+    standin.join(dist.distributed_c10d._get_default_group())
     rank = dist.get_rank()
     standin.set_device(rank)
     torch.ops.standin.set_late(True, True)
@@ -29,7 +29,7 @@ def train(
     if kind == "ddp":
         wrapped = DistributedDataParallel(net)
     else:
-        fully_shard(net, mesh=dist.init_device_mesh("standin", (dist.get_world_size(),)))
+        fully_shard(net, mesh=init_device_mesh("standin", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(wrapped.parameters())
     policy = Halving(refine=False, grow=False) if size is None else Fixed(ROWS)
     step = Microbatcher(
