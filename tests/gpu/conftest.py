@@ -1,5 +1,6 @@
 """What each test on an accelerator starts from and leaves behind."""
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,6 +25,7 @@ def clean_device() -> Iterator[None]:
     accelerator.manual_seed(0)
     fraction = accelerator.get_per_process_memory_fraction(DEVICE)
     yield
+    gc.collect()  # now: what is frozen for the next file stays for ever
     accelerator.set_sync_debug_mode("default")
     accelerator.set_per_process_memory_fraction(fraction, DEVICE)
     accelerator.empty_cache()

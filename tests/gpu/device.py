@@ -49,7 +49,7 @@ def allocated_bytes() -> int:
     """What live tensors hold, once cycles are collected."""
     gc.collect()
     accelerator.synchronize(DEVICE)
-    return accelerator.memory_allocated(DEVICE)
+    return int(accelerator.memory_allocated(DEVICE))
 
 
 def requested_bytes(when: str = "current") -> int:

@@ -14,6 +14,8 @@ from tests.gpu.subjects import batch, microbatcher, model
 
 pytestmark = GPU
 
+BATCHES = 10 if DEVICE.type == "cuda" else 3
+
 
 def pinned(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return rows[0].pin_memory(), rows[1].pin_memory()
@@ -27,7 +29,7 @@ def test_prefetching_from_pinned_memory_gives_the_same_bits(size: int) -> None:
         net = model()
         step = microbatcher(net, size)
         torch.manual_seed(3)
-        for seed in range(10):  # memory is used again while copies are under way
+        for seed in range(BATCHES):  # memory is used again while copies are under way
             step.backward(place(batch(seed=seed)))
         found.append(snapshot(net))
     assert differences(*found) == []
@@ -37,7 +39,7 @@ def test_copies_do_not_leave_the_memory_of_every_batch_cached() -> None:
     net = model()
     step = microbatcher(net, 4)
     reserved_bytes = []
-    for seed in range(40):
+    for seed in range(4 * BATCHES):
         step.backward(pinned(batch(seed=seed)))
         net.zero_grad()
         reserved_bytes.append(accelerator.memory_reserved(DEVICE))

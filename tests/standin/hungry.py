@@ -6,8 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.standin import device as standin
+
 MIB = 2**20
 ROWS = 8
+
+
+def leave(num_bytes: int, index: int = 0) -> None:
+    """Leave so many bytes on a device, beside what is held there now."""
+    standin.empty_cache()
+    torch.ops.standin.set_capacity(index, standin.memory_reserved(index) + num_bytes)
 
 
 class _Hungry(torch.autograd.Function):

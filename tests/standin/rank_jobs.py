@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Fixed, Halving, Microbatcher
 from tests.standin import device as standin
-from tests.standin.hungry import MIB, ROWS, Hungry
+from tests.standin.hungry import MIB, ROWS, Hungry, leave
 
 
 def train(
@@ -39,8 +39,7 @@ def train(
     ooms, losses = [], []
     for number in range(3):
         if number == 1 and rank == short_rank:
-            standin.empty_cache()
-            torch.ops.standin.set_capacity(rank, 100 * MIB)  # 8 rows ask for 128 MiB
+            leave(100 * MIB, rank)  # 8 rows ask for 128 MiB
         if number == 1 and size is not None:
             step._train.policy = Fixed(size)
         result = step.backward((torch.randn(ROWS, 6), torch.arange(ROWS) % 3))

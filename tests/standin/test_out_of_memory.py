@@ -10,7 +10,7 @@ from torch import nn
 from automicro import Microbatcher, SampleTooLargeError
 from automicro.oom import Failure, classify
 from tests.standin import device as standin
-from tests.standin.hungry import MIB, ROWS, Hungry
+from tests.standin.hungry import MIB, ROWS, Hungry, leave
 
 
 def train(size: Any, demand: tuple[int, int], device: str = "standin") -> dict[str, Any]:
@@ -36,8 +36,7 @@ def test_training_that_ran_out_of_memory_is_bit_identical_to_training_that_did_n
     demand: tuple[int, int], device: str
 ) -> None:
     expected = train(ROWS // 2, demand, device)
-    torch.ops.standin.set_capacity(torch.device(device).index, 100 * MIB)  # 8 rows ask for 128
-    standin.empty_cache()
+    leave(100 * MIB, torch.device(device).index)  # 8 rows ask for 128 MiB
     found = train("auto", demand, device)
     assert (expected["ooms"], found["ooms"], found["size"]) == (0, 1, ROWS // 2)
     differing = [
@@ -50,7 +49,7 @@ def test_training_that_ran_out_of_memory_is_bit_identical_to_training_that_did_n
 
 
 def test_a_row_that_does_not_fit_is_refused_with_nothing_changed() -> None:
-    torch.ops.standin.set_capacity(0, 100 * MIB)
+    leave(100 * MIB)
     torch.manual_seed(1)
     net = Hungry(0, 128).to("standin")
     step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), batchnorm="ignore", probe=False)
@@ -78,8 +77,7 @@ def test_many_failures_in_a_row_leave_no_byte_behind() -> None:
     net.zero_grad()
     baseline, ooms = standin.memory_allocated(), 0
     for number in range(48):
-        standin.empty_cache()
-        torch.ops.standin.set_capacity(0, (48 + number) * MIB)
+        leave((48 + number) * MIB)
         ooms += Microbatcher(net, probe=False, **options).backward(rows).ooms
         net.zero_grad()
         assert standin.memory_allocated() == baseline

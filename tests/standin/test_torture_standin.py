@@ -38,7 +38,7 @@ def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
     trials = trials_of(name, call, warm_steps)
     run = trials.scene.make()
     assert {each.device.type for each in run.model.parameters()} == {"standin"}
-    plans = sample(trials, single_faults(trials, ["oom"]), 4, "one")
+    plans = sample(trials, single_faults(trials, ["oom"]), 7, "one")
     if trials.scene.is_transaction:
         plans += sample(trials, single_faults(trials, ["boom", "interrupt"]), 2, "foreign")
         faults = ["oom", "boom", "interrupt"]
@@ -48,7 +48,7 @@ def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
     assert row.wrong == []
     assert row.bytes_alive <= 0
     assert row.plans == len(plans)
-    assert row.outcomes["recovered"] > 0
+    assert row.outcomes["recovered"] > 0 or not trials.scene.is_transaction
 
 
 def test_the_sweep_sees_on_a_device_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
