@@ -28,6 +28,7 @@
     │                                           added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── SchedulerWarning                        a schedule of epochs, stepped after every batch
+    ├── DeterminismWarning                      runs may differ although they should not
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
     └── SizeCacheWarning                        a remembered size cannot be read or written
@@ -189,6 +190,10 @@ class LossAverageWarning(AutomicroWarning):
 
 class SchedulerWarning(AutomicroWarning):
     """A schedule that counts epochs is stepped after every batch."""
+
+
+class DeterminismWarning(AutomicroWarning):
+    """A run was asked to give the same bits each time, and may not."""
 
 
 class CheckpointWarning(AutomicroWarning):

@@ -39,13 +39,16 @@ class _Sign(NamedTuple):
     begins: str
     means: Failure
     source: str
+    if_full: bool = False  # means nothing where the device has memory left
 
 
 _LOST = (
     r"(an illegal memory access|an illegal instruction|a(n)? misaligned address|misaligned address"
     r"|device-side assert|unspecified launch failure|the launch timed out|unknown error"
     r"|uncorrectable (ECC|NVLink) error|hardware stack error|invalid program counter"
-    r"|operation not supported on global/shared address space|context is destroyed)"
+    r"|operation not supported on global/shared address space|context is destroyed"
+    r"|an exception occurred on the device|driver shutting down"
+    r"|[Ii]nvalid access of peer GPU memory)"
 )
 
 # The first row that fits decides. Patterns are anchored at the beginning of the text.
@@ -138,6 +141,19 @@ _SIGNS = (
         Failure.RETRYABLE,
         "cuDNN",
     ),
+    # With no memory left for a handle or its code, cuDNN and cuFFT give no better reason.
+    _Sign(
+        r"cuDNN error: CUDNN_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b",
+        Failure.RETRYABLE,
+        "cuDNN on a full device",
+        if_full=True,
+    ),
+    _Sign(
+        r"(cu|hip)FFT error: (CU|HIP)FFT_INTERNAL_ERROR",
+        Failure.RETRYABLE,
+        "cuFFT, hipFFT on a full device",
+        if_full=True,
+    ),
     # cuDNN says so when no algorithm's workspace fits; the input is contiguous after all.
     _Sign(
         r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\. This error may appear if you passed in a "
@@ -181,7 +197,10 @@ _SIGNS = (
     ),
     _Sign(r"cu\w+ failed: out of memory\b", Failure.RETRYABLE, "pycuda"),
 )
-_COMPILED = tuple((re.compile(sign.begins), sign.means) for sign in _SIGNS)
+_COMPILED = tuple((re.compile(sign.begins), sign) for sign in _SIGNS)
+
+# Less than this share of a device is left where it counts as full.
+_FULL = 0.01
 
 # nn.DataParallel and TorchScript quote a traceback; the error itself follows it.
 _QUOTED_TRACEBACK = re.compile(
@@ -297,6 +316,9 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     _finish_backward(torch.device("cpu"))
     if device.type != "cpu":
         _finish_backward(device)
+        # What it still works on is done then, and what waits for that is free. Where the device
+        # was lost meanwhile, it says so here.
+        torch.get_device_module(device).synchronize(device)
     # Frames are not all: a recursive closure, or a graph node whose context refers to itself, is
     # a cycle that only the collector frees. This path is rare, so its time does not matter.
     gc.collect()
@@ -372,9 +394,9 @@ def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
     if not isinstance(exception, RuntimeError | MemoryError) and library not in _LIBRARIES:
         return None
     text = _QUOTED_TRACEBACK.sub("", text_of(exception), count=1)
-    for pattern, means in _COMPILED:
-        if pattern.match(text):
-            return means
+    for pattern, sign in _COMPILED:
+        if pattern.match(text) and (not sign.if_full or _is_full()):
+            return sign.means
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return Failure.RETRYABLE
     if isinstance(exception, torch.AcceleratorError):
@@ -383,6 +405,15 @@ def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
     if library == "tensorflow" and type(exception).__name__ == "ResourceExhaustedError":
         return Failure.RETRYABLE
     return None
+
+
+def _is_full() -> bool:
+    """Whether the current device has no memory left; False where nobody knows."""
+    try:
+        free_bytes, total_bytes = torch.accelerator.get_memory_info()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return free_bytes < _FULL * total_bytes
 
 
 def _classify_group(group: BaseExceptionGroup[Any], seen: set[int]) -> Failure | None:

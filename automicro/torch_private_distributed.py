@@ -45,6 +45,7 @@ __all__ = [
     "num_data_parallel",
     "rebuild_buckets",
     "reduced_parameters",
+    "replicas_average",
     "replicate_group",
     "reset_reducer",
     "reset_sharded",
@@ -322,6 +323,14 @@ def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:
         found: dist.ProcessGroup = group._all_reduce_process_group
         return found
     return None
+
+
+def replicas_average(module: "FSDPModule", op: Any) -> bool:
+    """Whether replicas average what was scattered with this operation, and do not sum it up.
+
+    A communicator may choose its algorithm by the operation, so all ranks must name the same.
+    """
+    return op == dist.ReduceOp.AVG and _groups(module)[0].gradient_divide_factor is None
 
 
 def reset_sharded(root: "FSDPModule") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.memory import active_budget
+from automicro.memory import active_budget, copies_overlap
 from automicro.slicing import map_tensors, tensor_leaves
 
 
@@ -34,20 +34,17 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             input does not write into the batch.
     """
     budget = active_budget() if device.type == "cpu" else None
-    if device.type == "cuda":
-        first = [tensor for _, tensor in tensor_leaves(microbatches[0])]
-        if first and all(tensor.is_pinned() for tensor in first):
-            yield from _prefetched(microbatches, device)
-            return
-
+    late = _LateCopies(device) if _is_pinned(microbatches, device) else None
     copies: dict[Any, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         if budget is not None:
             return budget.transfer(tensor)
-        if tensor.device != device:
-            return tensor.to(device, non_blocking=True)
-        return tensor.clone()
+        if tensor.device == device:
+            return tensor.clone()
+        if late is not None and late.takes(tensor):
+            return late.copy(tensor)
+        return tensor.to(device, non_blocking=True)
 
     def moved(tensor: Tensor) -> Tensor:
         if budget is None and tensor.device == device and not isolate:
@@ -62,9 +59,73 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
         copies[place] = copied = copy(tensor)
         return copied
 
-    for microbatch in microbatches:
-        yield map_tensors(microbatch, moved, isolate=True)
+    def bring(microbatch: Any) -> Any:
+        brought = map_tensors(microbatch, moved, isolate=True)
         copies.clear()
+        return brought
+
+    if late is None:
+        for microbatch in microbatches:
+            yield bring(microbatch)
+        return
+    try:
+        upcoming = [bring(microbatches[0])]
+        late.start()
+        for following in [*microbatches[1:], None]:
+            late.join()
+            current = upcoming.pop()
+            if following is not None:
+                upcoming.append(bring(following))
+                late.start()  # beside the work on the current one, which comes next
+            yield current
+            del current
+    finally:
+        late.join()  # whoever has this memory next waits for a copy that nobody wants any more
+
+
+def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:
+    if device.type == "cpu" or not copies_overlap(device):
+        return False
+    first = [tensor for _, tensor in tensor_leaves(microbatches[0])]
+    return bool(first) and all(tensor.is_pinned() for tensor in first)
+
+
+class _LateCopies:
+    """Copies from pinned host memory that run on a stream of their own, side by side with work.
+
+    They are written to memory of the stream that computes, which therefore needs no record of
+    another stream's use: the side stream begins after all that was enqueued when its memory was
+    handed out, and the computing stream waits for it before it reads, and before it forgets.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._side = _side_stream(device)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor's copy can be late; others are copied where the work is."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return is_plain and not tensor.requires_grad and tensor.is_pinned()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Where a tensor will be, after `start` and `join`."""
+        target = torch.empty_like(tensor, device=self._device)
+        self._waiting.append((target, tensor))
+        return target
+
+    def start(self) -> None:
+        """Begin all copies."""
+        self._side.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._side):
+            for target, source in self._waiting:
+                target.copy_(source, non_blocking=True)
+        self._waiting.clear()
+
+    def join(self) -> None:
+        """Let what is enqueued from now on wait for the copies."""
+        self._module.current_stream(self._device).wait_stream(self._side)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -80,32 +141,7 @@ def alias(tensor: Tensor) -> Tensor:
     return tensor if tensor.requires_grad else tensor.detach()
 
 
-def _prefetched(microbatches: Sequence[Any], device: torch.device) -> Iterator[Any]:
-    side = _side_stream(device)
-
-    def copy(microbatch: Any) -> Any:
-        with torch.cuda.stream(side):
-            return map_tensors(
-                microbatch, lambda tensor: tensor.to(device, non_blocking=True), isolate=True
-            )
-
-    def hand_over(tensor: Tensor) -> Tensor:
-        # The allocator must not reuse this memory for the side stream while it is being read.
-        tensor.record_stream(torch.cuda.current_stream(device))
-        return tensor
-
-    upcoming = copy(microbatches[0])
-    for following in [*microbatches[1:], None]:
-        torch.cuda.current_stream(device).wait_stream(side)
-        current = map_tensors(upcoming, hand_over)
-        upcoming = None if following is None else copy(following)
-        yield current
-
-
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for copies to a device: always one, because each keeps a memory pool of its own.
-
-    A stream per batch would leave the memory of its inputs cached in up to 32 pools.
-    """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream(device: torch.device) -> Any:
+    """The stream for copies to a device: always one, because a device has only so many."""
+    return torch.get_device_module(device).Stream(device=device)

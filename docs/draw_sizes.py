@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from automicro import Halving, Trainer
 from automicro.events import Callback, Run
-from automicro.memory.device import lap_peak_bytes
+from automicro.memory import read_counts
 from automicro.results import StepResult
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -88,7 +88,7 @@ class Recorder(Callback):
                 "microbatch_size": result.microbatch_size,
                 "num_microbatches": result.num_microbatches,
                 "failed_sizes": list(result.failed_sizes),
-                "peak_bytes": lap_peak_bytes(run.device),
+                "peak_bytes": read_counts(run.device).peak_bytes,
                 "neighbour_bytes": self._neighbour.held_bytes,
             }
         )

@@ -98,6 +98,7 @@ PUBLIC_NAMES = [
     "Evaluator",
     "FitSummary",
     "Fixed",
+    "DeterminismWarning",
     "GradientWarning",
     "Halving",
     "LoggerWarning",

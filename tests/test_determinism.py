@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from automicro import DeterminismWarning
 from automicro.torch_private import inductor_is_deterministic
 from automicro.trainer.determinism import (
     CUBLAS_VARIABLE,
@@ -157,18 +158,47 @@ def test_a_setting_that_is_not_deterministic_is_named(untouched_cuda: None) -> N
         prepare_cublas(CUDA)
 
 
-def test_cuda_in_use_already_is_too_late(
+def test_cuda_in_use_already_may_be_too_late(
     untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     before = settings()
     with (
-        pytest.raises(RuntimeError, match=r"on cuda needs CUBLAS.*too late.*=:4096:8 in the env"),
+        pytest.warns(
+            DeterminismWarning, match=r"on cuda needs CUBLAS.*differ.*=:4096:8 in the env"
+        ),
         deterministic_algorithms(CUDA),
     ):
-        pass
+        assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
     assert settings() == before
-    assert CUBLAS_VARIABLE not in os.environ
+
+
+def test_a_trainer_tells_cublas_before_it_asks_for_the_device(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    class AskedError(Exception):
+        pass
+
+    def empty(*sizes: int, **options: Any) -> Any:
+        told.append(os.environ.get(CUBLAS_VARIABLE) == ":4096:8")
+        raise AskedError
+
+    model, loader = make_model(), make_loader()
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(AskedError):
+        make_trainer(model, loader, device="cuda", deterministic=True)
+    assert told == [True]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_means_cuda_where_there_is_a_gpu(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    prepare_cublas("auto")
+    assert (CUBLAS_VARIABLE in os.environ) == there
 
 
 def test_a_cpu_needs_no_cublas(untouched_cuda: None) -> None:

@@ -10,13 +10,16 @@ from torch import nn
 
 from automicro.memory import (
     MemoryBudget,
+    Meter,
     active_budget,
     allocated_bytes,
     limit_memory,
     peak_bytes,
+    read_counts,
     refuse_compiled,
     reset_peak,
 )
+from automicro.memory.device import capacity_bytes
 
 KIB = 1024
 
@@ -241,11 +244,46 @@ def test_on_a_cpu_the_active_budget_is_read() -> None:
 
 def test_on_an_accelerator_its_own_count_is_read(mocker) -> None:
     module = mocker.patch("torch.get_device_module").return_value
-    module.memory_allocated.return_value = 5
-    module.max_memory_allocated.return_value = 7
+    module.memory_stats_as_nested_dict.return_value = {
+        "allocated_bytes": {"all": {"current": 5, "peak": 7}},
+        "reserved_bytes": {"all": {"current": 9}},
+        "num_alloc_retries": 2,
+        "num_ooms": 1,
+    }
     assert (allocated_bytes("cuda:1"), peak_bytes("cuda:1")) == (5, 7)
+    counts = read_counts("cuda:1")
+    assert (counts.reserved_bytes, counts.alloc_retries, counts.ooms) == (9, 2, 1)
     reset_peak("cuda:1")
     module.reset_peak_memory_stats.assert_called_once_with(torch.device("cuda:1"))
+
+
+def test_an_accelerator_is_asked_twice_for_one_attempt(mocker) -> None:
+    module = mocker.patch("torch.get_device_module").return_value
+    module.memory_stats_as_nested_dict.return_value = {}  # nothing was allocated yet
+    module.mem_get_info.return_value = (6, 10)
+    module.get_per_process_memory_fraction.return_value = 0.5
+    meter = Meter(torch.device("cuda:1"))
+    meter.begin()
+    first = meter.end()
+    assert (first.peak_bytes, first.capacity_bytes, first.alloc_retries) == (0, 5, 0)
+    asked = module.memory_stats_as_nested_dict.call_count
+    meter.begin()
+    assert meter.end().capacity_bytes == 5  # of a second ago at most
+    assert module.memory_stats_as_nested_dict.call_count == asked + 2
+    assert module.mem_get_info.call_count == 1
+    assert module.synchronize.call_count == 0
+    meter.begin(waits=True)
+    assert not first.has_waited
+    assert meter.end().has_waited
+    assert module.synchronize.call_count == 2
+
+
+def test_an_allocator_that_keeps_no_statistics_is_asked_once(mocker) -> None:
+    read = mocker.patch("torch.get_device_module").return_value.memory_stats_as_nested_dict
+    read.side_effect = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+    assert peak_bytes("cuda:7") is None
+    assert capacity_bytes("cuda:7") is None
+    assert read.call_count == 1
 
 
 def test_a_device_that_counts_no_peak_has_none(mocker) -> None:

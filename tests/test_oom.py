@@ -78,6 +78,9 @@ CONTEXT_LOST = [
     RuntimeError("CUDA error: unknown error"),
     RuntimeError("CUDA error: misaligned address"),
     RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("CUDA error: an exception occurred on the device"),
+    RuntimeError("CUDA error: driver shutting down"),
+    RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
     RuntimeError("NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
@@ -119,6 +122,31 @@ def label(error: BaseException) -> str:
 def test_memory_that_ran_out_is_recognised(error: BaseException) -> None:
     assert classify(error) is Failure.RETRYABLE
     assert is_out_of_memory(error)
+
+
+ON_A_FULL_DEVICE = [
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
+]
+
+
+@pytest.mark.parametrize("error", ON_A_FULL_DEVICE, ids=label)
+@pytest.mark.parametrize(
+    ("free_bytes", "means"), [(1 << 20, Failure.RETRYABLE), (1 << 30, Failure.UNRELATED)], ids=str
+)
+def test_a_library_that_gives_no_reason_has_run_out_of_memory_where_none_is_left(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, free_bytes: int, means: Failure
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free_bytes, 16 << 30))
+    assert classify(error) is means
+
+
+@pytest.mark.parametrize("error", ON_A_FULL_DEVICE, ids=label)
+def test_where_nobody_knows_what_is_left_such_an_error_is_what_it_says(
+    error: BaseException,
+) -> None:
+    assert classify(error) is Failure.UNRELATED  # no accelerator here
 
 
 @pytest.mark.parametrize("error", CONTEXT_LOST, ids=label)

@@ -183,12 +183,42 @@ def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) ->
 
 
 def test_allocator_retries_lead_to_a_smaller_size_where_it_is_faster() -> None:
-    assert thrash(Halving(), {64: 2.0, 32: 1.0}, 20) == [64] + 19 * [32]
+    assert thrash(Halving(), {64: 2.0, 32: 1.0}, 20) == 3 * [64] + 17 * [32]
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_one_batch_with_allocator_retries_changes_nothing(at: int) -> None:
+    policy = Halving()
+    for batch in range(40):
+        assert policy.propose(64) == 64
+        policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == at)))
+
+
+def test_allocator_retries_of_the_first_batch_at_a_size_do_not_undo_it() -> None:
+    policy = Halving(initial=6)
+    for seconds in (3.5, 1.0):  # the larger size is tried, and gives back what is cached
+        size = policy.propose(24)
+        policy.record(attempt(size, 24, RESIDENT + 90, seconds=seconds, alloc_retries=size > 6))
+    grown = policy.propose(24)
+    assert grown > 6
+    for _ in range(40):
+        assert policy.propose(24) == grown
+        policy.record(attempt(grown, 24, RESIDENT + 90, seconds=3.5, alloc_retries=0))
+
+
+def test_seconds_are_measured_only_while_they_are_compared() -> None:
+    policy = Halving()
+    compared = []
+    for _ in range(8):
+        size = policy.propose(64)
+        compared.append(policy.compares_seconds)
+        policy.record(attempt(size, 64, 10**6, seconds=1.0, alloc_retries=int(size == 64)))
+    assert compared == [False, True, True, True, True, True, False, False]
 
 
 def test_a_smaller_size_that_is_not_faster_is_given_up_and_seldom_tried_again() -> None:
     sizes = thrash(Halving(), {64: 1.0, 32: 1.0}, 400)
-    assert sizes[:5] == [64, 32, 32, 32, 64]
+    assert sizes[:7] == [64, 64, 64, 32, 32, 32, 64]
     assert sizes.count(32) == 3 * 4
 
 

@@ -15,7 +15,9 @@ from automicro import Halving, MemoryBudget, Microbatcher
 from automicro.cli.loading import load_config
 from automicro.cli.recipe import Recipe
 from automicro.cli.training import build_trainer
+from automicro.memory import device as memory_device
 from automicro.memory import meter
+from automicro.memory.device import Counts
 from automicro.results import StepResult
 from tests.callback_runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
 from tests.config_jobs import complaint, job
@@ -216,7 +218,8 @@ class Allocator:
         self.retries = 0
         self.now = 0.0
         self._seconds = seconds
-        monkeypatch.setattr(meter, "num_alloc_retries", lambda device: self.retries)
+        for module in (meter, memory_device):
+            monkeypatch.setattr(module, "read_counts", lambda _: Counts(alloc_retries=self.retries))
         monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -244,14 +247,15 @@ def thrash(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], batches: 
     return sizes
 
 
-def test_allocator_retries_lead_to_a_smaller_size_at_the_next_batch_which_stays_if_faster(
+def test_allocator_retries_batch_after_batch_lead_to_a_smaller_size_which_stays_if_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert thrash(monkeypatch, {8: 2.0, 4: 1.0}, 8) == [8, *[4] * 7]
+    assert thrash(monkeypatch, {8: 2.0, 4: 1.0}, 8) == [8, 8, 8, *[4] * 5]
 
 
 def test_a_smaller_size_that_is_not_faster_is_left_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thrash(monkeypatch, {8: 1.0, 4: 1.0}, 40) == [8, 4, 4, 4, *[8] * 33, 4, 4, 4]
+    expected = [8, 8, 8, 4, 4, 4, *[8] * 34, 4, 4, 4]
+    assert thrash(monkeypatch, {8: 1.0, 4: 1.0}, 43) == expected
 
 
 def test_retries_at_the_smallest_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,7 @@ class Phase:
             training=self._name == "train",
             sharing=sharing,
             spare=spare,
+            last_size=self.size,
         )
         if isinstance(finished, Agreement):
             return finished

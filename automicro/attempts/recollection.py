@@ -142,7 +142,7 @@ class Recollection:
             microbatch_size=rows,
             cost_per_row=cost or None,
             peak_bytes=None if measured is None else measured.peak_bytes,
-            seconds=None if measured is None else measured.seconds,
+            seconds=measured.seconds if measured is not None and measured.has_waited else None,
         )
         memory.settle(found, rows=sum(finished.cuts[index]))
 

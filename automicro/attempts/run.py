@@ -14,7 +14,7 @@ from automicro.attempts.trial import Sharing, Tried, Verdict, try_once
 from automicro.errors import SampleTooLargeError
 from automicro.memory import Measured, Meter, ResidentMemory
 from automicro.observer import Narrator, bystander
-from automicro.oom import first_line
+from automicro.oom import empty_cache, first_line
 from automicro.policy import Fixed, Outcome, Policy
 from automicro.ranks import Agreement, OneRank, Ranks, telling
 from automicro.slicing import describe_cut
@@ -107,6 +107,7 @@ def run_attempts(
     training: bool = True,
     sharing: Sharing[T] | None = None,
     spare: Spare | None = None,
+    last_size: int | None = None,
 ) -> Finished[T] | Agreement:
     """Attempt a step at the sizes that a policy proposes until one fits.
 
@@ -131,6 +132,7 @@ def run_attempts(
         training: whether gradients are computed.
         sharing: what of the result is shared with other ranks.
         spare: rows for the fillers of a rank that has none.
+        last_size: rows of the largest microbatch of the step before; None before the first.
 
     Raises:
         SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
@@ -185,6 +187,9 @@ def run_attempts(
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
         attempts += 1
+        if last_size is not None and size > last_size:
+            empty_cache(device)  # blocks that are kept for smaller microbatches cannot serve these
+            last_size = None
         ranks.begin(plan.num_microbatches, training=training)
         done = try_once(
             attempt,
@@ -195,6 +200,7 @@ def run_attempts(
             can_recut=rule.min_rows == 1 and not (ranks.is_alone and isinstance(policy, Fixed)),
             accept=accept,
             meter=meter,
+            times=not repeatable and getattr(policy, "compares_seconds", False),
             narrator=narrator,
             ranks=ranks,
             sharing=sharing,
@@ -242,12 +248,11 @@ def _plan(
 
 def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
     measured = {} if done.measured is None else vars(done.measured)
-    if repeatable:
-        measured = {name: value for name, value in measured.items() if name != "seconds"}
+    left_out = {"has_waited", "seconds"} if repeatable else {"has_waited"}
     return Outcome(
         num_rows=plan.num_rows,
         microbatch_size=plan.size,
         fits=done.verdict is not Verdict.OUT_OF_MEMORY,
         cost=plan.cost,
-        **measured,
+        **{name: value for name, value in measured.items() if name not in left_out},
     )

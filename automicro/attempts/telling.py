@@ -48,4 +48,5 @@ def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | 
         capacity_bytes=None if capacity is None else -capacity,
         seconds=highs[4],
         alloc_retries=retries,
+        has_waited=own.has_waited,
     )

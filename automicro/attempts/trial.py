@@ -14,7 +14,14 @@ from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, text_of
 from automicro.memory import Measured, Meter, peak_bytes
 from automicro.observer import Narrator
-from automicro.oom import Failure, classify, first_line, release, unquoted_shortage
+from automicro.oom import (
+    Failure,
+    classify,
+    empty_cache,
+    first_line,
+    release,
+    unquoted_shortage,
+)
 from automicro.ranks import OneRank, Ranks, Report, Status, StrayedError
 from automicro.transaction import TouchedGradientsError, Transaction
 
@@ -71,6 +78,7 @@ def try_once(
     can_recut: bool = False,
     accept: Callable[[T], bool] | None = None,
     meter: Meter | None = None,
+    times: bool = False,
     narrator: Narrator | None = None,
     ranks: Ranks | None = None,
     sharing: Sharing[T] | None = None,
@@ -85,6 +93,7 @@ def try_once(
         can_recut: whether the caller can avoid slices of a single row.
         accept: asked once the attempt went through; False rolls it back.
         meter: measures it.
+        times: whether the meter waits for the device, because seconds are compared.
         narrator: tells of it.
         ranks: that attempt it together; it fails on all of them or on none.
         sharing: what of the result is shared with other ranks.
@@ -102,7 +111,7 @@ def try_once(
         if narrator is not None:
             narrator.begin(plan.cuts, is_measuring=plan.is_measuring)
         if meter is not None:
-            meter.begin()
+            meter.begin(waits=times)
         result = attempt(plan)
         if meter is not None:
             measured = meter.end()
@@ -140,6 +149,9 @@ def try_once(
             ranks.fail(error)
             raise
         _roll_back(transaction, failure, ranks)
+        # Gradients and copies of this attempt were in the way until now. Kept, their blocks would
+        # be cut up by the next one.
+        empty_cache(device)
         if status is Status.FATAL:
             _explain(failure, plan)
             raise failure

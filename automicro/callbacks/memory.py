@@ -3,7 +3,7 @@
 import torch
 
 from automicro.events import Callback, Run
-from automicro.memory import active_budget, allocated_bytes, peak_bytes
+from automicro.memory import peak_bytes, read_counts
 from automicro.results import StepResult
 
 
@@ -37,15 +37,12 @@ class MemoryMonitor(Callback):
         Args:
             device: whose memory it is.
         """
+        counts = read_counts(device)
         read = {
-            "memory/allocated_bytes": allocated_bytes(device),
+            "memory/allocated_bytes": counts.allocated_bytes,
             "memory/peak_bytes": peak_bytes(device),
+            "memory/reserved_bytes": counts.reserved_bytes,
+            "memory/allocator_retries": counts.alloc_retries,
+            "memory/ooms": counts.ooms,
         }
-        if device.type == "cuda":
-            stats = torch.cuda.memory_stats(device)
-            read["memory/reserved_bytes"] = torch.cuda.memory_reserved(device)
-            read["memory/allocator_retries"] = stats.get("num_alloc_retries")
-            read["memory/ooms"] = stats.get("num_ooms")
-        elif device.type == "cpu" and (budget := active_budget()) is not None:
-            read["memory/ooms"] = budget.num_ooms
         return {name: value for name, value in read.items() if value is not None}

@@ -122,6 +122,8 @@ class DdpGuard:
         self._is_reduced = False
         self._buckets: list[Tensor] = []
         self._known = False
+        # Where it looks for unused parameters, torch leaves its buckets as they are.
+        self._is_rebuilt = model.find_unused_parameters
         self._launched = 0
         self._stale_buffers = model.broadcast_buffers and model.require_forward_param_sync
         self._flat: list[tuple[Tensor, list[Tensor]]] = []
@@ -188,9 +190,11 @@ class DdpGuard:
     def meet(self, *, training: bool) -> None:
         # What DDP would do in the next forward, where a rank may be missing.
         self._send_buffers()
-        if training and rebuild_buckets(self._model):
+        if training and not self._is_rebuilt:
+            # First, because new buckets take as much memory as these hold.
             self._known = False
             self._buckets = []
+            self._is_rebuilt = rebuild_buckets(self._model)
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
         self._model.require_forward_param_sync = False

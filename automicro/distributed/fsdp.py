@@ -18,6 +18,7 @@ from automicro.torch_private_distributed import (
     collectives_of,
     drop_unsharded,
     has_many_groups,
+    replicas_average,
     replicate_group,
     reset_sharded,
 )
@@ -94,7 +95,8 @@ class GuardedReduceScatter(_Guarded):
         async_op: bool = False,
     ) -> dist.Work | None:
         step = Collective("reduce-scatter", self.where, input_tensor.numel(), input_tensor.dtype)
-        self.guard.before(step, group, op=op, device=input_tensor.device)
+        reduction = self.guard.reduction(self, group, op, input_tensor.device)
+        self.guard.before(step, group, reduction)
         with own_collectives():
             if self.guard.is_weightless:
                 input_tensor.zero_()
@@ -110,10 +112,12 @@ class GuardedReduceScatter(_Guarded):
 
 
 class _Reduction(NamedTuple):
+    comm: Any  # allocates and scatters, as the peers' does
     group: dist.ProcessGroup
     op: Any
     device: torch.device
     replicas: dist.ProcessGroup | None
+    replicas_op: Any
 
 
 _Key = tuple[bool, bool, bool]
@@ -265,11 +269,14 @@ class FsdpGuard:
         self,
         step: Collective,
         group: dist.ProcessGroup,
-        *,
-        op: Any = None,
-        device: torch.device | None = None,
+        reduction: _Reduction | None = None,
     ) -> None:
         """A collective is about to be enqueued, with all that it needs allocated.
+
+        Args:
+            step: the collective.
+            group: of ranks that come to it.
+            reduction: what is played in place of a reduce-scatter; None for an all-gather.
 
         Raises:
             PeerStoppedError: a peer will not come to it.
@@ -281,15 +288,29 @@ class FsdpGuard:
             return
         if self._votes_here:
             self._votes.cast(self._describe(step), remedy=_SHARD_WHAT_IS_USED)
-            if device is None:
+            if reduction is None:
                 # Played, a module gathers over its own group, not over that after forward.
                 self._can_replay &= self._gather_groups.setdefault(step.where, group) is group
             else:
-                replicas = replicate_group(self._modules[step.where])
-                self._reductions[step.where] = _Reduction(group, op, device, replicas)
+                self._reductions[step.where] = reduction
         elif not self._is_next(step):
             # Peers may wait in the one that was known, and for ever.
             raise StrayedError(f"{self._describe(step)} was not known")
+
+    def reduction(
+        self, guarded: _Guarded, group: dist.ProcessGroup, op: Any, device: torch.device
+    ) -> _Reduction:
+        """How a module reduces its gradients."""
+        module = self._modules[guarded.where]
+        averages = replicas_average(module, op)
+        return _Reduction(
+            comm=guarded.inner,
+            group=group,
+            op=op,
+            device=device,
+            replicas=replicate_group(module),
+            replicas_op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+        )
 
     def after(self, step: Collective) -> None:
         """A collective was enqueued."""
@@ -319,13 +340,12 @@ class FsdpGuard:
 
     def _scatter_zeros(self, step: Collective) -> None:
         to = self._reductions[step.where]
-        zeros = torch.zeros(step.numel, dtype=step.dtype, device=to.device)
-        share = zeros.new_empty(step.numel // dist.get_world_size(to.group))
-        # The same under its older name before torch 2.13.
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(share, zeros, op=to.op, group=to.group)
+        memory = {"dtype": step.dtype, "device": to.device}
+        zeros = to.comm.allocate((step.numel,), **memory).zero_()
+        share = to.comm.allocate((step.numel // dist.get_world_size(to.group),), **memory)
+        to.comm(output_tensor=share, input_tensor=zeros, group=to.group, op=to.op)
         if to.replicas is not None:
-            dist.all_reduce(share, group=to.replicas)
+            dist.all_reduce(share, op=to.replicas_op, group=to.replicas)
 
     def _reset(self) -> None:
         for root in self._roots:

@@ -5,10 +5,13 @@ from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.compiled import refuse_compiled
 from automicro.memory.device import (
     allocated_bytes,
+    copies_overlap,
     limit_bytes,
     limit_memory,
     peak_bytes,
+    read_counts,
     reset_peak,
+    usable_bytes,
 )
 from automicro.memory.meter import Measured, Meter
 from automicro.memory.occupied import OccupiedDevice
@@ -22,13 +25,16 @@ __all__ = [
     "ResidentMemory",
     "active_budget",
     "allocated_bytes",
+    "copies_overlap",
     "format_bytes",
     "limit_bytes",
     "limit_memory",
     "parse_bytes",
     "parse_share",
     "peak_bytes",
+    "read_counts",
     "refuse_compiled",
     "reset_peak",
     "track_residents",
+    "usable_bytes",
 ]

@@ -9,11 +9,11 @@ import torch
 from automicro.byte_sizes import parse_bytes
 from automicro.errors import text_of
 from automicro.memory.device import (
-    allocated_bytes,
+    NO_COUNTS,
     begin_lap,
     capacity_bytes,
-    lap_peak_bytes,
-    num_alloc_retries,
+    read_counts,
+    synchronize,
 )
 
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
@@ -29,10 +29,12 @@ class Measured:
             what it asked for last, so its need was at least that.
         resident_bytes: what lay there before.
         capacity_bytes: what the process could hold.
-        seconds: of the host, from beginning to end.
+        seconds: from beginning to end.
         alloc_retries: how often the allocator gave its cache back to go on.
+        has_waited: whether the seconds are the device's. Without waiting for an accelerator they
+            are those of the host, which hands it its work.
 
-    All but the seconds are None where nobody counts.
+    What nobody counts is None.
     """
 
     peak_bytes: int | None
@@ -40,6 +42,7 @@ class Measured:
     capacity_bytes: int | None
     seconds: float
     alloc_retries: int | None
+    has_waited: bool = True
 
 
 class Meter:
@@ -64,16 +67,22 @@ class Meter:
         self._device = device
         self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
-        self._resident: int | None = None
-        self._retries: int | None = None
+        self._before = NO_COUNTS
         self._capacity: int | None = None
         self._read_at = float("-inf")
+        self._is_cpu = device.type == "cpu"
+        self._waits = True
 
-    def begin(self) -> None:
-        """An attempt begins."""
-        begin_lap(self._device)
-        self._resident = allocated_bytes(self._device)
-        self._retries = num_alloc_retries(self._device)
+    def begin(self, *, waits: bool = False) -> None:
+        """An attempt begins.
+
+        Args:
+            waits: for the device, now and at the end, so that the seconds are the device's.
+        """
+        self._waits = waits or self._is_cpu
+        if waits:
+            synchronize(self._device)
+        self._before = begin_lap(self._device)
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:
@@ -81,23 +90,24 @@ class Meter:
 
         Call it before the memory of the attempt is given back.
         """
+        if self._waits and failure is None:
+            synchronize(self._device)
         now = time.perf_counter()
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacity, self._read_at = capacity_bytes(self._device), now
-        elif self._device.type == "cpu":
+        elif self._is_cpu:
             self._capacity = capacity_bytes(self._device)  # of a budget, which costs nothing
-        peak, retries = lap_peak_bytes(self._device), num_alloc_retries(self._device)
+        counts = read_counts(self._device)
+        peak, retries, earlier = counts.peak_bytes, counts.alloc_retries, self._before.alloc_retries
         if failure is not None and peak is not None:
-            held = allocated_bytes(self._device) or 0
-            peak = max(peak, held + _requested_bytes(failure))
+            peak = max(peak, (counts.allocated_bytes or 0) + _requested_bytes(failure))
         return Measured(
             peak_bytes=peak,
-            resident_bytes=self._resident,
+            resident_bytes=self._before.allocated_bytes,
             capacity_bytes=self._capacity,
             seconds=now - self._start,
-            alloc_retries=(
-                None if retries is None or self._retries is None else retries - self._retries
-            ),
+            alloc_retries=None if retries is None or earlier is None else retries - earlier,
+            has_waited=self._waits,
         )
 
 

@@ -152,6 +152,11 @@ class Halving:
         return f"Halving({', '.join([f'initial={self._initial}', *told])})"
 
     @property
+    def compares_seconds(self) -> bool:
+        """Whether the seconds of the next attempt are compared, so that they have to be right."""
+        return self._thrash.compares
+
+    @property
     def multiple_of(self) -> int:
         """What whoever cuts a batch makes its slices a multiple of."""
         return self._multiple_of

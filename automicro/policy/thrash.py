@@ -10,6 +10,9 @@ from typing import Any
 # Batches at the smaller size, and at most as many before, that are compared. A median of three
 # forgives one that was disturbed.
 TRIAL = 3
+# So many of the last TRIAL batches at one size have to have retries. The first batch at a size does
+# not count: what is cached for another size is given back once, and is no sign of anything.
+SIGNS = 2
 # The smaller size is kept if it takes less than this share of the time.
 FASTER = 0.95
 # The sign is ignored for so many batches after a trial that did not pay, then for twice as many.
@@ -23,7 +26,8 @@ class Thrash:
     nothing is limited.
 
     >>> thrash = Thrash()
-    >>> thrash.observe(seconds=2.0, elements=8.0, retries=1, smaller=4.0)
+    >>> for _ in range(3):
+    ...     thrash.observe(seconds=2.0, elements=8.0, retries=1, smaller=4.0)
     >>> thrash.most_elements
     4.0
     >>> for _ in range(3):
@@ -38,9 +42,17 @@ class Thrash:
         self._kept: float | None = None
         self._elements = 0.0
         self._before: list[float] = []
+        self._signs: list[bool] = []
         self._trial: list[float] | None = None
         self._pause = FIRST_PAUSE
         self._ignored = 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether the seconds of the next attempt are compared with others."""
+        return self._trial is not None or (
+            not self._ignored and (self.is_pressed or any(self._signs))
+        )
 
     def observe(
         self, *, seconds: float, elements: float, retries: int, smaller: float | None
@@ -48,11 +60,12 @@ class Thrash:
         """Learn from an attempt that fitted.
 
         Args:
-            seconds: per row × cost of the whole batch.
+            seconds: per row × cost of the whole batch; they count where this `compares`.
             elements: rows × cost of the microbatch.
             retries: of the allocator.
             smaller: rows × cost of the next smaller microbatch, None where there is none.
         """
+        is_timed = self.compares
         self.is_pressed = retries > 0
         if self._trial is not None:
             assert self.most_elements is not None
@@ -62,12 +75,16 @@ class Thrash:
                     self._decide(elements)
             return
         if elements != self._elements:
-            self._elements, self._before = elements, []
-        self._before = [*self._before[1 - TRIAL :], seconds]
+            self._elements, self._before, self._signs = elements, [], []
+            return
         if self._ignored:
             self._ignored -= 1
-        elif retries > 0 and smaller is not None:
-            self.most_elements, self._trial = smaller, []
+            return
+        if is_timed:
+            self._before = [*self._before[1 - TRIAL :], seconds]
+        self._signs = [*self._signs[1 - TRIAL :], retries > 0]
+        if sum(self._signs) >= SIGNS and self._before and smaller is not None:
+            self.most_elements, self._trial, self._signs = smaller, [], []
 
     def _decide(self, elements: float) -> None:
         assert self._trial is not None
@@ -76,12 +93,12 @@ class Thrash:
         else:
             self.most_elements = self._kept
             self._ignored, self._pause = self._pause, 2 * self._pause
-        self._trial = None
+        self._trial, self._signs = None, []
 
     def forget(self) -> None:
         """Lift the limit: memory is not what it was. What was ignored stays so."""
         self.most_elements = self._kept = self._trial = None
-        self._before = []
+        self._before, self._signs = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was measured and decided."""
@@ -90,6 +107,7 @@ class Thrash:
             "kept": self._kept,
             "elements": self._elements,
             "before": list(self._before),
+            "signs": list(self._signs),
             "trial": None if self._trial is None else list(self._trial),
             "pause": self._pause,
             "ignored": self._ignored,
@@ -102,6 +120,7 @@ class Thrash:
         thrash = cls()
         thrash.most_elements, thrash._kept = state["most_elements"], state["kept"]
         thrash._elements, thrash._before = state["elements"], list(state["before"])
+        thrash._signs = list(state.get("signs", ()))  # not of an older automicro
         thrash._trial = None if state["trial"] is None else list(state["trial"])
         thrash._pause, thrash._ignored = int(state["pause"]), int(state["ignored"])
         thrash.is_pressed = bool(state.get("pressed", False))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.memory import active_budget
+from automicro.memory import usable_bytes
 from automicro.size_cache.key import RunKey, sha256_of
 from automicro.slicing import BatchLayout
 from automicro.torch_private import is_compiled, is_uninitialized
@@ -57,7 +57,7 @@ def describe_run(
         structure=_hash_structure(modules),
         parameters=sum(0 if is_uninitialized(p) else p.numel() for p in parameters.values()),
         device=_device_name(device),
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=usable_bytes(device),
         precision=precision,
         phase=phase,
         compiled=any(is_compiled(part) for module in modules for part in module.modules()),
@@ -143,16 +143,3 @@ def _device_name(device: torch.device) -> str:
         return "CPU"
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if get_name is None else str(get_name(device))
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    """What the process may use: a budget on a CPU, else the device, less what a limit forbids."""
-    if device.type == "cpu":
-        budget = active_budget()
-        return None if budget is None else budget.limit_bytes
-    get_properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    properties = None if get_properties is None else get_properties(device)
-    total_bytes: int | None = getattr(properties, "total_memory", None)
-    if total_bytes is None or device.type != "cuda":
-        return total_bytes
-    return round(total_bytes * torch.cuda.get_per_process_memory_fraction(device))

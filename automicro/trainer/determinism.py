@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from automicro.errors import add_note, text_of
+from automicro.errors import DeterminismWarning, add_note, text_of
 from automicro.torch_private import inductor_is_deterministic, set_inductor_deterministic
+from automicro.warn import warn
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")
@@ -18,21 +19,28 @@ _SIGNS = (
 )
 
 
-def prepare_cublas(device: torch.device) -> None:
-    """Tell cuBLAS to be deterministic; it can be told only before CUDA is used.
+def prepare_cublas(device: torch.device | str) -> None:
+    """Tell cuBLAS to be deterministic, which it asks for when it is first used.
 
-    Sets the environment variable ``CUBLAS_WORKSPACE_CONFIG`` and leaves it set: cuBLAS reads it
-    once in the life of a process. Call it before anything moves to the device. Nothing happens
-    where the device has no cuBLAS.
+    Sets the environment variable ``CUBLAS_WORKSPACE_CONFIG`` and leaves it set: cuBLAS and torch
+    read it once in the life of a process. Call it before anything computes on the device, best
+    before anything lies there. Nothing happens where the device has no cuBLAS.
+
+    Args:
+        device: where the model will compute; ``"auto"`` is CUDA where there is a GPU.
 
     Raises:
         ValueError: the variable has a value that is not deterministic.
-        RuntimeError: it is not set, and CUDA is in use already.
+
+    Warns:
+        DeterminismWarning: CUDA is in use already, so cuBLAS may have asked.
 
     Example:
-        >>> prepare_cublas(torch.device("cpu"))
+        >>> prepare_cublas("cpu")
     """
-    if device.type != "cuda" or torch.version.cuda is None:
+    name = str(device).partition(":")[0]
+    is_cuda = torch.cuda.is_available() if name == "auto" else name == "cuda"
+    if not is_cuda or torch.version.cuda is None:
         return
     value = os.environ.get(CUBLAS_VARIABLE)
     if value in CUBLAS_VALUES:
@@ -47,10 +55,12 @@ def prepare_cublas(device: torch.device) -> None:
             f"cuBLAS is not deterministic; {remedy}"
         )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise RuntimeError(
-            f"deterministic=True on {device} needs {CUBLAS_VARIABLE}, and CUDA is in use already, "
-            "so it is too late to set it (the model lies on the device, perhaps); make the "
-            f"Trainer first and let it move the model, or {remedy}"
+        warn(
+            f"deterministic=True on {device} needs {CUBLAS_VARIABLE}, and CUDA is in use already "
+            "(the model lies on the device, perhaps). It is set now; if matrices have been "
+            "multiplied on the device before, cuBLAS does not see it, and runs may differ. Make "
+            f"the Trainer before anything computes there, or {remedy}",
+            DeterminismWarning,
         )
     os.environ[CUBLAS_VARIABLE] = CUBLAS_VALUES[0]
 

@@ -12,7 +12,7 @@ from automicro.oom import first_line
 def choose_device(device: torch.device | str) -> torch.device:
     """The device, with its index where there are several of its type.
 
-    ``"auto"`` is the first of CUDA (or ROCm), XPU and MPS that is there, else the CPU.
+    ``"auto"`` is the accelerator that is there (CUDA or ROCm, XPU, MPS …), else the CPU.
 
     Raises:
         ValueError: there is no such device.
@@ -45,11 +45,8 @@ def _meant(device: object) -> str:
 
 
 def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.xpu.is_available():
-        return "xpu"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    there = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if there is None else there.type
 
 
 def describe_device(device: torch.device, memory_limit: str | int | float | None) -> str:
@@ -68,8 +65,9 @@ def describe_device(device: torch.device, memory_limit: str | int | float | None
             return "the CPU"
         return f"a simulated {format_bytes(budget.limit_bytes)} device on the CPU"
     name = str(device)
-    if device.type == "cuda":
-        name += f" ({torch.cuda.get_device_name(device)})"
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    if name_of is not None:
+        name += f" ({name_of(device)})"
     if memory_limit is not None:
         name += f" limited to {format_bytes(limit_bytes(memory_limit, device))}"
     return name

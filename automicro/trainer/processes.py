@@ -133,7 +133,7 @@ def meet(device: torch.device, place: Place) -> None:
     left in the store would mislead those of this one.
 
     Args:
-        device: of this process: NCCL for CUDA, gloo for anything else.
+        device: of this process: what torch takes for it (NCCL for CUDA), and gloo for the host.
         place: of this process.
 
     Raises:
@@ -142,15 +142,16 @@ def meet(device: torch.device, place: Place) -> None:
     """
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    own_backend = dist.get_default_backend_for_device(device)
+    has_own = own_backend != "gloo"
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     dist.init_process_group(
-        backend,
+        f"cpu:gloo,{device.type}:{own_backend}" if has_own else "gloo",
         store=_store(place),
         rank=place.rank,
         world_size=place.world_size,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if has_own else None,
     )
     atexit.register(part)
 

@@ -222,6 +222,8 @@ class Trainer:
         duration = read_duration("max_duration", max_duration)
         check_passes(train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
+        if read_flag("deterministic", deterministic):
+            prepare_cublas(device)  # while nothing has asked for the device
         arranged = Arrangement(
             model,
             modules,
@@ -240,10 +242,8 @@ class Trainer:
             memory_limit=memory_limit,
             device=device,
             residents=residents,
-            deterministic=read_flag("deterministic", deterministic),
+            deterministic=deterministic,
         )
-        if deterministic:
-            prepare_cublas(device)
         arranged.put_in_place(given)
         optimizer = build_optimizer(optimizer, arranged.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]

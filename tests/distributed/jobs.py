@@ -146,3 +146,24 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def sums_over_replicas(plan: Sequence[Fault]) -> tuple[set[str], int]:
+    """The operations that a replicated and sharded model all-reduces with; how often faults fired.
+
+    A communicator may choose its algorithm by the operation, so ranks must name the same one.
+    """
+    found: set[str] = set()
+    all_reduce = dist.all_reduce
+
+    def noting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_floating_point() and kwargs.get("group") is not None:
+            found.add(str(op).rpartition(".")[2])
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    dist.all_reduce = noting
+    try:
+        stepper, _ = run_steps("hsdp", plan, {})
+    finally:
+        dist.all_reduce = all_reduce
+    return found, stepper.faults.fired

@@ -13,6 +13,7 @@ from tests.distributed.jobs import (
     expected_gradients,
     gradients,
     refusal,
+    sums_over_replicas,
 )
 from tests.distributed.plans import allocations, points
 from tests.distributed.world import World, world_of
@@ -85,6 +86,13 @@ def test_fsdp_recovers_on_three_ranks(world3: World, point: str) -> None:
 @pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
 def test_hsdp_recovers_on_two_times_two_ranks(world4: World, point: str) -> None:
     require_recovered(world4, "hsdp", {**points(4), **allocations(4)}[point])
+
+
+@pytest.mark.slow
+def test_a_rank_that_failed_reduces_by_the_operation_of_its_peers(world4: World) -> None:
+    found = world4.run(sums_over_replicas, points(4)["successive batches"])
+    assert [operations for operations, _ in found] == [{"AVG"}] * 4
+    assert sum(fired for _, fired in found) == 2
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """What each test on an accelerator starts from and leaves behind."""
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, accelerator
 
 Record = Callable[[str, object], None]
 
@@ -13,20 +14,21 @@ Record = Callable[[str, object], None]
 @pytest.fixture(autouse=True, scope="session")
 def started_device() -> None:
     """Start CUDA before the first test: in some versions that sets an environment variable."""
-    torch.cuda.init()
+    accelerator.init()
 
 
 @pytest.fixture(autouse=True)
 def clean_device() -> Iterator[None]:
     """No cached memory, no limit and no synchronisation check survives a test."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(DEVICE)
-    torch.cuda.manual_seed(0)
-    fraction = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    accelerator.empty_cache()
+    accelerator.reset_peak_memory_stats(DEVICE)
+    accelerator.manual_seed(0)
+    fraction = accelerator.get_per_process_memory_fraction(DEVICE)
     yield
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.set_per_process_memory_fraction(fraction, DEVICE)
-    torch.cuda.empty_cache()
+    gc.collect()  # now: what is frozen for the next file stays for ever
+    accelerator.set_sync_debug_mode("default")
+    accelerator.set_per_process_memory_fraction(fraction, DEVICE)
+    accelerator.empty_cache()
 
 
 @pytest.fixture

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-DEVICE = torch.device("cuda", 0)
+# CUDA, another accelerator, or the stand-in where pytest runs with -p tests.standin.plugin.
+_KIND = torch.accelerator.current_accelerator(check_available=True) or torch.device("cuda")
+DEVICE = torch.device(_KIND.type, 0)
+accelerator: Any = torch.get_device_module(DEVICE)
 MIB = 2**20
 
 # Each file of this folder: ``pytestmark = GPU``.
@@ -18,43 +21,48 @@ GPU = [
     pytest.mark.timeout(600),
     # Other versions of the libraries warn of other things, and some features of being prototypes.
     pytest.mark.filterwarnings("default", "error::automicro.errors.AutomicroWarning"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not accelerator.is_available(), reason="there is no accelerator"),
 ]
+
+
+def only_cuda(what: str) -> pytest.MarkDecorator:
+    """For tests of what no other device has."""
+    return pytest.mark.skipif(DEVICE.type != "cuda", reason=f"only CUDA has {what}")
 
 
 @contextlib.contextmanager
 def room(num_bytes: int) -> Iterator[None]:
     """Leave torch about so many bytes more than it holds now; real errors beyond them."""
     gc.collect()
-    torch.cuda.empty_cache()
-    allowed_bytes = torch.cuda.memory_reserved(DEVICE) + num_bytes
-    total_bytes = torch.cuda.get_device_properties(DEVICE).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
-    torch.cuda.set_per_process_memory_fraction(min(allowed_bytes / total_bytes, 1.0), DEVICE)
+    accelerator.empty_cache()
+    allowed_bytes = accelerator.memory_reserved(DEVICE) + num_bytes
+    total_bytes = accelerator.get_device_properties(DEVICE).total_memory
+    before = accelerator.get_per_process_memory_fraction(DEVICE)
+    accelerator.set_per_process_memory_fraction(min(allowed_bytes / total_bytes, 1.0), DEVICE)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, DEVICE)
+        accelerator.set_per_process_memory_fraction(before, DEVICE)
 
 
 def allocated_bytes() -> int:
     """What live tensors hold, once cycles are collected."""
     gc.collect()
-    torch.cuda.synchronize(DEVICE)
-    return torch.cuda.memory_allocated(DEVICE)
+    accelerator.synchronize(DEVICE)
+    return int(accelerator.memory_allocated(DEVICE))
 
 
 def requested_bytes(when: str = "current") -> int:
     """What live tensors asked for, now or at the "peak", without the allocator's rounding."""
     gc.collect()
-    return int(torch.cuda.memory_stats(DEVICE)[f"requested_bytes.all.{when}"])
+    return int(accelerator.memory_stats(DEVICE)[f"requested_bytes.all.{when}"])
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """Parameters, gradients, buffers, optimizer state and generators, copied to the host."""
     found: dict[str, Tensor] = {
         "host generator": torch.get_rng_state(),
-        "device generator": torch.cuda.get_rng_state(DEVICE),
+        "device generator": accelerator.get_rng_state(DEVICE),
     }
     for name, parameter in model.named_parameters():
         found[f"parameter {name}"] = parameter

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from automicro.oom import classify
-from tests.gpu.device import DEVICE, MIB
+from tests.gpu.device import DEVICE, MIB, accelerator
 
 
 def _cublas() -> Callable[[], Any]:
@@ -65,12 +65,12 @@ def fill() -> list[torch.Tensor]:
 
 def main() -> None:
     call = LIBRARIES[sys.argv[1]]()
-    torch.cuda.synchronize()
+    accelerator.synchronize()
     pieces = fill()
     found = {"error": "", "text": "", "means": ""}
     try:
         call()
-        torch.cuda.synchronize()
+        accelerator.synchronize()
     except Exception as error:
         found = {
             "error": type(error).__name__,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.conftest import Record
-from tests.gpu.device import GPU
+from tests.gpu.device import GPU, only_cuda
 from tests.gpu.full_device import LIBRARIES
 
-pytestmark = GPU
+pytestmark = [*GPU, only_cuda("these libraries")]
 
 ROOT = Path(__file__).resolve().parents[2]
 

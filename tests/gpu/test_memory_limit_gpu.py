@@ -8,24 +8,28 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Trainer
 from automicro.memory import limit_memory
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB
-from tests.gpu.subjects import ROWS, batch, microbatcher, model
+from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes
+from tests.gpu.subjects import ROWS, SHAPE, batch, microbatcher, model
 
 pytestmark = GPU
 
-LIMIT = 320 * MIB
+LIMIT = 320 * MIB * SHAPE[0] // 512
+# Beside a model with its optimizer a few segments of 20 MiB have room.
+TRAINER_LIMIT = max(LIMIT, 80 * MIB)
 
 
 def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
-    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    before = accelerator.get_per_process_memory_fraction(DEVICE)
+    held_bytes = allocated_bytes()  # by what ran before in this process
     net = model()
-    step = microbatcher(net, memory_limit=LIMIT)
-    torch.cuda.empty_cache()
+    limit = LIMIT + held_bytes
+    step = microbatcher(net, memory_limit=limit)
+    accelerator.empty_cache()
     result = step.backward(batch())
     assert result.ooms >= 1
     assert result.microbatch_size < ROWS
-    assert torch.cuda.max_memory_allocated(DEVICE) <= LIMIT
-    assert torch.cuda.get_per_process_memory_fraction(DEVICE) == pytest.approx(before)
+    assert accelerator.max_memory_allocated(DEVICE) <= limit
+    assert accelerator.get_per_process_memory_fraction(DEVICE) == pytest.approx(before)
 
 
 def test_a_limit_beyond_the_device_is_refused() -> None:
@@ -34,6 +38,7 @@ def test_a_limit_beyond_the_device_is_refused() -> None:
 
 
 def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) -> None:
+    limit = TRAINER_LIMIT + allocated_bytes()
     inputs, targets = batch(16 * ROWS)
     rows = TensorDataset(inputs, targets)
     trainer = Trainer(
@@ -44,7 +49,7 @@ def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) 
         optimizer=torch.optim.AdamW,
         max_duration="2ep",
         device=DEVICE,
-        memory_limit=LIMIT,
+        memory_limit=limit,
         precision="bf16",
         grad_clip_norm=1.0,
         seed=0,
@@ -56,4 +61,4 @@ def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) 
     assert summary.train_ooms >= 1
     assert summary.eval_ooms >= 1
     assert summary.peak_memory_bytes is not None
-    assert summary.peak_memory_bytes <= LIMIT
+    assert summary.peak_memory_bytes <= limit

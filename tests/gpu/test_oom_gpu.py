@@ -13,6 +13,7 @@ from tests.gpu.device import (
     DEVICE,
     GPU,
     MIB,
+    accelerator,
     allocated_bytes,
     differences,
     room,
@@ -26,6 +27,7 @@ pytestmark = GPU
 # A row of these asks for 64 MiB: the whole batch for 1 GiB, half of it for 512 MiB.
 PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
 ROOM = 900 * MIB
+FAILURES = 1000 if DEVICE.type == "cuda" else 30
 
 
 def test_the_error_of_a_full_device_is_recognised() -> None:
@@ -106,15 +108,15 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
     peaks = {}
     for size in (1, ROWS):  # also makes what libraries keep for ever
         call(Fixed(size))
-        torch.cuda.reset_peak_memory_stats(DEVICE)
+        accelerator.reset_peak_memory_stats(DEVICE)
         before_bytes = allocated_bytes()
         call(Fixed(size))
-        peaks[size] = torch.cuda.max_memory_allocated(DEVICE) - before_bytes
+        peaks[size] = accelerator.max_memory_allocated(DEVICE) - before_bytes
     baseline_bytes = allocated_bytes()
     ooms, calls, phases, most_alive_bytes = 0, 0, Counter[str](), 0
     start = time.perf_counter()
-    while ooms < 1000 and calls < 2000:
-        is_raised = ooms < 500
+    while ooms < FAILURES and calls < 4 * FAILURES:
+        is_raised = ooms < FAILURES // 2
         least = 0 if is_raised else peaks[1] + 64 * MIB
         share = calls * 31 % 97 / 97  # another point of the step each time
         calls += 1
@@ -125,15 +127,15 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
             except torch.OutOfMemoryError:
                 ooms += 1
                 phases[phase[0]] += 1
-        torch.cuda.synchronize(DEVICE)
-        alive_bytes = torch.cuda.memory_allocated(DEVICE) - baseline_bytes
+        accelerator.synchronize(DEVICE)
+        alive_bytes = accelerator.memory_allocated(DEVICE) - baseline_bytes
         most_alive_bytes = max(most_alive_bytes, alive_bytes)
     record_property("ooms", ooms)
     record_property("calls", calls)
     record_property("phases", dict(phases))
     record_property("ms_per_oom", round((time.perf_counter() - start) / ooms * 1e3, 2))
     record_property("most_bytes_alive", most_alive_bytes)
-    assert ooms >= 1000
+    assert ooms >= FAILURES
     assert phases["forward"] > 0
     assert phases["backward"] > 0
     assert most_alive_bytes == 0
@@ -175,11 +177,11 @@ def test_what_a_failed_backward_left_queued_is_let_go(
 
     before_bytes = allocated_bytes()
     error = fail()
-    at_once = torch.cuda.memory_allocated(DEVICE) - before_bytes
+    at_once = accelerator.memory_allocated(DEVICE) - before_bytes
     time.sleep(0.1)
     later = allocated_bytes() - before_bytes
     release(error, DEVICE)
-    released = torch.cuda.memory_allocated(DEVICE) - before_bytes
+    released = accelerator.memory_allocated(DEVICE) - before_bytes
     record_property("bytes_alive_at_once", at_once)
     record_property("bytes_alive_after_a_while", later)
     record_property("bytes_alive_after_release", released)

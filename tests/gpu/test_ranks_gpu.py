@@ -22,13 +22,26 @@ from automicro.distributed.exchange import TreeExchange
 from automicro.distributed.groups import GlooGroup
 from automicro.torch_private_distributed import HashStore
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB, differences, room, snapshot, to_device
+from tests.gpu.device import (
+    DEVICE,
+    GPU,
+    MIB,
+    accelerator,
+    differences,
+    only_cuda,
+    room,
+    snapshot,
+    to_device,
+)
 from tests.gpu.subjects import ROWS, Blocks, Hungry, batch, microbatcher, model
 from tests.gpu.test_oom_gpu import PHASES, ROOM
 
 pytestmark = [
     *GPU,
-    pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL"),
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and not dist.is_nccl_available(),
+        reason="this torch is built without NCCL",
+    ),
 ]
 
 KINDS = [
@@ -46,15 +59,18 @@ PLENTY = 64 * 1024 * MIB
 
 @pytest.fixture(scope="module", autouse=True)
 def group_of_one() -> Iterator[None]:
-    torch.cuda.set_device(DEVICE)
+    accelerator.set_device(DEVICE)
+    is_cuda = DEVICE.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=HashStore(),
         rank=0,
         world_size=1,
-        device_id=DEVICE,
+        device_id=DEVICE if is_cuda else None,
         timeout=datetime.timedelta(minutes=5),
     )
+    if DEVICE.type == "standin":
+        accelerator.join(dist.distributed_c10d._get_default_group())
     yield
     dist.destroy_process_group()
 
@@ -166,16 +182,17 @@ def test_a_settled_step_of_a_wrapped_model_never_waits_for_the_device(
     _, step = settled(kind)
     rows = to_device(batch(seed=4))
     before = votes_of(step)
-    torch.cuda.set_sync_debug_mode("error")
+    accelerator.set_sync_debug_mode("error")
     try:
         result = step.backward(rows)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        accelerator.set_sync_debug_mode("default")
     votes = votes_of(step) - before
     record_property("votes", votes)
     assert votes == (2 if kind == "ddp" else result.num_microbatches + 1)
 
 
+@only_cuda("such traces")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
     kind: str, record_property: Record
@@ -198,11 +215,13 @@ def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
 
 def waits(run: Callable[[], Any]) -> list[str]:
     """The calls by which the host waited for the device meanwhile, as a trace shows them."""
-    torch.cuda.synchronize(DEVICE)
+    accelerator.synchronize(DEVICE)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         with record_function("measured"):
             run()
-        torch.cuda.synchronize(DEVICE)  # the profiler would wait as well; this is outside the range
+        accelerator.synchronize(
+            DEVICE
+        )  # the profiler would wait as well; this is outside the range
     events = trace.events()
     assert events is not None
     [measured] = [each for each in events if each.name == "measured" and not is_kernel(each)]

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher
-from tests.gpu.device import DEVICE, GPU, differences, snapshot, to_device
+from tests.gpu.device import DEVICE, GPU, accelerator, differences, snapshot, to_device
 from tests.gpu.subjects import batch, microbatcher, model
 
 pytestmark = GPU
+
+BATCHES = 10 if DEVICE.type == "cuda" else 3
 
 
 def pinned(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ def test_prefetching_from_pinned_memory_gives_the_same_bits(size: int) -> None:
         net = model()
         step = microbatcher(net, size)
         torch.manual_seed(3)
-        for seed in range(10):  # memory is used again while copies are under way
+        for seed in range(BATCHES):  # memory is used again while copies are under way
             step.backward(place(batch(seed=seed)))
         found.append(snapshot(net))
     assert differences(*found) == []
@@ -37,10 +39,10 @@ def test_copies_do_not_leave_the_memory_of_every_batch_cached() -> None:
     net = model()
     step = microbatcher(net, 4)
     reserved_bytes = []
-    for seed in range(40):
+    for seed in range(4 * BATCHES):
         step.backward(pinned(batch(seed=seed)))
         net.zero_grad()
-        reserved_bytes.append(torch.cuda.memory_reserved(DEVICE))
+        reserved_bytes.append(accelerator.memory_reserved(DEVICE))
     assert reserved_bytes[-1] <= reserved_bytes[4] * 1.05
 
 
@@ -78,20 +80,20 @@ def test_a_settled_step_never_waits_for_the_device(
         getattr(step, call)(place(tagged_batch(seed)))
         net.zero_grad()
     rows = place(tagged_batch(4))
-    torch.cuda.set_sync_debug_mode("error")
+    accelerator.set_sync_debug_mode("error")
     try:
         result = getattr(step, call)(rows)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        accelerator.set_sync_debug_mode("default")
     assert result.num_microbatches == 3
     assert bool(result.loss.isfinite())
 
 
 def test_the_check_for_waiting_sees_a_value_being_read() -> None:
     value = torch.ones((), device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
+    accelerator.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
             value.item()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        accelerator.set_sync_debug_mode("default")

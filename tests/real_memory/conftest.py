@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_memory.compiling import compile_allocator, find_compiler
+from tests.compiling import compile_library, find_compiler
 from tests.real_memory.table import Report, render
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_name("capped_allocator.cpp")
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def run_trials(
         pytest.skip("no C++ compiler ($CXX, g++, c++, clang++), so no allocator with a budget")
     cache = getattr(pytestconfig, "cache", None)  # absent with `-p no:cacheprovider`
     folder = cache.mkdir("capped_allocator") if cache else tmp_path_factory.mktemp("build")
-    library = compile_allocator(compiler, folder)
+    library = compile_library(compiler, [SOURCE], folder, ["c10"])
 
     def run(*options: str) -> Report:
         path = tmp_path_factory.mktemp("report") / "report.json"

@@ -1,0 +1,225 @@
+"""The allocator against traces of the rules that torch documents for CUDA's."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.standin import device as standin
+from tests.standin.reference import MIB, Block, FullError, Reference
+
+KIB = 2**10
+
+
+def take(num_bytes: float, device: str = "standin:0") -> Tensor:
+    return torch.empty(int(num_bytes), dtype=torch.uint8, device=device)
+
+
+def stats(*names: str, device: int = 0) -> list[int]:
+    """Numbers now: "allocated_bytes", "segment", "num_ooms" …; of all pools."""
+    found = standin.memory_stats(device)
+    return [found[name if name.startswith("num_") else f"{name}.all.current"] for name in names]
+
+
+def held() -> list[int]:
+    """Bytes that tensors hold, and that the allocator holds."""
+    return stats("allocated_bytes", "reserved_bytes")
+
+
+def test_requests_are_rounded_up_to_512_bytes_of_a_segment_of_2_mib() -> None:
+    kept = [take(1), take(513)]
+    assert held() == [512 + 1024, 2 * MIB]
+    assert stats("requested_bytes", "allocation", "segment") == [514, 2, 1]
+    assert stats("inactive_split", "inactive_split_bytes") == [1, 2 * MIB - 1536]
+    del kept
+
+
+def test_one_mib_is_small_and_a_byte_more_is_large() -> None:
+    small = [take(MIB), take(MIB)]
+    assert held() == [2 * MIB, 2 * MIB]
+    large = take(MIB + 1)
+    assert held() == [3 * MIB + 512, 22 * MIB]
+    assert len({each.data_ptr() // (2 * MIB) for each in small}) <= 2
+    del large
+
+
+@pytest.mark.parametrize(
+    ("requested", "segment"),
+    [(9.9 * MIB, 20 * MIB), (10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB), (33 * MIB, 34 * MIB)],
+)
+def test_from_ten_mib_on_a_request_has_a_segment_of_its_own(requested: int, segment: int) -> None:
+    kept = take(requested)
+    assert held()[1] == segment
+    del kept
+
+
+def test_a_large_block_is_split_only_where_more_than_a_mib_is_left() -> None:
+    exact = take(11 * MIB)  # of 12 MiB: exactly 1 MiB would be left
+    assert held() == [12 * MIB, 12 * MIB]
+    split = take(12 * MIB - 512)
+    assert held() == [24 * MIB, 24 * MIB]
+    del exact, split
+    other = take(10 * MIB)  # of one of these, 2 MiB are left
+    assert held() == [10 * MIB, 24 * MIB]
+    del other
+
+
+def test_the_smallest_block_that_is_large_enough_serves() -> None:
+    sixteen, twelve = take(16 * MIB), take(12 * MIB)
+    address = twelve.data_ptr()
+    del sixteen, twelve
+    assert take(11.5 * MIB).data_ptr() == address
+
+
+def test_free_neighbours_become_one_block_again() -> None:
+    first, second, third = (take(6 * MIB) for _ in range(3))
+    start = first.data_ptr()
+    del first, second
+    assert take(12 * MIB).data_ptr() == start  # 6 + 6
+    del third
+    assert take(20 * MIB).data_ptr() == start
+    assert held() == [0, 20 * MIB]
+
+
+def test_only_whole_segments_are_given_back() -> None:
+    split, whole = [take(6 * MIB), take(6 * MIB)], take(16 * MIB)
+    del split[0], whole
+    standin.empty_cache()
+    assert held() == [6 * MIB, 20 * MIB]
+    assert stats("inactive_split_bytes") == [14 * MIB]
+    split.clear()
+    standin.empty_cache()
+    assert held() == [0, 0]
+
+
+def test_a_full_device_is_asked_once_more_after_the_cache_was_given_back() -> None:
+    torch.ops.standin.set_capacity(0, 40 * MIB)
+    kept, cached = take(20 * MIB), take(12 * MIB)
+    del cached
+    assert held() == [20 * MIB, 32 * MIB]
+    late = take(16 * MIB)  # 32 + 16 > 40
+    assert held() == [36 * MIB, 36 * MIB]
+    assert stats("num_alloc_retries", "num_ooms", "num_device_free") == [1, 0, 1]
+    del kept, late
+
+
+def test_a_device_that_is_full_after_that_too_is_out_of_memory() -> None:
+    torch.ops.standin.set_capacity(0, 40 * MIB)
+    kept = take(20 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 30\.00 MiB\. Device 0"):
+        take(30 * MIB)
+    assert stats("num_alloc_retries", "num_ooms") == [1, 1]
+    assert held() == [20 * MIB, 20 * MIB]
+    others = [take(20 * MIB), take(30 * MIB, "standin:1")]  # the error left nothing behind
+    del kept, others
+
+
+def test_the_share_of_the_process_and_what_others_hold_bound_it() -> None:
+    torch.ops.standin.set_capacity(0, 100 * MIB)
+    standin.set_per_process_memory_fraction(0.5)
+    with pytest.raises(torch.OutOfMemoryError, match=r"may use a share of 0\.5"):
+        take(51 * MIB)
+    standin.set_per_process_memory_fraction(1.0)
+    torch.ops.standin.set_occupied(0, 60 * MIB)
+    assert standin.mem_get_info() == (40 * MIB, 100 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match=r"of which 40\.00 MiB is free"):
+        take(51 * MIB)
+
+
+def test_fragments_refuse_what_would_fit_in_all() -> None:
+    torch.ops.standin.set_capacity(0, 60 * MIB)
+    blocks = [take(5 * MIB) for _ in range(12)]  # three segments of 20 MiB
+    del blocks[::2]
+    assert held() == [30 * MIB, 60 * MIB]
+    with pytest.raises(torch.OutOfMemoryError):
+        take(9 * MIB)
+    assert stats("inactive_split", "inactive_split_bytes") == [6, 30 * MIB]
+    blocks.clear()
+
+
+def test_peaks_go_back_to_what_is_held_now() -> None:
+    take(6 * MIB)
+    assert standin.max_memory_allocated() == 6 * MIB
+    kept = take(3 * MIB)
+    standin.reset_peak_memory_stats()
+    assert standin.max_memory_allocated() == standin.memory_allocated() == 3 * MIB
+    assert standin.max_memory_reserved() == 20 * MIB
+    del kept
+
+
+def test_each_stream_has_a_pool_of_its_own() -> None:
+    side = standin.Stream()
+    with side:
+        address = take(6 * MIB).data_ptr()
+    assert take(6 * MIB).data_ptr() != address
+    with side:
+        assert take(6 * MIB).data_ptr() == address
+
+
+def test_a_block_in_use_on_another_stream_is_free_once_that_is_done() -> None:
+    side = standin.Stream()
+    block = take(6 * MIB)
+    address = block.data_ptr()
+    with side:
+        block.fill_(1)
+    block.record_stream(side)
+    del block
+    assert stats("allocated_bytes", "active_bytes") == [0, 6 * MIB]
+    other = take(6 * MIB)
+    assert other.data_ptr() != address
+    side.synchronize()
+    assert take(6 * MIB).data_ptr() == address
+    del other
+
+
+def test_a_full_device_waits_for_blocks_in_use_on_other_streams() -> None:
+    torch.ops.standin.set_capacity(0, 40 * MIB)
+    side = standin.Stream()
+    block = take(30 * MIB)
+    with side:
+        block.fill_(1)
+    block.record_stream(side)
+    del block
+    kept = take(34 * MIB)
+    assert stats("num_alloc_retries", "num_ooms", "num_sync_all_streams") == [1, 0, 1]
+    del kept
+
+
+def play(trace: random.Random, length: int, capacity: int) -> list[tuple[Any, ...]]:
+    """Random requests and releases: what both allocators say after each."""
+    reference = Reference(capacity)
+    live: list[tuple[Tensor, Block]] = []
+    seen = []
+    for _ in range(length):
+        if live and trace.random() < 0.45:
+            tensor, block = live.pop(trace.randrange(len(live)))
+            del tensor
+            reference.release(block)
+        else:
+            exponent = trace.uniform(0, 25) if trace.random() < 0.5 else trace.uniform(20, 25)
+            requested = int(2**exponent)
+            try:
+                block = reference.malloc(requested)
+            except FullError:
+                with pytest.raises(torch.OutOfMemoryError):
+                    take(requested)
+            else:
+                live.append((take(requested), block))
+        ours = stats("allocated_bytes", "reserved_bytes", "segment", "inactive_split_bytes")
+        ours += stats("num_alloc_retries", "num_ooms")
+        theirs = [reference.allocated, reference.reserved, reference.segments, reference.stranded]
+        theirs += [reference.retries, reference.ooms]
+        assert ours == theirs
+        seen.append(tuple(ours))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traces_come_to_the_same_numbers_as_the_rules_in_python(seed: int) -> None:
+    capacity = (60 + 40 * seed) * MIB
+    torch.ops.standin.set_capacity(0, capacity)
+    seen = play(random.Random(seed), 500, capacity)
+    assert seen[-1][4] > 0, "no retry: the trace tells nothing of them"
+    assert seen[-1][5] > 0, "the device was never full"

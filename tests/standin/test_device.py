@@ -1,0 +1,183 @@
+"""The device itself: what it computes, draws, keeps and runs on which thread."""
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.standin import device as standin
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.embed(x)).mean(1))
+        return out
+
+
+def convolution() -> nn.Module:
+    body = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*body, nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "MLP": (
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)),
+        lambda: torch.randn(4, 5),
+    ),
+    "convolutions": (convolution, lambda: torch.randn(4, 2, 8, 8)),
+    "attention": (Attention, lambda: torch.randint(11, (4, 6))),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+
+
+def train(device: str, name: str, optimizer_name: str) -> dict[str, Tensor]:
+    make_model, make_inputs = MODELS[name]
+    torch.manual_seed(1)
+    model, inputs, targets = make_model(), make_inputs(), torch.tensor([0, 2, 1, 0])
+    model, inputs, targets = model.to(device), inputs.to(device), targets.to(device)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for _ in range(3):
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": loss.detach().cpu()} | {k: v.cpu() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_comes_to_the_bits_of_the_cpu(name: str, optimizer: str) -> None:
+    with sdpa_kernel(SDPBackend.MATH):  # the fused one is the CPU's alone
+        expected, found = train("cpu", name, optimizer), train("standin", name, optimizer)
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_cells_are_those_of_the_cpu_but_for_rounding(kind: Any) -> None:
+    found = []
+    for device in ("cpu", "standin"):
+        torch.manual_seed(1)
+        net = kind(5, 6, num_layers=2, batch_first=True, dtype=torch.float64).to(device)
+        x = torch.randn(4, 7, 5, dtype=torch.float64).to(device).requires_grad_()
+        net(x)[0].square().sum().backward()
+        assert x.grad is not None
+        found.append([each.grad.cpu() for each in (x, *net.parameters()) if each.grad is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_each_device_draws_from_a_generator_of_its_own() -> None:
+    torch.manual_seed(5)
+    host = torch.get_rng_state()
+    drawn = [torch.rand(4, device=f"standin:{index}").cpu() for index in (0, 1, 0)]
+    assert torch.equal(host, torch.get_rng_state())
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[0], torch.rand(4))
+    own = torch.Generator("standin").manual_seed(5)
+    assert torch.equal(torch.rand(4, device="standin", generator=own).cpu(), drawn[0])
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, F.dropout, torch.bernoulli, torch.randn_like])
+def test_a_state_that_is_set_again_draws_the_same_numbers(draw: Callable[..., Tensor]) -> None:
+    x = torch.full((64,), 0.5, device="standin")
+    state = standin.get_rng_state()
+    first, second = draw(x), draw(x)
+    standin.set_rng_state(state)
+    assert torch.equal(draw(x), first)
+    assert not torch.equal(first, second)
+
+
+def test_backward_runs_on_a_thread_of_each_device() -> None:
+    threads: dict[int, int] = {}
+
+    class Where(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            threads[gradients[0].device.index] = threading.get_ident()
+            return gradients[0]
+
+    for index in (0, 1):
+        x = torch.ones(3, device=f"standin:{index}", requires_grad=True)
+        Where.apply(x).sum().backward()
+    assert len({threading.get_ident(), *threads.values()}) == 3
+
+
+def test_autocast_computes_in_the_lower_precision() -> None:
+    layer, x = nn.Linear(4, 4).to("standin"), torch.randn(2, 4, device="standin")
+    with torch.autocast("standin", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+        assert F.softmax(layer(x), 1).dtype is torch.float32
+
+
+def test_views_share_memory_and_copies_do_not() -> None:
+    x = torch.zeros(4, 6, device="standin")
+    for view in (x.t()[2], x[:, ::2], x.view(-1)[3:9], x.unfold(1, 3, 1), x.expand(2, 4, 6)[1]):
+        before = x.sum().item()
+        view.add_(1)
+        assert x.sum().item() > before
+    before = x.sum().item()
+    x.clone().add_(1)
+    x[torch.tensor([0, 1], device="standin")].add_(1)
+    assert x.sum().item() == before
+
+
+def test_tensors_are_saved_loaded_and_resized() -> None:
+    x = torch.arange(6.0, device="standin:1")
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    loaded = torch.load(file)["x"]
+    assert loaded.device == x.device
+    loaded.resize_(2, 6)
+    assert torch.equal(loaded[0].cpu(), x.cpu())
+    storage = loaded.untyped_storage()
+    storage.resize_(0)
+    assert standin.memory_allocated(1) == 512
+    storage.resize_(48)
+
+
+def test_values_that_decide_a_shape_come_to_those_of_the_cpu() -> None:
+    x = torch.tensor([3.0, 0.0, 1.0, 0.0, 3.0])
+    y = x.to("standin")
+    for ask in (torch.nonzero, torch.unique, lambda t: t[t > 0], lambda t: torch.arange(int(t[0]))):
+        assert torch.equal(ask(y).cpu(), ask(x))
+
+
+def test_a_kernel_is_hidden_from_dispatch_modes() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, device="standin")
+    with Watch():
+        y = F.layer_norm(x, (3,))
+        y.add_(1)
+        standin.synchronize()
+    assert seen == ["aten.native_layer_norm.default", "aten.add_.Tensor"]

@@ -1,0 +1,129 @@
+"""Batches from pinned memory, whatever stream is late: the bits are those of a batch on the device.
+
+The second half takes away what keeps it so, piece by piece, and sees the numbers go wrong.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from automicro import Microbatcher, transfer
+from tests.standin import device as standin
+
+ROWS = 8
+SCHEDULES = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to("standin")
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(ROWS, 6, generator=generator)
+    return inputs, torch.randn(ROWS, 3, generator=generator)
+
+
+def pinned(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return rows[0].pin_memory(), rows[1].pin_memory()
+
+
+def on_the_device(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return rows[0].to("standin"), rows[1].to("standin")
+
+
+def train(place: Any, size: int = 2) -> list[Tensor]:
+    """Gradients after several batches, and what they were on the way."""
+    net, found = model(), []
+    step = Microbatcher(net, loss_fn=nn.MSELoss(), microbatch_size=size, probe=False)
+    for seed in range(4):
+        result = step.backward(place(batch(seed)))
+        found += [each.grad.cpu() for each in net.parameters() if each.grad is not None]
+        assert isinstance(result.loss, Tensor)
+        found.append(result.loss.cpu())
+    return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("place", [pinned, lambda rows: rows], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_whatever_stream_is_late_the_bits_are_those_of_a_batch_on_the_device(
+    schedule: tuple[bool, bool], place: Any
+) -> None:
+    expected = train(on_the_device)
+    torch.ops.standin.set_late(*schedule)
+    assert same(train(place), expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_packed_sequences_too(schedule: tuple[bool, bool]) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(5, 3)
+
+        def forward(self, x: PackedSequence) -> Tensor:
+            assert x.unsorted_indices is not None
+            each = torch.stack([part.sum(0) for part in torch.split(self.embed(x.data), 1)])
+            return each.sum() * x.unsorted_indices.float()[:, None].mul(0.01).add(1).expand(-1, 3)
+
+    rows = [torch.randn(length, 5) for length in (3, 5, 2, 4)]
+    targets = torch.tensor([0, 2, 1, 1])
+    found = []
+    for is_pinned in (False, True):
+        torch.ops.standin.set_late(*(schedule if is_pinned else (False, False)))
+        torch.manual_seed(1)
+        net = Last().to("standin")
+        packed = pack_sequence(rows, enforce_sorted=False)
+        step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2, probe=False)
+        step.backward(
+            (packed.pin_memory(), targets.pin_memory()) if is_pinned else (packed, targets)
+        )
+        found.append([each.grad.cpu() for each in net.parameters() if each.grad is not None])
+    assert same(*found)
+
+
+def test_a_settled_step_never_waits_for_the_device() -> None:
+    net = model()
+    step = Microbatcher(net, loss_fn=nn.MSELoss(), microbatch_size=2, probe=False)
+    for seed in range(3):
+        step.backward(pinned(batch(seed)))
+    before = torch.ops.standin.num_waits()
+    standin.set_sync_debug_mode("error")
+    step.backward(pinned(batch(3)))
+    standin.set_sync_debug_mode("default")
+    assert torch.ops.standin.num_waits() == before
+
+
+@pytest.fixture
+def expected() -> list[Tensor]:
+    return train(on_the_device)
+
+
+def test_without_the_wait_for_the_copies_the_numbers_are_wrong(
+    expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer._LateCopies, "join", lambda self: None)
+    torch.ops.standin.set_late(False, True)
+    assert not same(train(pinned), expected)
+
+
+def test_without_the_wait_of_the_copies_the_numbers_are_wrong(
+    expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: Any) -> None:
+        with self._module.stream(self._side):
+            for target, source in self._waiting:
+                target.copy_(source, non_blocking=True)
+        self._waiting.clear()
+
+    monkeypatch.setattr(transfer._LateCopies, "start", start)
+    torch.ops.standin.set_late(True, False)
+    assert not same(train(pinned), expected)

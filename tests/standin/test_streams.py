@@ -1,0 +1,161 @@
+"""Streams that are late: what forgets to wait reads wrong numbers, each time."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.standin import device as standin
+
+ROWS = torch.arange(6.0)
+
+
+def zeros(device: str = "standin:0") -> Tensor:
+    return torch.zeros(6, device=device)
+
+
+def late(default_streams: bool, other_streams: bool) -> None:
+    torch.ops.standin.set_late(default_streams, other_streams)
+
+
+def test_work_happens_when_somebody_waits_for_it() -> None:
+    x = zeros()
+    standin.synchronize()
+    event = standin.Event()
+    x.add_(1)
+    x.mul_(2)
+    event.record()
+    assert not standin.current_stream().query()
+    event.synchronize()
+    assert event.query()
+    assert torch.equal(x.cpu(), torch.full((6,), 2.0))
+
+
+def test_asking_often_enough_is_waiting() -> None:
+    x, event = zeros(), standin.Event()
+    for _ in range(5):
+        x.add_(1)
+    event.record()
+    asked = 0
+    while not event.query():
+        asked += 1
+    assert 0 < asked <= 6
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_on_a_side_stream_is_there_only_for_who_waits_for_it(waits: bool) -> None:
+    source, side = ROWS.pin_memory(), standin.Stream()
+    x = zeros()
+    standin.synchronize()
+    with side:
+        x.copy_(source, non_blocking=True)
+    if waits:
+        standin.current_stream().wait_stream(side)
+    assert torch.equal((x * 2).cpu(), ROWS * 2 if waits else torch.zeros(6))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_side_stream_that_is_early_reads_what_is_not_there_yet(waits: bool) -> None:
+    late(default_streams=True, other_streams=False)
+    x, side = zeros(), standin.Stream()
+    standin.synchronize()
+    target = torch.empty(6, pin_memory=True)
+    x.add_(1)
+    if waits:
+        side.wait_stream(standin.current_stream())
+    with side:
+        target.copy_(x, non_blocking=True)
+    standin.synchronize()
+    assert torch.equal(target, torch.full((6,), float(waits)))
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_memory_that_is_given_back_too_early_is_overwritten(records: bool) -> None:
+    late(default_streams=True, other_streams=False)
+    side, ones, twos = standin.Stream(), ROWS.pin_memory(), (ROWS * 2).pin_memory()
+    with side:
+        x = ones.to("standin", non_blocking=True)
+    standin.current_stream().wait_stream(side)
+    result = x.add(0)
+    if records:
+        x.record_stream(standin.current_stream())
+    del x
+    with side:
+        later = twos.to("standin", non_blocking=True)
+    assert torch.equal(result.cpu(), ROWS if records else ROWS * 2)
+    del later
+
+
+def test_pinned_memory_is_read_late_and_kept_until_then() -> None:
+    x, source = zeros(), ROWS.pin_memory()
+    x.copy_(source, non_blocking=True)
+    address = source.data_ptr()
+    del source
+    others = [torch.zeros(6, pin_memory=True) for _ in range(8)]
+    assert address not in {each.data_ptr() for each in others}
+    assert torch.equal(x.cpu(), ROWS)
+
+
+def test_a_pinned_batch_that_is_refilled_at_once_changes_what_was_copied() -> None:
+    x, source = zeros(), ROWS.pin_memory()
+    x.copy_(source, non_blocking=True)
+    source.fill_(9)
+    assert torch.equal(x.cpu(), torch.full((6,), 9.0))
+
+
+def test_what_is_not_pinned_is_taken_at_once() -> None:
+    x, source = zeros(), ROWS.clone()
+    x.copy_(source, non_blocking=True)
+    source.fill_(9)
+    assert torch.equal(x.cpu(), ROWS)
+
+
+def test_results_on_pinned_memory_come_late() -> None:
+    target = torch.zeros(6, pin_memory=True)
+    target.copy_(zeros() + 1, non_blocking=True)
+    assert torch.equal(target, torch.zeros(6))
+    standin.synchronize()
+    assert torch.equal(target, torch.ones(6))
+
+
+def test_copies_between_devices_keep_the_order_of_both() -> None:
+    x, y = zeros("standin:0"), zeros("standin:1")
+    x.add_(3)
+    y.copy_(x, non_blocking=True)
+    y.mul_(2)
+    assert torch.equal(y.cpu(), torch.full((6,), 6.0))
+    assert y.device.index == 1
+
+
+def test_what_goes_wrong_late_is_raised_where_the_host_waits() -> None:
+    table, index = zeros(), torch.tensor([99], device="standin")
+    result = torch.empty(1, device="standin")
+    torch.index_select(table, 0, index, out=result)
+    with pytest.raises((RuntimeError, IndexError), match="index out of range"):
+        standin.synchronize()
+    standin.synchronize()  # once
+
+
+def test_the_clock_of_the_device_counts_its_work_and_not_the_hosts() -> None:
+    x = zeros()
+    begin, end = standin.Event(enable_timing=True), standin.Event(enable_timing=True)
+    begin.record()
+    for _ in range(7):
+        x.add_(1)
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) == pytest.approx(0.08)  # 10 µs each, the mark included
+
+
+def test_waiting_for_values_is_counted_and_can_be_forbidden() -> None:
+    x = zeros()
+    standin.synchronize()
+    before = torch.ops.standin.num_waits()
+    y = (x + 1).sum()
+    assert torch.ops.standin.num_waits() == before
+    assert y.item() == 6
+    assert torch.ops.standin.num_waits() == before + 1
+    standin.set_sync_debug_mode("error")
+    for read in (y.item, y.cpu, lambda: x.nonzero(), lambda: x.copy_(ROWS)):
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            read()
+    x.copy_(ROWS.pin_memory(), non_blocking=True)

@@ -1,0 +1,65 @@
+"""The torture sweep on the device: every kind of fault, and all that is left compared."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from automicro.torture import Subject
+from automicro.torture.plans import Plan, double_faults, sample, single_faults
+from automicro.torture.scene import Scene
+from automicro.torture.table import render
+from automicro.torture.torture import sweep
+from automicro.torture.trials import Trials
+from tests.torture.conftest import without_log_and_long_collections  # noqa: F401
+from tests.torture.more_subjects import SUBJECTS
+
+NAMES = ["MLP", "BatchNorm and dropout", "tied weights"]
+CALLS = [("backward", 0), ("backward", 1), ("evaluate", 1), ("step", 0)]
+
+
+def on_the_device(make: Callable[[], Subject]) -> Subject:
+    with torch.device("standin"):
+        return make()
+
+
+def trials_of(name: str, call: str, warm_steps: int) -> Trials:
+    make = functools.partial(on_the_device, SUBJECTS[name])
+    return Trials(Scene(name=name, make=make, call=call, warm_steps=warm_steps))
+
+
+def spread(plans: list[Plan], number: int) -> list[Plan]:
+    """From the whole call, the last one included: its beginning is looks, which lose no attempt."""
+    return plans[::-1][:: max(1, len(plans) // number)]
+
+
+@pytest.mark.parametrize(("call", "warm_steps"), CALLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
+    name: str, call: str, warm_steps: int
+) -> None:
+    trials = trials_of(name, call, warm_steps)
+    run = trials.scene.make()
+    assert {each.device.type for each in run.model.parameters()} == {"standin"}
+    plans = spread(single_faults(trials, ["oom"]), 7)
+    if trials.scene.is_transaction:
+        plans += sample(trials, single_faults(trials, ["boom", "interrupt"]), 2, "foreign")
+        faults = ["oom", "boom", "interrupt"]
+        plans += sample(trials, double_faults(trials, faults, num_first=1), 2, "two")
+    row = sweep(trials, "faults", plans)
+    print(render([row]))
+    assert row.wrong == []
+    assert row.bytes_alive <= 0
+    assert row.plans == len(plans)
+    if trials.scene.is_transaction and warm_steps:  # of a first batch, most is looks
+        assert row.outcomes["recovered"] > 0
+
+
+def test_the_sweep_sees_on_a_device_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trials_of("BatchNorm and dropout", "backward", 1)
+    plans = sample(trials, single_faults(trials, ["oom"]), 6, "one")
+    assert isinstance(trials.scene.make().model, nn.Module)
+    monkeypatch.setattr("automicro.transaction.Buffers.roll_back", lambda self: self._forget())
+    assert any("running_mean" in each for each in sweep(trials, "faults", plans).wrong)
