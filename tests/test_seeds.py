@@ -169,8 +169,8 @@ def test_the_capacity_is_read_by_batches_and_not_by_the_clock_where_numbers_are_
         return 1000
 
     monkeypatch.setattr(metering, "capacity_bytes", ask_the_driver)
-    for name in ("begin_lap", "allocated_bytes", "lap_peak_bytes", "num_alloc_retries"):
-        monkeypatch.setattr(metering, name, lambda device: 0)
+    for name in ("begin_lap", "read_counts"):
+        monkeypatch.setattr(metering, name, lambda device: metering.NO_COUNTS)
     monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: 100.0)
     meter = Meter(torch.device("cuda"), repeatable=repeatable)
     for _ in range(5):
