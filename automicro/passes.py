@@ -326,13 +326,12 @@ class Passes:
         if tell is not None:
             forward = functools.partial(forward, forwarded=lambda: _tell_forwarded(tell))
             tell("forward_start")
-        if not self._row_dims and self._autocast_dtype is None:  # costs as little as can be
-            return forward(self._modules[0], microbatch)
         dtype = self._autocast_dtype
-        with (
-            dynamic_rows(microbatch, self._row_dims),
-            torch.autocast(self._device.type, dtype or torch.bfloat16, enabled=dtype is not None),
-        ):
+        if dtype is None and not self._row_dims:  # costs as little as can be
+            return forward(self._modules[0], microbatch)
+        # None of ours leaves the caller's own, around the call, as it is.
+        ours = _NOTHING if dtype is None else torch.autocast(self._device.type, dtype)
+        with dynamic_rows(microbatch, self._row_dims), ours:
             return forward(self._modules[0], microbatch)
 
     def _eval_forward(self, microbatch: Any, outputs: Any) -> Any:
