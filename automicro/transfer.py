@@ -84,7 +84,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
 
 def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:
-    if device.type == "cpu" or not copies_overlap(device):
+    if not copies_overlap(device):
         return False
     first = [tensor for _, tensor in tensor_leaves(microbatches[0])]
     return bool(first) and all(tensor.is_pinned() for tensor in first)

@@ -82,7 +82,6 @@ class Phase:
         self._recollection = recollection
         self._is_new = True
         self._rule = CutRule(strict_divisible=strict_divisible)
-        self._repeatable = repeatable
         self._meter = Meter(device, repeatable=repeatable)
         self._reach = reach or Reach({"": modules})
         self._buffers = buffers or BufferMemory(modules, self._reach.modules)
@@ -226,7 +225,6 @@ class Phase:
             device=self._device,
             accept=accept,
             meter=self._meter if self.adapts else None,
-            repeatable=self._repeatable,
             measure_residents=measure_residents,
             narrator=narrator,
             ranks=self._ranks,

@@ -98,7 +98,6 @@ def run_attempts(
     costs: Sequence[float | None] | None = None,
     accept: Callable[[T], bool] | None = None,
     meter: Meter | None = None,
-    repeatable: bool = False,
     measure_residents: Callable[[], ResidentMemory] | None = None,
     narrator: Narrator | None = None,
     ranks: Ranks | None = None,
@@ -122,8 +121,8 @@ def run_attempts(
         device: where the work runs, for giving its memory back.
         costs: of one row of each batch, for the policy; None where they are not known.
         accept: asked once an attempt went through; False rolls it back, and that is the end.
-        meter: measures each attempt, for the policy.
-        repeatable: whether the policy is not told how long attempts took.
+        meter: measures each attempt, for the policy, which a repeatable one does not tell how long
+            they took.
         measure_residents: what lies there at any size, for saying why none fits.
         narrator: tells of every attempt.
         ranks: that take part.
@@ -141,6 +140,7 @@ def run_attempts(
     """
     learned: dict[str, Any] | None = None
     ranks = ranks or OneRank()
+    is_repeatable = meter is not None and meter.is_repeatable
     bid = Bid(
         rows=rows,
         costs=[None] * len(rows) if costs is None else costs,
@@ -200,7 +200,7 @@ def run_attempts(
             can_recut=rule.min_rows == 1 and not (ranks.is_alone and isinstance(policy, Fixed)),
             accept=accept,
             meter=meter,
-            times=not repeatable and getattr(policy, "compares_seconds", False),
+            times=not is_repeatable and getattr(policy, "compares_seconds", False),
             narrator=narrator,
             ranks=ranks,
             sharing=sharing,
@@ -212,7 +212,7 @@ def run_attempts(
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
-        policy.record(_outcome(done, plan, repeatable=repeatable))
+        policy.record(_outcome(done, plan, repeatable=is_repeatable))
         if done.verdict is not Verdict.OUT_OF_MEMORY:
             assert done.result is not None
             return Finished(

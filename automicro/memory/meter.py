@@ -53,6 +53,9 @@ class Meter:
         repeatable: whether what it reads may not depend on the clock: the capacity is asked for
             at every attempt then, and not once a second.
 
+    Attributes:
+        is_repeatable: as given; nobody may then decide by seconds.
+
     >>> from automicro.memory import MemoryBudget
     >>> meter = Meter(torch.device("cpu"))
     >>> with MemoryBudget("1MiB"):
@@ -65,6 +68,7 @@ class Meter:
 
     def __init__(self, device: torch.device, *, repeatable: bool = False) -> None:
         self._device = device
+        self.is_repeatable = repeatable
         self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
         self._before = NO_COUNTS
