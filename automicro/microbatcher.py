@@ -356,7 +356,8 @@ class Microbatcher:
                 whose data have run out gives none, as long as others have some.
             metrics: torchmetrics to update, each row once.
             accept: given the loss, says whether to keep the step. False leaves no trace of it: no
-                gradient, no count in a metric or a BatchNorm; see `StepResult.is_committed`.
+                gradient, no count in a metric or a BatchNorm; see `StepResult.is_committed`. The
+                loss and its parts come to the host for it, in one read.
             return_outputs: as `backward`, of all batches together.
 
         Raises:
@@ -414,6 +415,7 @@ class Microbatcher:
                         metrics=metrics,
                         kept=kept,
                         narrator=narrator,
+                        reads=accept is not None,
                     ),
                     [
                         Parameters(parameters),

@@ -19,7 +19,7 @@ class StepResult:
         carry: state for the next batch, detached, its rows in order, where the Microbatcher has a
             ``carry_layout``.
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
-            the device.
+            the device. On the host where ``accept`` was given.
         losses: the parts of the loss by name, where the forward gives several; as ``loss``.
         num_samples: rows of the batch, on several ranks of this one's.
         num_global_samples: rows of the batches of all ranks.

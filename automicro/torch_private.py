@@ -37,6 +37,7 @@ __all__ = [
     "compiler_config",
     "compiler_is_loaded",
     "compiler_is_used",
+    "copy_all",
     "dump_memory_snapshot",
     "forget_workers",
     "gradient_hooks",
@@ -48,6 +49,7 @@ __all__ = [
     "is_wrapper",
     "mark_dynamic",
     "node_hooks",
+    "overflows",
     "record_memory_history",
     "run_backward",
     "schema_of",
@@ -502,3 +504,20 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """A number for each device that an optimizer has gradients on, 0 if none overflowed.
+
+    They were unscaled before.
+
+    torch's own `GradScaler.step` reads them one by one, and for a fused optimizer not at all.
+    """
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def copy_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one type on one device, with few launches."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies

@@ -15,6 +15,7 @@ from automicro.metric_guard import MetricGuard
 from automicro.observer import Narrator
 from automicro.passes import Losses, Passes
 from automicro.ranks import Ranks
+from automicro.sharing import read_losses
 from automicro.slicing import BatchLayout
 from automicro.splitting import SplitGuard
 from automicro.transaction import Buffers, Gradients
@@ -67,6 +68,7 @@ class TrainingWork:
         metrics: Any,
         kept: Kept,
         narrator: Narrator | None,
+        reads: bool,
     ) -> Losses:
         """Forward and backward of all batches, cut as planned; their loss and its parts.
 
@@ -80,6 +82,7 @@ class TrainingWork:
             metrics: updated with every row.
             kept: what the caller asked for of each forward.
             narrator: tells of every microbatch.
+            reads: whether the losses come to the host, because somebody decides by them.
         """
         for batch, sizes in zip(batches, plan.cuts, strict=True):
             if len(sizes) > 1:
@@ -105,4 +108,4 @@ class TrainingWork:
         split = max(plan.cuts, key=len, default=[])
         if len(split) > 1 and self._ranks.rank == 0:
             self._split_guard.warn(split, buffers)
-        return result
+        return read_losses(result) if reads else result

@@ -19,6 +19,7 @@ LAYERS = (
         "byte_sizes",
         "errors",
         "origins",
+        "scalars",
         "shards",
         "showing",
         "synonyms",

@@ -5,16 +5,17 @@ only after a step, so an attempt that is undone leaves it as it was. Dividing th
 writes in place, which is done once or reported as half done.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from automicro.checks import innermost_optimizer
 from automicro.optimization.once import run_once
 from automicro.optimization.sharded import has_shards
 from automicro.ranks import OneRank, Ranks
+from automicro.scalars import read_scalars
+from automicro.torch_private import overflows
 
 
 class GradientScaler:
@@ -58,6 +59,7 @@ class GradientScaler:
         # attempt, would leave a scaler that can never step.
         self._scaler.scale(torch.zeros((), device=device))
         self._unscaled: set[int] = set()
+        self._overflowed: dict[int, bool] = {}
 
     @property
     def scale(self) -> float:
@@ -109,28 +111,25 @@ class GradientScaler:
 
         Call it through `step_optimizer`, which knows what to do where memory runs out.
         """
+        self.read(optimizer)
+        if self._overflowed.get(id(optimizer)):
+            return False
+        optimizer.step()
+        return True
+
+    def read(self, optimizer: torch.optim.Optimizer, numbers: Sequence[Tensor] = ()) -> list[float]:
+        """The values of 0-d tensors; in the same read, whether a gradient overflowed.
+
+        Each reading waits for the device. `step` needs none after this one.
+        """
         self.unscale(optimizer)
-        if id(optimizer) not in self._unscaled:  # no gradient, so none that overflowed
-            optimizer.step()
-            return True
-        has_stepped = False
-
-        def note(stepped: torch.optim.Optimizer, *_: Any) -> None:
-            nonlocal has_stepped
-            # A fused kernel is always started, and itself leaves out what overflowed.
-            overflow = getattr(stepped, "found_inf", None)
-            has_stepped = overflow is None or not overflow.item()
-
-        handle = (innermost_optimizer(optimizer) or optimizer).register_step_post_hook(note)
-        try:
-            self._scaler.step(optimizer)
-        except BaseException:
-            for name in ("grad_scale", "found_inf"):  # what a fused step leaves when it fails
-                vars(optimizer).pop(name, None)
-            raise
-        finally:
-            handle.remove()
-        return has_stepped
+        overflow: list[Tensor] = []
+        if id(optimizer) in self._unscaled and id(optimizer) not in self._overflowed:
+            overflow = overflows(self._scaler, optimizer)
+        values = read_scalars([*numbers, *overflow])
+        if overflow:
+            self._overflowed[id(optimizer)] = any(values[len(numbers) :])
+        return values[: len(numbers)]
 
     def update(self) -> None:
         """After the step: halve the scale if a gradient overflowed, double it if long none did.
@@ -146,7 +145,7 @@ class GradientScaler:
             "checkpoint."
         )
         run_once(self._scaler.update, self._device, refused=text, half_applied=text, watched=False)
-        self._unscaled.clear()
+        self._clear()
 
     def forget(self) -> None:
         """Take note that a batch is left out: its gradients are dropped, the scale stays.
@@ -167,7 +166,11 @@ class GradientScaler:
         if self._unscaled:
             one = torch.ones((), device=self._device)
             self._scaler.update(self._scaler.scale(one))  # the scale it has
-            self._unscaled.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        self._unscaled.clear()
+        self._overflowed.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters, as plain values. Call it between batches."""

@@ -78,7 +78,7 @@ def _map_packed(value: PackedSequence, fn: TensorFunction) -> PackedSequence:
     data = fn(value.data)
     # Indices are not data: they follow to its device, and keep their dtype and their values.
     order, inverse = (
-        None if indices is None else indices.to(data.device)
+        None if indices is None else indices.to(data.device, non_blocking=data.device.type != "cpu")
         for indices in (value.sorted_indices, value.unsorted_indices)
     )
     return PackedSequence(data, value.batch_sizes, order, inverse)

@@ -25,12 +25,17 @@ class FinitenessGuard:
         self._in_a_row = 0
 
     @property
+    def decides(self) -> bool:
+        """Whether anything depends on the loss of a batch being finite."""
+        return self._mode != "ignore"
+
+    @property
     def accept(self) -> Callable[[Tensor], bool] | None:
         """Whether a batch with this loss may leave a trace: in BatchNorm's statistics, say.
 
         None where every batch may. Reading the loss waits for the device.
         """
-        return None if self._mode == "ignore" else _is_finite
+        return _is_finite if self.decides else None
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
         """None where the optimizer may step, else what is not finite, in words.
@@ -43,7 +48,7 @@ class FinitenessGuard:
         Raises:
             NonFiniteLossError: the mode is "stop", or too many batches were skipped in a row.
         """
-        if self._mode == "ignore":
+        if not self.decides:
             return None
         what = _describe(loss, norm)
         if what is None:

@@ -50,7 +50,7 @@ class Recorder:
         state, result = self._run.state, trained.result
         values: dict[str, Any] = {
             "train/loss": state.loss,
-            **{f"train/loss/{name}": part for name, part in result.losses.items()},
+            **{f"train/loss/{name}": part for name, part in trained.losses.items()},
             **_named_rates(trained.learning_rates),
             "train/grad_norm": trained.grad_norm,
             "train/samples_per_second": speed.samples,

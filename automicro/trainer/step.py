@@ -14,6 +14,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks import Ranks
 from automicro.results import StepResult
+from automicro.scalars import read_scalars
 from automicro.trainer.arguments import in_tokens
 from automicro.trainer.finiteness import FinitenessGuard
 from automicro.trainer.lines import size_lines
@@ -32,11 +33,13 @@ class TrainedBatch:
 
     Attributes:
         result: of its forward and backward.
+        losses: the parts of its loss by name, read.
         grad_norm: of its gradient before clipping; None where it is not clipped.
         learning_rates: that its step took, for each group of parameters.
     """
 
     result: StepResult
+    losses: Mapping[str, float]
     grad_norm: float | None
     learning_rates: tuple[float, ...]
 
@@ -126,16 +129,22 @@ class TrainingStep:
             progress.line(line)
         state.train.count(result)
         norm = self._finish_gradients(result, gradients_ready) if result.is_committed else None
-        state.loss, length = _read(result, norm)
-        # A scale that was too large makes gradients overflow now and then, which the scaler
-        # itself answers.
-        objection = self._guard.object_to(
-            state.loss, length if self._scaler is None else None, state
-        )
+        length: float | None = None
+        objection: str | None = None
+        reads_first = self._guard.decides or self._scaler is not None
+        if reads_first:  # where the guard decides, the loss is on the host already
+            state.loss, length, losses = self._read(result, norm)
+            # A scale that was too large makes gradients overflow now and then, which the scaler
+            # itself answers.
+            objection = self._guard.object_to(
+                state.loss, length if self._scaler is None else None, state
+            )
         if objection is None and not step_optimizer(
             self._optimizer, self._device, scaler=self._scaler
         ):
             objection = self._guard.object_to_overflow(state)
+        if not reads_first:  # late: the device has the optimizer's step to do meanwhile
+            state.loss, length, losses = self._read(result, norm)
         if objection is None:
             self._guard.take_note_of_step()
         else:
@@ -150,7 +159,7 @@ class TrainingStep:
         if objection is None:
             self._step_scheduler("batch")
         state.train.seconds += time.perf_counter() - start
-        return TrainedBatch(result=result, grad_norm=length, learning_rates=rates)
+        return TrainedBatch(result=result, losses=losses, grad_norm=length, learning_rates=rates)
 
     def require_tokens(self, name: str, duration: Duration) -> None:
         """Let every batch tell its tokens from now on, where a duration counts them.
@@ -223,6 +232,19 @@ class TrainingStep:
             self._optimizer, self._grad_clip_norm, self._device, ranks=self._ranks
         )
 
+    def _read(
+        self, result: StepResult, norm: Tensor | None
+    ) -> tuple[float, float | None, dict[str, float]]:
+        """Loss, norm and the parts of the loss in one go: each reading waits for the device."""
+        numbers = [result.loss, *result.losses.values()]
+        numbers += [] if norm is None else [norm]
+        if self._scaler is None:
+            read = read_scalars(numbers)
+        else:
+            read = self._scaler.read(self._optimizer, numbers)
+        losses = dict(zip(result.losses, read[1:], strict=False))
+        return read[0], None if norm is None else read[-1], losses
+
     def _unscale(self) -> None:
         if self._scaler is not None:
             self._scaler.unscale(self._optimizer)
@@ -230,12 +252,3 @@ class TrainingStep:
 
 def _add(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
-
-
-def _read(result: StepResult, norm: Tensor | None) -> tuple[float, float | None]:
-    """Read loss and norm in one go: each reading makes the host wait for the device."""
-    if norm is None:
-        return result.loss.item(), None
-    dtype = torch.promote_types(result.loss.dtype, norm.dtype)
-    loss, length = torch.stack([result.loss.to(dtype), norm.to(dtype)]).tolist()
-    return loss, length

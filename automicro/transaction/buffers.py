@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.torch_private import buffer_table, is_uninitialized
-from automicro.transaction.tensors import LARGE_BYTES, TensorCopy, seen_version, size_in_bytes
+from automicro.transaction.tensors import (
+    LARGE_BYTES,
+    TensorCopy,
+    seen_version,
+    size_in_bytes,
+    small_copies,
+)
 
 
 class BufferMemory:
@@ -95,17 +101,21 @@ class Buffers:
 
     def begin(self) -> None:
         memory = self._memory
+        found: dict[int, tuple[str, Tensor]] = {}
         for name, module in memory.owners():
             # The table itself is remembered, also where it is empty: a forward may register one.
             table = dict(buffer_table(module))
             self._tables.append((name, module, table))
             for key, buffer in table.items():
-                if buffer is None or id(buffer) in self._copies or is_uninitialized(buffer):
-                    continue
-                kept = memory.kept(buffer)
-                copy = self._copies[id(buffer)] = TensorCopy(buffer, kept, large_on_host=True)
-                if kept is not None:
-                    self._kept.append((f"{name}.{key}".lstrip("."), copy))
+                if buffer is not None and not is_uninitialized(buffer):
+                    found.setdefault(id(buffer), (f"{name}.{key}".lstrip("."), buffer))
+        copies = small_copies(buffer for _, buffer in found.values())
+        for number, (name, buffer) in found.items():
+            kept = memory.kept(buffer)
+            there = copies.get(number) if kept is None else kept
+            copy = self._copies[number] = TensorCopy(buffer, there, large_on_host=True)
+            if kept is not None:
+                self._kept.append((name, copy))
 
     def prepare(self) -> None:
         kept = {id(copy) for _, copy in self._kept}

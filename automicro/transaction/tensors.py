@@ -1,13 +1,14 @@
 """A tensor as it was, and putting that back into the very tensor."""
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automicro.content import same_content
-from automicro.memory import active_budget
-from automicro.torch_private import sparse_parts, version_of
+from automicro.memory import active_budget, copies_overlap
+from automicro.torch_private import copy_all, sparse_parts, version_of
 
 LARGE_BYTES = 16 * 2**20
 _DENSE = (torch.strided, torch.jagged)
@@ -74,6 +75,24 @@ class TensorCopy:
                 tensor.data = alias  # it was resized, or given other memory
 
 
+def small_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Copies of those on an accelerator, by id: few launches in place of one for each.
+
+    >>> small_copies([torch.ones(2)])
+    {}
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and (tensor.layout is torch.strided)
+        if tensor.device.type != "cpu" and is_plain and tensor.nbytes <= LARGE_BYTES:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return {
+        id(tensor): copy
+        for group in groups.values()
+        for tensor, copy in zip(group, copy_all([each.detach() for each in group]), strict=True)
+    }
+
+
 def seen_version(tensor: Tensor) -> int | None:
     """How often a tensor was written to; None where torch does not count it."""
     return None if tensor.is_inference() else version_of(tensor)
@@ -99,6 +118,11 @@ def _copied(tensor: Tensor) -> Tensor:
     if size_in_bytes(tensor) <= LARGE_BYTES:
         return tensor.clone()
     with _on_host():
+        if tensor.layout is torch.strided and copies_overlap(tensor.device):
+            with contextlib.suppress(RuntimeError):  # there may be no more memory to be pinned
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                # Nobody waits for it: it is read behind it on the same stream.
+                return copy.copy_(tensor, non_blocking=True)
         return tensor.to("cpu", copy=True)
 
 

@@ -11,6 +11,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from automicro.errors import LossError
+from automicro.torch_private import version_of
 
 Weight: TypeAlias = float | Tensor
 
@@ -123,6 +124,7 @@ class Tokens:
         self._ignore_index = ignore_index
         self._class_weight = class_weight
         self._shift = shift
+        self._weight_there: tuple[Tensor, torch.device, int] | None = None
 
     def describe(self) -> str:
         counted = "targets" if self._class_weight is None else "class weights of the targets"
@@ -171,8 +173,18 @@ class Tokens:
         counted = targets != self._ignore_index
         if self._class_weight is None:
             return counted
-        weight = self._class_weight.detach().to(targets.device, _float64(targets.device))
+        weight = self._weight_on(targets.device, self._class_weight)
         return torch.where(counted, weight[targets.where(counted, 0)], 0)
+
+    def _weight_on(self, device: torch.device, weight: Tensor) -> Tensor:
+        """The class weights where the targets lie; brought there once, as that may wait."""
+        if weight.device == device:
+            return weight.detach().to(_float64(device))
+        there, version = self._weight_there, version_of(weight)
+        if there is None or there[1:] != (device, version):
+            copy = weight.detach().to(device, _float64(device))
+            there = self._weight_there = copy, device, version
+        return there[0]
 
 
 def _number(count: Tensor) -> Weight:

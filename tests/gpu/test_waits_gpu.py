@@ -1,0 +1,314 @@
+"""How often a settled batch waits for the device: whole and cut.
+
+The table of docs/gpu.md. On the stand-in every wait is counted; on CUDA torch's sync-debug mode
+warns of each one, but for copies to and from memory that is not pinned.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import Callback, Microbatcher, StepResult, Trainer
+from automicro.events import Run
+from tests.gpu.device import DEVICE, GPU, accelerator
+
+pytestmark = GPU
+
+ROWS = 12
+CUTS = (1, 3, 6)  # microbatches
+Batch = Any
+
+
+def waits(work: Callable[[], Any]) -> int:
+    """How often the host waits for the device in it."""
+    if DEVICE.type != "cuda":
+        before = torch.ops.standin.num_waits()
+        work()
+        return int(torch.ops.standin.num_waits() - before)
+    accelerator.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        accelerator.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in said)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+class Queue(Net):
+    """A large buffer that changes in every forward, as a queue of keys does."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(17 * 2**20, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue[:16] += 1
+        return super().forward(x)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 4)
+
+    def forward(self, x: PackedSequence) -> Tensor:
+        assert x.unsorted_indices is not None
+        out: Tensor = self.embed(x.data[: len(x.unsorted_indices)])
+        return out + 0 * x.unsorted_indices[:, None]
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 4)
+
+    def forward(self, x: Any) -> Tensor:
+        starts = x.offsets()[:-1]
+        out: Tensor = self.embed(x.values()[starts])
+        return out
+
+
+def rows(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, 6, generator=generator), torch.randint(4, (ROWS,), generator=generator)
+
+
+def loader_of(batches: int) -> DataLoader[Any]:
+    inputs, targets = rows(0)
+    data = TensorDataset(inputs.repeat(batches, 1), targets.repeat(batches))
+    return DataLoader(data, batch_size=ROWS)
+
+
+def there(batch: Batch) -> Batch:
+    return tuple(each.to(DEVICE) for each in batch)
+
+
+def pinned(batch: Batch) -> Batch:
+    return tuple(each.pin_memory() for each in batch)
+
+
+def pageable(batch: Batch) -> Batch:
+    return batch
+
+
+def packed(batch: Batch, place: Callable[[Any], Any]) -> Batch:
+    sequences = [batch[0][: 1 + index % 3] for index in range(ROWS)]
+    return place(pack_sequence(sequences, enforce_sorted=False)), place(batch[1])
+
+
+def jagged(inputs: Tensor) -> Tensor:
+    parts = [inputs[: 1 + index % 3] for index in range(ROWS)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).to(DEVICE)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5])
+
+
+def weighted_loss() -> nn.Module:
+    return nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.to(DEVICE))
+
+
+def named(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    out = model(batch[0])
+    return {"task": F.cross_entropy(out, batch[1]), "size": out.square().mean()}
+
+
+# What is cut, where it lies, and how often the host waits for a batch, by the numbers of `CUTS`.
+STEPS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[Batch], Batch], Any, tuple[int, int, int]]
+] = {
+    "batch on the device": (Net, there, {}, (0, 0, 0)),
+    "batch in pinned memory": (Net, pinned, {}, (0, 0, 0)),
+    "batch in pageable memory": (Net, pageable, {}, (0, 0, 0)),
+    "counted targets on the device": (Net, there, {"loss_average": "tokens"}, (0, 0, 0)),
+    "counting function": (
+        Net,
+        there,
+        {"loss_average": lambda each: (each[1] > 0).sum()},
+        (1, 1, 1),
+    ),
+    "class weights on the device, targets on the host": (
+        Net,
+        pageable,
+        {"loss_fn": weighted_loss},
+        (0, 0, 0),
+    ),
+    "losses by name": (Net, there, {"forward": named, "loss_average": "samples"}, (0, 0, 0)),
+    "packed sequences, unsorted, in pinned memory": (
+        Packed,
+        lambda batch: packed(batch, lambda each: each.pin_memory()),
+        {"loss_average": "samples"},
+        (0, 0, 0),
+    ),
+    "jagged rows on the device": (
+        Jagged,
+        lambda batch: (jagged(batch[0]), batch[1].to(DEVICE)),
+        {"loss_average": "samples"},
+        (0, 2, 2),
+    ),
+    "a buffer of 17 MiB that changes": (Queue, there, {}, (0, 0, 0)),
+}
+
+
+def step_of(model: nn.Module, size: int, options: dict[str, Any]) -> Microbatcher:
+    options = dict(options)
+    if "forward" not in options:
+        options["loss_fn"] = options.get("loss_fn", nn.CrossEntropyLoss)()
+    return Microbatcher(
+        model, microbatch_size=size, eval_microbatch_size=size, probe=False, **options
+    )
+
+
+@pytest.mark.parametrize("call", ["backward", "evaluate"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_settled_batch_waits_as_often_as_is_said(
+    name: str, call: str, record_property: Callable[[str, object], None]
+) -> None:
+    make, place, options, expected = STEPS[name]
+    found = {}
+    for cut in CUTS:
+        net = make().to(DEVICE)
+        step = step_of(net, ROWS // cut, {"batchnorm": "ignore", **options})
+        batches = [place(rows(seed)) for seed in range(4)]
+        for batch in batches[:3]:
+            getattr(step, call)(batch)
+            net.zero_grad()
+        accelerator.synchronize(DEVICE)
+        found[cut] = waits(functools.partial(getattr(step, call), batches[3]))
+    record_property("waits", found)
+    assert tuple(found.values()) == expected
+
+
+def test_auto_waits_no_more_than_a_fixed_size() -> None:
+    net = Net().to(DEVICE)
+    step = step_of(net, "auto", {"batchnorm": "ignore"})  # type: ignore[arg-type]
+    batches = [there(rows(seed)) for seed in range(5)]
+    for batch in batches[:4]:
+        step.backward(batch)
+        net.zero_grad()
+    accelerator.synchronize(DEVICE)
+    assert waits(lambda: step.backward(batches[4])) == 0
+
+
+class Watch(Callback):
+    """Counts what every batch waits."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._last = 0
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        now = int(torch.ops.standin.num_waits())
+        self.counts.append(now - self._last)
+        self._last = now
+
+
+class Taken:
+    """A logger."""
+
+    def __init__(self) -> None:
+        self.values: list[Mapping[str, float]] = []
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> None: ...
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        self.values.append(values)
+
+    def close(self) -> None: ...
+
+
+FUSED: dict[str, Any] = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)}
+TRAINERS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "as it is": ({}, (1, 1, 1)),
+    "clipped": ({"grad_clip_norm": 1.0}, (2, 2, 2)),
+    "losses by name": ({"forward": named, "loss_average": "samples"}, (1, 1, 1)),
+    'non_finite="ignore"': ({"non_finite": "ignore"}, (1, 1, 1)),
+    'clipped, named, non_finite="ignore"': (
+        {
+            "non_finite": "ignore",
+            "grad_clip_norm": 1.0,
+            "forward": named,
+            "loss_average": "samples",
+        },
+        (1, 1, 1),
+    ),
+    "fp16": ({"precision": "fp16"}, (2, 2, 2)),
+    "fp16, fused": ({"precision": "fp16", **FUSED}, (2, 2, 2)),
+    "fp16, fused, clipped": ({"precision": "fp16", "grad_clip_norm": 1.0, **FUSED}, (2, 2, 2)),
+}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="waits are counted on the stand-in")
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_batch_of_the_trainer_waits_as_often_as_is_said(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    options, expected = TRAINERS[name]
+    options = dict(options)
+    make_optimizer = options.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
+    found = {}
+    for cut in CUTS:
+        net, watch, taken = Net().to(DEVICE), Watch(), Taken()
+        with_loss: dict[str, Any] = (
+            {} if "forward" in options else {"loss_fn": nn.CrossEntropyLoss()}
+        )
+        Trainer(
+            net,
+            loader_of(8),
+            optimizer=make_optimizer(net.parameters()),
+            device=str(DEVICE),
+            microbatch_size=ROWS // cut,
+            batchnorm="ignore",
+            probe=False,
+            callbacks=[watch],
+            loggers=[taken],
+            max_duration="1ep",
+            **with_loss,
+            **options,
+        ).fit()
+        assert len(set(watch.counts[4:])) == 1, watch.counts
+        assert "train/loss" in taken.values[-1]
+        found[cut] = watch.counts[-1]
+    record_property("waits", found)
+    assert tuple(found.values()) == expected
+
+
+def test_an_evaluation_waits_as_often_however_many_batches_it_has() -> None:
+    found = []
+    for batches in (2, 12):
+        loader = loader_of(batches)
+        net = Net().to(DEVICE)
+        trainer = Trainer(
+            net,
+            loader,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            loss_fn=nn.CrossEntropyLoss(),
+            eval_dataloader=loader,
+            device=str(DEVICE),
+            eval_microbatch_size=4,
+            probe=False,
+        )
+        trainer.eval()
+        found.append(waits(trainer.eval))
+    assert found[0] == found[1] <= 1
