@@ -1,6 +1,7 @@
 """`DistributedDataParallel`: gradients are reduced in the last microbatch, bucket by bucket."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,22 +49,38 @@ class VotingHook:
         self.hook = hook
         # DDP asks for these, and forbids bf16 where they say so and the network cannot.
         self.__name__ = self.__qualname__ = getattr(hook, "__name__", "voting_hook")
-        self.before: Callable[[GradBucket], None] | None = None
-        self.after_forward: Callable[[], None] | None = None
+        # Weak, because torch holds this hook where no garbage collector looks: the guard holds the
+        # model, which would live for ever.
+        self._guard: weakref.ref[DdpGuard] | None = None
         self.pending: list[torch.futures.Future[Tensor]] = []
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self.before is not None:
-            self.before(bucket)
+        guard = self.guard
+        if guard is not None:
+            guard.before(bucket)
         with own_collectives():
             future = (self.hook or _average)(state, bucket)
         self.pending.append(future)
         return future
 
     @property
+    def guard(self) -> "DdpGuard | None":
+        """Which one has its say."""
+        return None if self._guard is None else self._guard()
+
+    @guard.setter
+    def guard(self, guard: "DdpGuard") -> None:
+        self._guard = weakref.ref(guard)
+
+    @property
     def is_guarded(self) -> bool:
         """Whether a guard has its say."""
-        return self.before is not None
+        return self.guard is not None
+
+    @property
+    def was_guarded(self) -> bool:
+        """Whether one has, or has had it."""
+        return self._guard is not None
 
     def drain(self) -> None:
         """Wait for reductions that are under way: they write into buckets that are used again."""
@@ -109,8 +126,7 @@ class DdpGuard:
         self._model = model
         self._votes = votes
         self._hook = _voting_hook_of(model)
-        self._hook.before = self._before
-        self._hook.after_forward = self._after_forward
+        self._hook.guard = self
         # The zeros that a failed rank reduces would go through a user's hook as well.
         self._can_replay = self._hook.hook is None
         self._parameters = reduced_parameters(model)
@@ -220,12 +236,12 @@ class DdpGuard:
         else:
             yield
         if self._model.require_forward_param_sync is not _NOT_CALLED:
-            self._after_forward()
+            self.after_forward()
         self._model.require_forward_param_sync = False
         if self._training and index == self._last and not self._is_reduced:
             self._reduce_rest(is_expected=self._expects_gradients)
 
-    def _after_forward(self) -> None:
+    def after_forward(self) -> None:
         """Note what a forward expects: one without gradients may follow, which expects none."""
         if self._is_open:
             self._was_called = True
@@ -258,7 +274,7 @@ class DdpGuard:
             reset_reducer(self._model)
         self._model.require_forward_param_sync = False
 
-    def _before(self, bucket: GradBucket) -> None:
+    def before(self, bucket: GradBucket) -> None:
         if not self._is_open:
             if self._votes.is_in_attempt:
                 refuse_stranger(self._model)
@@ -346,8 +362,8 @@ def _tell_of_forward(model: nn.Module, inputs: Any, outputs: Any) -> None:
     # Not a method, because it is copied and pickled with its model.
     assert isinstance(model, DistributedDataParallel)
     for hook, _ in comm_hooks(model):
-        if isinstance(hook, VotingHook) and hook.after_forward is not None:
-            hook.after_forward()
+        if isinstance(hook, VotingHook) and hook.guard is not None:
+            hook.guard.after_forward()
 
 
 def _buffers_by_type(model: DistributedDataParallel) -> list[list[Tensor]]:
@@ -367,7 +383,7 @@ def _voting_hook_of(model: DistributedDataParallel) -> VotingHook:
         return hook
     hook = hooks[0][0]
     if isinstance(hook, VotingHook):
-        if hook.after_forward is None:
+        if not hook.was_guarded:
             model.register_forward_hook(_tell_of_forward)
         return hook
     raise ValueError(

@@ -1,6 +1,8 @@
 """What the processes of a world run that have several Microbatchers."""
 
+import gc
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +76,24 @@ def count_threads(kind: str) -> tuple[int, int]:
         kept.append(another(model))
         kept[-1].backward(batch(step, dist.get_rank(), {}))
     return before, len(os.listdir("/proc/self/task"))
+
+
+def forget(kind: str) -> tuple[list[bool], float]:
+    """What is left of a model after its Microbatcher; before, the loss without the latter."""
+    model = build(kind, [Faults()], {})
+    microbatcher = another(model)
+    for step in range(2):
+        microbatcher.backward(batch(step, dist.get_rank(), {}))
+    del microbatcher
+    gc.collect()
+    x, y = batch(2, dist.get_rank(), {})
+    loss = squared_error(model(x), y)
+    loss.backward()
+    refs: list[weakref.ref[Any]] = [weakref.ref(each) for each in (model, *model.parameters())]
+    value = loss.item()
+    del model, loss
+    gc.collect()
+    return [ref() is not None for ref in refs], value
 
 
 def go_on_after_errors(kind: str) -> list[str | int]:

@@ -10,6 +10,7 @@ from tests.distributed.several_jobs import (
     ask_with_different_ones,
     compare_beside_another,
     count_threads,
+    forget,
     go_on_after_errors,
     take_a_part,
     train_adversaries,
@@ -40,6 +41,13 @@ def test_a_model_recovers_whichever_microbatcher_is_newer(
 def test_more_microbatchers_need_no_more_connections(world2: World, kind: str) -> None:
     for before, after in world2.run(count_threads, kind):
         assert after == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_keeps_a_model_whose_microbatcher_is_gone(world2: World, kind: str) -> None:
+    for alive, loss in world2.run(forget, kind):
+        assert loss > 0.0
+        assert not any(alive)
 
 
 @pytest.mark.parametrize("kind", KINDS)
