@@ -1,7 +1,8 @@
 """FSDP2 (`fully_shard`): parameters are gathered and gradients scattered in every microbatch."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
+from automicro.oom import once_more
 from automicro.ranks import StrayedError
 from automicro.torch_private_distributed import (
     collectives_of,
@@ -56,8 +58,7 @@ class _Guarded:
         self.inner = inner
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        allocated: torch.Tensor = self.inner.allocate(size, dtype=dtype, device=device)
-        return allocated
+        return self.guard.allocate(self.inner, size, dtype=dtype, device=device)
 
 
 class GuardedAllGather(_Guarded):
@@ -163,6 +164,7 @@ class FsdpGuard:
         self._index = 0
         self._votes_here = True
         self._is_open = False
+        self._is_playing = False
         self._has_looked = False
         self._next_sum: dist.ProcessGroup | None = None
         self.is_weightless = False
@@ -253,13 +255,24 @@ class FsdpGuard:
         rest = self._rest()
         self._is_open = False
         self._reset()
-        with own_collectives(), torch.no_grad():
-            for step in rest:
-                if step.kind == "all-gather":
-                    self._modules[step.where].unshard()
-                    self._modules[step.where].reshard()
-                else:
-                    self._scatter_zeros(step)
+        self._is_playing = True
+        try:
+            with own_collectives(), torch.no_grad():
+                for step in rest:
+                    if step.kind == "all-gather":
+                        self._modules[step.where].unshard()
+                        self._modules[step.where].reshard()
+                    else:
+                        self._scatter_zeros(step)
+        finally:
+            self._is_playing = False
+
+    def allocate(self, comm: Any, size: Any, **memory: Any) -> torch.Tensor:
+        """Memory for a collective; asked for once more where peers wait for what is played."""
+        request: Callable[[], torch.Tensor] = functools.partial(comm.allocate, size, **memory)
+        if not self._is_playing:
+            return request()
+        return once_more(request, memory["device"], doing="taking part in what peers wait for")
 
     def recover(self) -> None:
         self._is_open = False
@@ -341,8 +354,9 @@ class FsdpGuard:
     def _scatter_zeros(self, step: Collective) -> None:
         to = self._reductions[step.where]
         memory = {"dtype": step.dtype, "device": to.device}
-        zeros = to.comm.allocate((step.numel,), **memory).zero_()
-        share = to.comm.allocate((step.numel // dist.get_world_size(to.group),), **memory)
+        zeros = self.allocate(to.comm, (step.numel,), **memory).zero_()
+        share_numel = step.numel // dist.get_world_size(to.group)
+        share = self.allocate(to.comm, (share_numel,), **memory)
         to.comm(output_tensor=share, input_tensor=zeros, group=to.group, op=to.op)
         if to.replicas is not None:
             dist.all_reduce(share, op=to.replicas_op, group=to.replicas)

@@ -65,6 +65,16 @@ def test_fsdp_recovers_on_two_ranks(world2: World, point: str) -> None:
     require_recovered(world2, "fsdp", points(2)[point])
 
 
+def test_memory_may_run_out_again_while_a_failed_rank_takes_part_for_its_peers(
+    world2: World,
+) -> None:
+    plan = [
+        Fault(1, "between", step=2, microbatch=1, layer=2),
+        Fault(1, "scatter", step=2, microbatch=1, layer=2),  # of what is played
+    ]
+    require_recovered(world2, "fsdp", plan)
+
+
 @pytest.mark.parametrize("point", [*map(rarely, ALLOCATIONS)])
 def test_fsdp_recovers_where_a_collective_allocates(world2: World, point: str) -> None:
     require_recovered(world2, "fsdp", allocations(2)[point])

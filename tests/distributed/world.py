@@ -62,7 +62,10 @@ class World:
             if not ready:
                 stuck = sorted(waiting.values())
                 self.kill()
-                raise WorldStuckError(f"ranks {stuck} made no progress in {within_seconds} s")
+                raised = [each.text for each in results if isinstance(each, RaisedError)]
+                raise WorldStuckError(
+                    "\n".join([f"ranks {stuck} made no progress in {within_seconds} s", *raised])
+                )
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
