@@ -1,6 +1,9 @@
 """What several processes need before they meet: places, blocks, samplers, refusals."""
 
+import re
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,9 +24,15 @@ from automicro import Trainer
 from automicro.checkpoints.rng import rng_state
 from automicro.cli.loading import load_config
 from automicro.errors import ConfigError
+from automicro.torch_private_distributed import HashStore
 from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
-from automicro.trainer.processes import Place, own_device, place_in_environment
+from automicro.trainer.processes import (
+    Place,
+    own_device,
+    place_in_environment,
+    require_own_device,
+)
 from automicro.trainer.sharing import LoaderSharing
 
 ROWS = TensorDataset(torch.arange(11))
@@ -92,6 +101,40 @@ def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match="this machine has 2 cuda devices; start at most 2"):
             own_device(device, places[2])
     assert own_device("cuda:0", places[2]) == "cuda:0"
+
+
+def test_a_process_that_sees_one_gpu_alone_takes_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_for_cuda(monkeypatch, count=1)
+    place = Place(rank=3, world_size=4, local_rank=3)
+    assert [str(own_device(each, place)) for each in ("auto", "cuda")] == ["cuda:0", "cuda:0"]
+
+
+def in_threads(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What each rank gives, or its error."""
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(work, rank) for rank in range(world_size)]
+        return [each.exception(timeout=30) or each.result() for each in futures]
+
+
+def test_processes_on_one_gpu_are_told_so_before_their_communicator_is() -> None:
+    store = HashStore()
+
+    def begin(rank: int, identity: str | None) -> None:
+        require_own_device(store, Place(rank=rank, world_size=4), identity, "cuda:0")
+
+    two_nodes = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+    assert in_threads(4, lambda rank: begin(rank, two_nodes[rank])) == [None] * 4
+    store = HashStore()
+    unknown = [None, "GPU-b", None, "GPU-c"]
+    assert in_threads(4, lambda rank: begin(rank, unknown[rank])) == [None] * 4
+    store = HashStore()
+    shared = ["GPU-a", "GPU-b", "GPU-b", "GPU-d"]
+    errors = in_threads(4, lambda rank: begin(rank, shared[rank]))
+    assert {type(each) for each in errors} == {ValueError}
+    [text] = {str(each) for each in errors}  # all ranks end, with the same words
+    assert re.match(r"ranks 1 and 2|ranks 2 and 1", text)
+    assert "GPU-b" in text
+    assert "CUDA_VISIBLE_DEVICES" in text
 
 
 def test_orders_differ_from_epoch_to_epoch() -> None:

@@ -6,6 +6,7 @@ from automicro.memory.compiled import refuse_compiled
 from automicro.memory.device import (
     allocated_bytes,
     copies_overlap,
+    device_identity,
     limit_bytes,
     limit_memory,
     peak_bytes,
@@ -26,6 +27,7 @@ __all__ = [
     "active_budget",
     "allocated_bytes",
     "copies_overlap",
+    "device_identity",
     "format_bytes",
     "limit_bytes",
     "limit_memory",

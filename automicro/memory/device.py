@@ -211,6 +211,18 @@ def total_bytes(device: torch.device | str) -> int | None:
     return None if found is None else int(found)
 
 
+def device_identity(device: torch.device | str) -> str | None:
+    """Return what a device is called in all processes, whatever its index, or None if nothing.
+
+    >>> device_identity("cpu") is None
+    True
+    """
+    device = torch.device(device)
+    properties = _ability(device, "get_device_properties")
+    found = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if found is None else str(found)
+
+
 def usable_bytes(device: torch.device | str) -> int | None:
     """Return what this process may use of a device in all, or None where nobody knows.
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro.errors import PeerFailedError, PeerLostError
+from automicro.memory import device_identity
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
 
 _MEETING = timedelta(minutes=10)
@@ -101,6 +102,8 @@ def own_device(device: torch.device | str, place: Place) -> torch.device | str:
 
     A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator,
     whatever torch was built for: what pip installs on Linux is built for CUDA on any machine.
+    Where a process sees one accelerator alone, it takes that: many clusters show each process its
+    own. Whether it is another's as well, `meet` finds out.
 
     Args:
         device: as the Trainer has it.
@@ -117,6 +120,8 @@ def own_device(device: torch.device | str, place: Place) -> torch.device | str:
     if accelerator is None or name not in ("auto", accelerator.type):
         return device
     count = torch.accelerator.device_count()
+    if count == 1:
+        return torch.device(accelerator.type, 0)
     if place.local_rank >= count:
         raise ValueError(
             f"LOCAL_RANK={place.local_rank}, and this machine has {count} {accelerator.type} "
@@ -137,7 +142,8 @@ def meet(device: torch.device, place: Place) -> None:
         place: of this process.
 
     Raises:
-        ValueError: several processes, and nothing says where they meet.
+        ValueError: several processes, and nothing says where they meet, or two of them are on one
+            device and would communicate by what takes one process on each.
         PeerLostError: some of them did not come.
     """
     if dist.is_initialized():
@@ -146,14 +152,60 @@ def meet(device: torch.device, place: Place) -> None:
     has_own = own_backend != "gloo"
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+    store = _store(place)
+    if has_own:
+        require_own_device(store, place, device_identity(device), str(device))
     dist.init_process_group(
         f"cpu:gloo,{device.type}:{own_backend}" if has_own else "gloo",
-        store=_store(place),
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
         device_id=device if has_own else None,
     )
     atexit.register(part)
+
+
+def require_own_device(store: Store, place: Place, identity: str | None, device: str) -> None:
+    """Refuse a device that two processes have, on all ranks. All ranks call it.
+
+    NCCL refuses it too, but as an invalid usage, and after it has connected.
+
+    Args:
+        store: of this start alone.
+        place: of this process.
+        identity: of its device, the same in all processes; None where it has none.
+        device: as this process calls it.
+
+    Raises:
+        ValueError: two processes are on one device.
+        PeerLostError: some did not come.
+
+    >>> require_own_device(HashStore(), Place(), "GPU-1", "cuda:0")
+    """
+    if place.world_size == 1:
+        return
+    folder = "automicro/devices"
+    if identity is not None:
+        first = store.compare_set(f"{folder}/{identity}", "", str(place.rank)).decode()
+        if first != str(place.rank):
+            ranks = f"ranks {first} and {place.rank}"
+            store.set(f"{folder}/shared", f"{ranks} are both on one device, {device} ({identity})")
+    if store.add(f"{folder}/come", 1) == place.world_size:
+        store.set(f"{folder}/all", "here")
+    try:
+        store.wait([f"{folder}/all"], _MEETING)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {place.rank} of {place.world_size} waited {_MEETING} for the others to say on "
+            f"which device they are ({error}); their logs have the cause: start all processes again"
+        ) from error
+    if store.check([f"{folder}/shared"]):
+        raise ValueError(
+            f"{store.get(f'{folder}/shared').decode()}, and their communicator takes one process "
+            "on each; start as many processes on a machine as it has devices (torchrun "
+            "--nproc-per-node), let each see one of its own (CUDA_VISIBLE_DEVICES), or pass "
+            "device='cpu'"
+        )
 
 
 def leave() -> None:

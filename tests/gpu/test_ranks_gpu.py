@@ -4,6 +4,8 @@ The votes go through a gloo group of one, so every exchange is made that several
 """
 
 import datetime
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from automicro import Fixed, Halving, Microbatcher
 from automicro.distributed import CoordinatedRanks, setup
 from automicro.distributed.exchange import TreeExchange
 from automicro.distributed.groups import GlooGroup
+from automicro.memory import device_identity
 from automicro.torch_private_distributed import HashStore
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
@@ -246,3 +249,14 @@ def test_a_vote_that_is_cast_on_a_device_thread_stops_a_guarded_step() -> None:
         result = step.backward(to_device(batch()))
     assert (result.ooms, result.microbatch_size) == (1, HALF)
     assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+@only_cuda("a name of its own on each device, the same in all processes")
+def test_another_process_knows_the_device_by_the_same_name() -> None:
+    program = (
+        "import sys, torch; from automicro.memory import device_identity; "
+        "print(device_identity(sys.argv[1]), flush=True)"
+    )
+    command = [sys.executable, "-c", program, str(DEVICE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == device_identity(DEVICE) != "None"
