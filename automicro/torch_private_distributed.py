@@ -49,6 +49,7 @@ __all__ = [
     "replicate_group",
     "reset_reducer",
     "reset_sharded",
+    "uses_symmetric_memory",
 ]
 
 
@@ -314,6 +315,18 @@ def collectives_of(module: "FSDPModule") -> tuple[Any, Any] | None:
     """What a module all-gathers and reduce-scatters with; None where it shards nothing."""
     groups = _groups(module)
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
+
+
+def uses_symmetric_memory(comm: object) -> bool:
+    """Whether a module communicates out of memory that all ranks register together.
+
+    >>> uses_symmetric_memory(None)
+    False
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    kind = getattr(_fsdp_collectives, "SymmMemAllocMixin", None)  # since torch 2.12
+    return kind is not None and isinstance(comm, kind)
 
 
 def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:

@@ -23,6 +23,7 @@ from automicro.torch_private_distributed import (
     replicas_average,
     replicate_group,
     reset_sharded,
+    uses_symmetric_memory,
 )
 
 _SHARD_WHAT_IS_USED = (
@@ -384,6 +385,13 @@ class FsdpGuard:
             return
         # There may be the guard of a process group that has ended.
         gather, scatter = (each.inner if isinstance(each, _Guarded) else each for each in inner)
+        if uses_symmetric_memory(gather) or uses_symmetric_memory(scatter):
+            raise ValueError(
+                f"{name or 'the whole model'!r} communicates out of symmetric memory, which all "
+                "ranks register together, each block at its first use: a rank that ran out of "
+                "memory may use other blocks than its peers, and all would wait for ever; leave "
+                "set_symm_mem_for_comm out"
+            )
         module.set_custom_all_gather(GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(
             GuardedReduceScatter(self, where, scatter)  # type: ignore[arg-type]

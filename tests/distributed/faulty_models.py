@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemReduceScatter
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -129,6 +130,7 @@ class FaultyCollective:
 
     def __init__(self, kind: str, layer: int, faults: list[Faults], inner: Any) -> None:
         self.kind, self.layer, self.faults, self.inner = kind, layer, faults, inner
+        self.calls = 0
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
         self.faults[0].reach(self.kind, self.layer)
@@ -136,6 +138,7 @@ class FaultyCollective:
         return allocated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
         return self.inner(*args, **kwargs)
 
 
@@ -173,6 +176,8 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
         sharded.set_custom_all_gather(FaultyCollective("gather", layer, faults, inner[0]))
         sharded.set_custom_reduce_scatter(FaultyCollective("scatter", layer, faults, inner[1]))
     root: Any = fully_shard(net, **keywords)
+    if options.get("symmetric"):  # without its beginning, which is NCCL's alone
+        root.set_custom_reduce_scatter(SymmMemReduceScatter.__new__(SymmMemReduceScatter))
     if options.get("rare"):
         root.set_reduce_scatter_unused_params(True)
     if options.get("prefetch"):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import automicro.distributed.ddp
 import automicro.distributed.fsdp
 from automicro.distributed import commons, coordinate
+from automicro.torch_private_distributed import collectives_of
 from tests.distributed.faulty_models import Fault, Faults, Net, build
 from tests.distributed.steps import ROWS, Stepper, local
 
@@ -103,6 +104,17 @@ def compare_on_nodes(local_world_size: int, kind: str, plan: Sequence[Fault]) ->
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
         commons._opened = None
+
+
+def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:
+    """How often each of a user's own collectives ran on this rank; how often faults fired."""
+    stepper, _ = run_steps("fsdp", plan, {})
+    found = {}
+    blocks: Any = stepper.model.blocks
+    for layer, block in enumerate(blocks):
+        for kind, guarded in zip(("gather", "scatter"), collectives_of(block) or (), strict=True):
+            found[f"{kind} {layer}"] = guarded.inner.calls
+    return found, stepper.faults.fired
 
 
 def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:

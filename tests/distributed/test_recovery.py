@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.faulty_models import Fault
 from tests.distributed.jobs import (
+    calls_of_own_collectives,
     compare,
     compare_on_nodes,
     compare_without,
@@ -103,6 +104,16 @@ def test_a_rank_that_failed_reduces_by_the_operation_of_its_peers(world4: World)
     found = world4.run(sums_over_replicas, points(4)["successive batches"])
     assert [operations for operations, _ in found] == [{"AVG"}] * 4
     assert sum(fired for _, fired in found) == 2
+
+
+def test_a_rank_that_failed_plays_the_rest_by_the_collectives_that_its_peers_use(
+    world2: World,
+) -> None:
+    plan = [Fault(1, "backward", step=2, microbatch=1, layer=1)]
+    (one, _), (other, fired) = world2.run(calls_of_own_collectives, plan)
+    assert fired == 1
+    assert one == other
+    assert min(one.values()) > 0
 
 
 @pytest.mark.slow
@@ -219,8 +230,9 @@ def test_compiled_code_with_collectives_of_its_own_is_refused(world2: World) -> 
     [
         ("ddp", {"ddp": {"static_graph": True}}, "leave it out"),
         ("ddp", {"hook": "bare"}, "VotingHook"),
+        ("fsdp", {"symmetric": True}, "leave set_symm_mem_for_comm out"),
     ],
-    ids=["static graph", "a hook"],
+    ids=["static graph", "a hook", "symmetric memory"],
 )
 def test_what_cannot_be_guarded_is_refused_with_a_remedy(
     world2: World, kind: str, options: dict[str, Any], remedy: str
