@@ -48,7 +48,13 @@ from automicro.sharing import SharedLosses
 from automicro.slicing import Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
 from automicro.training_work import TrainingWork
-from automicro.transaction import GradientMemory, Gradients, Parameters, RandomState
+from automicro.transaction import (
+    GradientMemory,
+    Gradients,
+    Parameters,
+    RandomState,
+    devices_of,
+)
 from automicro.transaction.surroundings import ChangingState
 from automicro.weighting import LossAverage, is_declared, read_average
 
@@ -199,10 +205,11 @@ class Microbatcher:
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
+        drawing = devices_of(self._modules, self._device)
         self._metric_guard = MetricGuard(
             naming_metrics(carrying.hiding(update_metric) or convention.update_metric),
             self._layout,
-            lambda: [RandomState(self._device, reach.generators)],
+            lambda: [RandomState(drawing, reach.generators)],
             is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
         )
         self._passes = Passes(

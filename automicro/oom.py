@@ -298,7 +298,7 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     still holds the frames of the failed forward, and with them its activations. Clears the locals
     of every finished frame that the exception, its causes and contexts passed through (tracebacks
     stay printable), makes autograd let go of a half-run backward, collects cycles, and empties
-    the cache of ``device``.
+    the cache of ``device`` and of all others of its kind that this process has memory on.
 
     Raises:
         Exception: what the device says, if it is no longer usable.
@@ -314,15 +314,17 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
         traceback.clear_frames(error.__traceback__)
     device = torch.device("cpu" if device is None else device)
     _finish_backward(torch.device("cpu"))
-    if device.type != "cpu":
-        _finish_backward(device)
+    devices = _accelerators_in_use(device)
+    for each in devices:
+        _finish_backward(each)
         # What it still works on is done then, and what waits for that is free. Where the device
         # was lost meanwhile, it says so here.
-        torch.get_device_module(device).synchronize(device)
+        torch.get_device_module(each).synchronize(each)
     # Frames are not all: a recursive closure, or a graph node whose context refers to itself, is
     # a cycle that only the collector frees. This path is rare, so its time does not matter.
     gc.collect()
-    empty_cache(device)
+    for each in devices:
+        empty_cache(each)
 
 
 def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:
@@ -377,6 +379,24 @@ def empty_cache(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+
+
+def _accelerators_in_use(device: torch.device) -> list[torch.device]:
+    """The device, unless it is the CPU, and all accelerators that this process has memory on."""
+    found = [] if device.type == "cpu" else [device]
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return found
+    for index in range(torch.accelerator.device_count()):
+        other = torch.device(kind.type, index)
+        try:
+            # Nothing is made on a device by this question.
+            is_used = other != device and torch.accelerator.memory_reserved(index) > 0
+        except (NotImplementedError, RuntimeError):  # an allocator that does not count
+            is_used = False
+        if is_used:
+            found.append(other)
+    return found
 
 
 def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:

@@ -262,7 +262,7 @@ def test_an_accelerator_is_asked_twice_for_one_attempt(mocker) -> None:
     module.memory_stats_as_nested_dict.return_value = {}  # nothing was allocated yet
     module.mem_get_info.return_value = (6, 10)
     module.get_per_process_memory_fraction.return_value = 0.5
-    meter = Meter(torch.device("cuda:1"))
+    meter = Meter([torch.device("cuda:1")])
     meter.begin()
     first = meter.end()
     assert (first.peak_bytes, first.capacity_bytes, first.alloc_retries) == (0, 5, 0)

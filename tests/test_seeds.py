@@ -173,7 +173,7 @@ def test_the_capacity_is_read_by_batches_and_not_by_the_clock_where_numbers_are_
     for name in ("begin_lap", "read_counts"):
         monkeypatch.setattr(metering, name, lambda device: Counts())
     monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: 100.0)
-    meter = Meter(torch.device("cuda"), repeatable=repeatable)
+    meter = Meter([torch.device("cuda")], repeatable=repeatable)
     for _ in range(5):
         meter.begin()
         assert meter.end().capacity_bytes == 1000

@@ -238,7 +238,7 @@ def test_every_generator_draws_again_what_it_drew() -> None:
         numbers = [torch.rand(()), torch.rand((), generator=own)]
         return [random.random(), float(np.random.rand()), *map(float, numbers)]
 
-    state = RandomState(torch.device("cpu"), find_generators([model]))
+    state = RandomState([torch.device("cpu")], find_generators([model]))
     state.begin()
     first = draw()
     state.roll_back()

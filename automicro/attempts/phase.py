@@ -31,6 +31,7 @@ from automicro.transaction import (
     RandomState,
     TensorCopy,
     Transaction,
+    devices_of,
     flatten_metrics,
 )
 
@@ -82,8 +83,9 @@ class Phase:
         self._recollection = recollection
         self._is_new = True
         self._rule = CutRule(strict_divisible=strict_divisible)
-        self._meter = Meter(device, repeatable=repeatable)
         self._reach = reach or Reach({"": modules})
+        self._devices = devices_of([*modules, *self._reach.modules().values()], device)
+        self._meter = Meter(self._devices, repeatable=repeatable)
         self._buffers = buffers or BufferMemory(modules, self._reach.modules)
         self._growth = Growth()
         self._inputs = InputGuard()
@@ -123,7 +125,7 @@ class Phase:
     def undoing(self) -> Transaction:
         """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
         return Transaction(
-            [Buffers(self._buffers), RandomState(self._device, self._reach.generators)]
+            [Buffers(self._buffers), RandomState(self._devices, self._reach.generators)]
         )
 
     @contextlib.contextmanager
@@ -152,7 +154,7 @@ class Phase:
         return Buffers(self._buffers)
 
     def _random_state(self) -> RandomState:
-        return RandomState(self._device, self._reach.generators)
+        return RandomState(self._devices, self._reach.generators)
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""

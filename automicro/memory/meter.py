@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from automicro.byte_sizes import parse_bytes
 from automicro.errors import text_of
 from automicro.memory.device import (
     NO_COUNTS,
+    Counts,
     begin_lap,
     capacity_bytes,
     read_counts,
@@ -46,10 +48,13 @@ class Measured:
 
 
 class Meter:
-    """Measures attempts on a device, one after the other.
+    """Measures attempts, one after the other.
+
+    Of several devices the fullest decides what fits. What is told is then of the first one: its
+    peak is as high a share of what it had left as the fullest one's is.
 
     Args:
-        device: that it measures.
+        devices: that it measures.
         repeatable: whether what it reads may not depend on the clock: the capacity is asked for
             at every attempt then, and not once a second.
 
@@ -57,7 +62,7 @@ class Meter:
         is_repeatable: as given; nobody may then decide by seconds.
 
     >>> from automicro.memory import MemoryBudget
-    >>> meter = Meter(torch.device("cpu"))
+    >>> meter = Meter([torch.device("cpu")])
     >>> with MemoryBudget("1MiB"):
     ...     meter.begin()
     ...     x = torch.zeros(1024)
@@ -66,15 +71,15 @@ class Meter:
     (4096, 0, 1048576)
     """
 
-    def __init__(self, device: torch.device, *, repeatable: bool = False) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device], *, repeatable: bool = False) -> None:
+        self._devices = devices
         self.is_repeatable = repeatable
         self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
-        self._before = NO_COUNTS
-        self._capacity: int | None = None
+        self._before = [NO_COUNTS for _ in devices]
+        self._capacities: list[int | None] = [None for _ in devices]
         self._read_at = float("-inf")
-        self._is_cpu = device.type == "cpu"
+        self._is_cpu = all(each.type == "cpu" for each in devices)
         self._waits = True
 
     def begin(self, *, waits: bool = False) -> None:
@@ -85,8 +90,8 @@ class Meter:
         """
         self._waits = waits or self._is_cpu
         if waits:
-            synchronize(self._device)
-        self._before = begin_lap(self._device)
+            self._synchronize()
+        self._before = [begin_lap(each) for each in self._devices]
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:
@@ -95,24 +100,60 @@ class Meter:
         Call it before the memory of the attempt is given back.
         """
         if self._waits and failure is None:
-            synchronize(self._device)
+            self._synchronize()
         now = time.perf_counter()
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
-            self._capacity, self._read_at = capacity_bytes(self._device), now
-        elif self._is_cpu:
-            self._capacity = capacity_bytes(self._device)  # of a budget, which costs nothing
-        counts = read_counts(self._device)
-        peak, retries, earlier = counts.peak_bytes, counts.alloc_retries, self._before.alloc_retries
-        if failure is not None and peak is not None:
-            peak = max(peak, (counts.allocated_bytes or 0) + _requested_bytes(failure))
+            self._capacities, self._read_at = list(map(capacity_bytes, self._devices)), now
+        elif self._is_cpu:  # of a budget, which costs nothing
+            self._capacities = list(map(capacity_bytes, self._devices))
+        counts = [read_counts(each) for each in self._devices]
+        peaks = [_peak(each, failure) for each in counts]
+        residents = [each.allocated_bytes for each in self._before]
+        retries = [
+            now.alloc_retries - before.alloc_retries
+            for before, now in zip(self._before, counts, strict=True)
+            if now.alloc_retries is not None and before.alloc_retries is not None
+        ]
         return Measured(
-            peak_bytes=peak,
-            resident_bytes=self._before.allocated_bytes,
-            capacity_bytes=self._capacity,
+            peak_bytes=_peak_of_first(peaks, residents, self._capacities),
+            resident_bytes=residents[0],
+            capacity_bytes=self._capacities[0],
             seconds=now - self._start,
-            alloc_retries=None if retries is None or earlier is None else retries - earlier,
+            alloc_retries=sum(retries) if retries else None,
             has_waited=self._waits,
         )
+
+    def _synchronize(self) -> None:
+        for each in self._devices:
+            synchronize(each)
+
+
+def _peak(counts: Counts, failure: BaseException | None) -> int | None:
+    if failure is None or counts.peak_bytes is None:
+        return counts.peak_bytes
+    return max(counts.peak_bytes, (counts.allocated_bytes or 0) + _requested_bytes(failure))
+
+
+def _peak_of_first(
+    peaks: Sequence[int | None], residents: Sequence[int | None], capacities: Sequence[int | None]
+) -> int | None:
+    """The first device's peak, or what it would be were it as full as the fullest.
+
+    >>> _peak_of_first([30, 50], [10, 0], [110, 100])
+    60
+    """
+    first, resident, capacity = peaks[0], residents[0], capacities[0]
+    shares = list(map(_share, peaks, residents, capacities))
+    if len(shares) < 2 or first is None or resident is None or capacity is None:
+        return first
+    return max(first, resident + round(max(shares) * (capacity - resident)))
+
+
+def _share(peak: int | None, resident: int | None, capacity: int | None) -> float:
+    """Of what was left on a device, what an attempt took; 0 where nobody knows."""
+    if peak is None or resident is None or capacity is None or capacity <= resident:
+        return 0.0
+    return (peak - resident) / (capacity - resident)
 
 
 def _requested_bytes(failure: BaseException) -> int:

@@ -18,7 +18,13 @@ from automicro.probe.silence import Silence
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
 from automicro.slicing import BatchLayout
 from automicro.torch_private import AnyBatchNorm
-from automicro.transaction import BufferMemory, Buffers, RandomState, Transaction
+from automicro.transaction import (
+    BufferMemory,
+    Buffers,
+    RandomState,
+    Transaction,
+    devices_of,
+)
 from automicro.transaction.hooks import HeldHooks
 from automicro.transaction.outside import leaves_of
 from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
@@ -92,7 +98,9 @@ class ExtraPasses:
             self._again = Transaction(
                 [
                     Buffers(BufferMemory(modules)),
-                    RandomState(self.probed.device, self.probed.reach.generators),
+                    RandomState(
+                        devices_of(modules, self.probed.device), self.probed.reach.generators
+                    ),
                 ]
             )
             functions = self.probed.functions

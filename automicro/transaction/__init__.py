@@ -10,7 +10,13 @@ from automicro.transaction.gradients import Gradients
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
-from automicro.transaction.rng import OwnGenerators, RandomState, find_generators, state_of
+from automicro.transaction.rng import (
+    OwnGenerators,
+    RandomState,
+    devices_of,
+    find_generators,
+    state_of,
+)
 from automicro.transaction.tensors import TensorCopy
 from automicro.transaction.transaction import Part, Transaction
 
@@ -30,6 +36,7 @@ __all__ = [
     "TensorCopy",
     "TouchedGradientsError",
     "Transaction",
+    "devices_of",
     "find_generators",
     "flatten_metrics",
     "state_of",

@@ -14,34 +14,46 @@ from automicro.reach import Reach
 _MERSENNE_BYTES = 2500  # of a Mersenne Twister: 624 words, and where in them it stands
 
 
-class RandomState:
-    """Python's, numpy's and torch's generators, the device's, and those of the caller.
+def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
+    """The devices that draw in a step: the one that it runs on, first, and where modules lie.
 
     Args:
-        device: its generator is included where it is an accelerator.
+        modules: whose parameters and buffers may lie on several, as a device map has it.
+        device: that the step runs on.
+
+    >>> devices_of([nn.Linear(2, 2)], torch.device("cpu"))
+    (device(type='cpu'),)
+    """
+    lying = (each for module in modules for each in [*module.parameters(), *module.buffers()])
+    found = dict.fromkeys([device, *(each.device for each in lying)])
+    return tuple(each for each in found if each == device or each.type not in ("cpu", "meta"))
+
+
+class RandomState:
+    """Python's, numpy's and torch's generators, those of devices, and those of the caller.
+
+    Args:
+        devices: of which the accelerators' generators are included; see `devices_of`.
         generators: further generators of any of the three, or what gives them when it begins.
     """
 
     def __init__(
         self,
-        device: torch.device,
+        devices: Iterable[torch.device],
         generators: Iterable[Any] | Callable[[], Iterable[Any]] = (),
     ) -> None:
-        self._device = device
+        self._devices = [each for each in devices if each.type != "cpu"]
         self._generators = generators
         self._state: tuple[Any, ...] | None = None
 
     def begin(self) -> None:
-        accelerator = None
-        if self._device.type != "cpu":
-            accelerator = torch.get_device_module(self._device).get_rng_state(self._device)
         given = self._generators
         own = given() if callable(given) else given
         self._state = (
             random.getstate(),
             _NUMPY.state(),
             torch.get_rng_state(),
-            accelerator,
+            [(each, torch.get_device_module(each).get_rng_state(each)) for each in self._devices],
             [(generator, state_of(generator)) for generator in own],
         )
 
@@ -54,12 +66,12 @@ class RandomState:
     def roll_back(self) -> None:
         if self._state is None:
             return
-        python, numpy, cpu, accelerator, own = self._state
+        python, numpy, cpu, accelerators, own = self._state
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        if accelerator is not None:
-            torch.get_device_module(self._device).set_rng_state(accelerator, self._device)
+        for device, state in accelerators:
+            torch.get_device_module(device).set_rng_state(state, device)
         for generator, state in own:
             set_state(generator, state)
         self._state = None

@@ -28,6 +28,7 @@ from automicro.transaction import (
     Part,
     RandomState,
     Transaction,
+    devices_of,
 )
 from automicro.transaction.surroundings import Surroundings
 from automicro.verification.state import named_modules, own_generators
@@ -186,7 +187,8 @@ class Laboratory:
             stack.enter_context(torch.enable_grad())
             stack.callback(torch.set_default_dtype, default)
             subject = self.subject if self.why_in_place else self.subject.copy(self.dtype)
-            undo = Transaction([RandomState(self._device), *self._parts_in_place()])
+            drawing = devices_of(subject.roots.values(), self._device)
+            undo = Transaction([RandomState(drawing), *self._parts_in_place()])
             stack.callback(undo.roll_back)
             undo.begin()
             if self.dtype is not None:
@@ -219,7 +221,7 @@ class Laboratory:
     def _resets(self, subject: Subject, conditions: Conditions) -> list[Callable[[], None]]:
         """What puts back, before each forward, what the one before it changed."""
         roots = subject.roots
-        random_state = RandomState(self._device)
+        random_state = RandomState(devices_of(roots.values(), self._device))
         random_state.begin()
         resets = [random_state.roll_back, random_state.begin]
         generators = OwnGenerators([each for _, each in own_generators(roots)])
@@ -240,7 +242,7 @@ class Laboratory:
                 f"the model has lazy modules without a shape yet, and {self.why_in_place}; run one "
                 "forward first"
             )
-        random_state = RandomState(self._device)
+        random_state = RandomState(devices_of(self.subject.roots.values(), self._device))
         random_state.begin()
         try:
             self.subject = subject = self.subject.copy()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 # CUDA, another accelerator, or the stand-in where pytest runs with -p tests.standin.plugin.
 _KIND = torch.accelerator.current_accelerator(check_available=True) or torch.device("cuda")
 DEVICE = torch.device(_KIND.type, 0)
+SECOND = torch.device(_KIND.type, 1)
 accelerator: Any = torch.get_device_module(DEVICE)
 MIB = 2**20
 
@@ -30,19 +31,25 @@ def only_cuda(what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(DEVICE.type != "cuda", reason=f"only CUDA has {what}")
 
 
+def needs_two_devices() -> pytest.MarkDecorator:
+    """For tests of models that lie on two."""
+    has_two = accelerator.is_available() and accelerator.device_count() > 1
+    return pytest.mark.skipif(not has_two, reason="there is one accelerator")
+
+
 @contextlib.contextmanager
-def room(num_bytes: int) -> Iterator[None]:
+def room(num_bytes: int, device: torch.device = DEVICE) -> Iterator[None]:
     """Leave torch about so many bytes more than it holds now; real errors beyond them."""
     gc.collect()
     accelerator.empty_cache()
-    allowed_bytes = accelerator.memory_reserved(DEVICE) + num_bytes
-    total_bytes = accelerator.get_device_properties(DEVICE).total_memory
-    before = accelerator.get_per_process_memory_fraction(DEVICE)
-    accelerator.set_per_process_memory_fraction(min(allowed_bytes / total_bytes, 1.0), DEVICE)
+    allowed_bytes = accelerator.memory_reserved(device) + num_bytes
+    total_bytes = accelerator.get_device_properties(device).total_memory
+    before = accelerator.get_per_process_memory_fraction(device)
+    accelerator.set_per_process_memory_fraction(min(allowed_bytes / total_bytes, 1.0), device)
     try:
         yield
     finally:
-        accelerator.set_per_process_memory_fraction(before, DEVICE)
+        accelerator.set_per_process_memory_fraction(before, device)
 
 
 def allocated_bytes() -> int:

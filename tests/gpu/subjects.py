@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher
-from tests.gpu.device import DEVICE, MIB
+from tests.gpu.device import DEVICE, MIB, SECOND
 
 ROWS = 16
 CLASSES = 4
@@ -58,6 +58,20 @@ class Hungry(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Hungry.apply(x, self.row_bytes)
+        return out
+
+
+class OnTwoDevices(nn.Module):
+    """Its first half lies on one device, its second on another, as a device map has it."""
+
+    def __init__(self, *hungry: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1)).to(DEVICE)
+        self.second = nn.Sequential(nn.Dropout(0.1), *hungry, nn.Linear(1024, CLASSES)).to(SECOND)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).to(SECOND)).mean(1).to(DEVICE)
         return out
 
 

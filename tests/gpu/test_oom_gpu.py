@@ -1,5 +1,6 @@
 """Real out-of-memory errors of a device: recovered bit by bit, and nothing of them stays."""
 
+import gc
 import time
 from collections import Counter
 
@@ -13,14 +14,16 @@ from tests.gpu.device import (
     DEVICE,
     GPU,
     MIB,
+    SECOND,
     accelerator,
     allocated_bytes,
     differences,
+    needs_two_devices,
     room,
     snapshot,
     to_device,
 )
-from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
+from tests.gpu.subjects import ROWS, Hungry, OnTwoDevices, batch, microbatcher, model
 
 pytestmark = GPU
 
@@ -73,6 +76,37 @@ def test_an_evaluation_that_ran_out_of_memory_counts_each_row_once() -> None:
     assert torch.equal(result.outputs, expected.outputs)
     assert torch.equal(result.loss, expected.loss)  # type: ignore[arg-type]
     assert net.training
+
+
+@needs_two_devices()
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.usefixtures("deterministic")
+def test_a_step_that_ran_out_of_memory_on_the_second_device_of_a_model_is_bit_identical(
+    phase: str,
+) -> None:
+    found = []
+    for size, limit in ((ROWS // 2, 64 * 1024 * MIB), ("auto", ROOM)):
+        net = OnTwoDevices(PHASES[phase])
+        step = microbatcher(net, size)
+        accelerator.manual_seed_all(3)
+        with room(limit, SECOND):
+            result = step.backward(batch())
+        assert result.microbatch_size == ROWS // 2
+        generator = {"second generator": accelerator.get_rng_state(SECOND)}
+        found.append({**snapshot(net), **generator, "loss": result.loss.cpu()})
+    assert result.ooms == 1
+    assert differences(*found) == []
+
+
+@needs_two_devices()
+def test_where_no_row_fits_the_second_device_nothing_stays_on_it() -> None:
+    net = OnTwoDevices(Hungry(0, 4096))
+    gc.collect()
+    state, held = accelerator.get_rng_state(SECOND), accelerator.memory_allocated(SECOND)
+    with room(2048 * MIB, SECOND), pytest.raises(SampleTooLargeError):
+        microbatcher(net, probe=False).backward(batch())
+    assert accelerator.memory_allocated(SECOND) == held
+    assert torch.equal(accelerator.get_rng_state(SECOND), state)
 
 
 def test_where_no_row_fits_the_state_is_as_before() -> None:

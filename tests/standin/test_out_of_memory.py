@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError
 from automicro.oom import Failure, classify
@@ -83,3 +83,28 @@ def test_many_failures_in_a_row_leave_no_byte_behind() -> None:
         assert standin.memory_allocated() == baseline
     # 8 rows ask for 128 MiB, 4 for 64, beside a segment or two of 2 MiB.
     assert 48 + 16 <= ooms <= 48 + 24
+
+
+class OnTwoDevices(nn.Module):
+    """As a device map has it: what needs the memory lies on the second device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(6, 6).to("standin:0")
+        self.second = Hungry(16, 0, batchnorm=False).to("standin:1")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).to("standin:1")).to("standin:0")
+        return out
+
+
+def test_where_the_second_device_is_the_full_one_the_fewest_microbatches_are_found() -> None:
+    step = Microbatcher(OnTwoDevices(), loss_fn=nn.CrossEntropyLoss(), probe=False)
+    leave(150 * MIB, 1)  # a row asks for 16 MiB: 9 of 24 fit
+    rows = torch.randn(24, 6), torch.arange(24) % 3
+    results = [step.backward(rows) for _ in range(5)]
+    assert results[0].failed_sizes == (24, 12)
+    assert results[0].microbatch_size == 6
+    assert results[-1].microbatch_size == 8
+    assert sum(each.ooms for each in results[1:]) == 0, "peaks of the second device were not seen"
