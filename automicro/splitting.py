@@ -61,11 +61,11 @@ class SplitGuard:
         Several are split in any case. Called before each step, for layers are frozen and thawed: it
         keeps a policy from cutting a batch smaller only to measure, where layers average over it.
         """
-        if getattr(policy, "wants_to_measure", False):
-            policy.may_measure = not self._batchnorm_names()  # type: ignore[attr-defined]
+        if policy.wants_to_measure:
+            policy.may_measure = not self._batchnorm_names()
         if len(rows) != 1:
             return bool(rows)
-        return not isinstance(policy, Fixed) or policy.propose(rows[0]) < rows[0]
+        return policy.adapts or policy.propose(rows[0]) < rows[0]
 
     def explain_oom(self, error: BaseException) -> None:
         """Add to an out-of-memory error that splitting was disabled, where it was."""

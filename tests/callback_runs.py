@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from automicro import Trainer
 from automicro.events import Callback, Run
-from automicro.policy import Outcome
+from automicro.policy import Outcome, Policy
 from automicro.results import StepResult
 from tests.trainer_runs import make_loader, make_model, make_trainer
 
@@ -24,7 +24,7 @@ class Sizes(Callback):
         self.ooms.append(result.ooms)
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that takes one given size after the other."""
 
     def __init__(self, sizes: list[int]) -> None:
@@ -36,11 +36,6 @@ class Scripted:
     def record(self, outcome: Outcome) -> None:
         assert outcome.fits
         del self._sizes[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Weights(Callback):

@@ -17,6 +17,7 @@ from automicro import (
     MemoryBudget,
     Microbatcher,
     Outcome,
+    Policy,
     SampleTooLargeError,
 )
 from tests.callback_runs import Scripted
@@ -59,7 +60,7 @@ def test_a_size_may_be_given_in_several_ways(size: Any, slices: list[int]) -> No
     assert microbatcher.eval_microbatch_size is None
 
 
-class Shrinking:
+class Shrinking(Policy):
     """A policy of one's own: three rows fewer after each failure."""
 
     def __init__(self) -> None:

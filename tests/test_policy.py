@@ -221,20 +221,11 @@ def test_senseless_sizes_are_refused_by_name(value: Any, error: type[Exception])
 # make_policy
 
 
-class Thirds:
+class Thirds(Policy):
     """A policy that somebody else wrote."""
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return max(1, num_rows // 3)
-
-    def record(self, outcome: Outcome) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -278,6 +269,18 @@ def test_make_policy_refuses_the_rest_and_lists_what_it_takes(
         make_policy(value)
     for accepted in ("an int of at least 1", '"auto"', "None (the whole batch)", "a policy"):
         assert accepted in str(raised.value)
+
+
+class Quarters:
+    """A policy by its methods alone."""
+
+    def propose(self, num_rows: int) -> int:
+        return num_rows // 4
+
+
+def test_make_policy_names_the_class_that_a_policy_derives_from() -> None:
+    with pytest.raises(TypeError, match=r"Quarters .*derive its class from automicro\.Policy"):
+        make_policy(Quarters())  # type: ignore[arg-type]
 
 
 def test_make_policy_refuses_the_class_of_a_policy() -> None:

@@ -16,7 +16,7 @@ from automicro.attempts.trial import Sharing
 from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import Meter, ResidentMemory
 from automicro.observer import Narrator, Observer
-from automicro.policy import Fixed, Policy
+from automicro.policy import Policy
 from automicro.ranks import Agreement, OneRank, Ranks, telling
 from automicro.reach import Reach
 from automicro.slicing import Contents
@@ -97,7 +97,7 @@ class Phase:
     @property
     def adapts(self) -> bool:
         """Whether sizes may change."""
-        return not isinstance(self.policy, Fixed)
+        return self.policy.adapts
 
     def state_dict(self) -> dict[str, Any]:
         """What was found, as plain values."""

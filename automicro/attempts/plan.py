@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from automicro.attempts.cut_rule import CutRule
 from automicro.errors import BatchError
-from automicro.policy import Fixed, Policy
+from automicro.policy import Policy
 from automicro.ranks import Agreement, Proposal, Ranks, rows_of_microbatches
 
 
@@ -74,7 +73,7 @@ def plan_alone(bid: Bid, policy: Policy, rule: CutRule) -> Plan:
         BatchError: as `CutRule.cut`.
     """
     cuts = [
-        rule.cut(num_rows, _propose(policy, rule, num_rows, cost), multiple_of=_unit(policy))
+        rule.cut(num_rows, _propose(policy, rule, num_rows, cost), multiple_of=policy.multiple_of)
         for num_rows, cost in zip(bid.rows, bid.costs, strict=True)
     ]
     # The batch with the largest slice, in elements, speaks for the step.
@@ -90,7 +89,7 @@ def plan_alone(bid: Bid, policy: Policy, rule: CutRule) -> Plan:
         cost=cost,
         num_global_rows=sum(bid.rows),
         stops=bid.wants_to_stop,
-        is_measuring=any(map(partial(_is_measuring, policy), bid.rows, bid.costs)),
+        is_measuring=any(map(policy.is_measuring, bid.rows, bid.costs)),
     )
 
 
@@ -131,7 +130,7 @@ def plan_together(
     Raises:
         BatchError: ``strict_divisible`` is set, and ranks have batches of different rows.
     """
-    size, unit = agreement.microbatch_size, _unit(policy)
+    size, unit = agreement.microbatch_size, policy.multiple_of
     if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_rows:
         raise BatchError(
             f"strict_divisible=True: ranks have from {agreement.min_rows} to {agreement.max_rows} "
@@ -157,7 +156,7 @@ def plan_together(
         cost=agreement.cost,
         num_global_rows=agreement.num_rows // ranks.copies,
         stops=agreement.stops,
-        is_measuring=_is_measuring(policy, agreement.max_rows, agreement.cost),
+        is_measuring=policy.is_measuring(agreement.max_rows, agreement.cost),
         agreement=agreement,
     )
 
@@ -170,16 +169,6 @@ def _propose(policy: Policy, rule: CutRule, num_rows: int, cost: float | None) -
     size = policy.propose(num_rows) if cost is None else policy.propose(num_rows, cost)
     if not size >= 1:
         raise ValueError(f"{policy!r} proposed {size} rows; a policy must propose at least one")
-    if rule.strict_divisible and not isinstance(policy, Fixed):
+    if rule.strict_divisible and policy.adapts:
         size = rule.largest_divisor(num_rows, min(size, num_rows))
     return size
-
-
-def _is_measuring(policy: Policy, num_rows: int, cost: float | None) -> bool:
-    ask = getattr(policy, "is_measuring", None)
-    return ask is not None and bool(ask(num_rows, cost))
-
-
-def _unit(policy: Policy) -> int:
-    unit: int = getattr(policy, "multiple_of", 1)
-    return unit

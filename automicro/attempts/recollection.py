@@ -88,10 +88,8 @@ class Recollection:
         if not ranks.is_alone:
             size, cost = ranks.from_first([size, cost])
         self._has_asked = True
-        suggest = getattr(policy, "suggest", None)
-        if not size or suggest is None or not is_new:
+        if not size or not is_new or not policy.suggest(int(size), cost or None):
             return None
-        suggest(int(size), cost or None)
         logger.info(
             "starting from %d rows per microbatch, which an earlier run found; "
             '"automicro cache" lists what is remembered',

@@ -15,7 +15,7 @@ from automicro.errors import SampleTooLargeError
 from automicro.memory import Measured, Meter, ResidentMemory
 from automicro.observer import Narrator, bystander
 from automicro.oom import empty_cache, first_line
-from automicro.policy import Fixed, Outcome, Policy
+from automicro.policy import Outcome, Policy
 from automicro.ranks import Agreement, OneRank, Ranks, telling
 from automicro.slicing import describe_cut
 from automicro.transaction import Transaction
@@ -158,7 +158,7 @@ def run_attempts(
         size = plan.size
         if failure is not None and size >= tried[-1]:
             try:
-                if isinstance(policy, Fixed):
+                if not policy.adapts:
                     give_up_fixed(failure, plan.num_rows, tried[-1])
                 residents = None if measure_residents is None else measure_residents()
                 text = why_nothing_fits(
@@ -197,10 +197,10 @@ def run_attempts(
             transaction=transaction,
             device=device,
             # On several ranks the rows of a slice are not what somebody fixed.
-            can_recut=rule.min_rows == 1 and not (ranks.is_alone and isinstance(policy, Fixed)),
+            can_recut=rule.min_rows == 1 and (policy.adapts or not ranks.is_alone),
             accept=accept,
             meter=meter,
-            times=not is_repeatable and getattr(policy, "compares_seconds", False),
+            times=not is_repeatable and policy.compares_seconds,
             narrator=narrator,
             ranks=ranks,
             sharing=sharing,
@@ -222,7 +222,7 @@ def run_attempts(
                 failed_sizes=tuple(tried),
                 is_committed=done.verdict is Verdict.COMMITTED,
                 measured=done.measured,
-                grown_from=getattr(policy, "grown_from", None),
+                grown_from=policy.grown_from,
             )
         tried.append(size)
         failure = done.failure

@@ -4,10 +4,11 @@ Policies are pure Python. They hold no tensor and read no device, so the same ou
 the same sizes on every rank and in every test.
 """
 
+import abc
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,30 +57,82 @@ class Outcome:
         require_cost(self.cost)
 
 
-@runtime_checkable
-class Policy(Protocol):
+class Policy(abc.ABC):
     """Decides how many rows a microbatch may have.
 
-    Write your own with these four methods and hand it over as ``microbatch_size=``. The caller
-    asks before each attempt and tells after it; a policy that proposes nothing smaller after an
-    attempt that did not fit makes the caller give up.
+    Derive your own from it and hand it over as ``microbatch_size=``. `propose` is all that it
+    needs; the others have defaults. The caller asks before each attempt and tells after it; a
+    policy that proposes nothing smaller after an attempt that did not fit makes the caller give up.
+
+    Attributes:
+        adapts: whether sizes may change. Where they may not, running out of memory is final.
+        multiple_of: what the caller makes slices a multiple of, but for the last one.
+        may_measure: set by the caller before each batch: whether it may be.
+        grown_from: rows that had been known to fit, where the last outcome was the first that
+            fitted with more after memory had run out; else None.
+
+    Example:
+        >>> class Quarters(Policy):
+        ...     def __init__(self):
+        ...         self.parts = 1
+        ...
+        ...     def propose(self, num_rows, cost=None):
+        ...         return -(-num_rows // self.parts)
+        ...
+        ...     def record(self, outcome):
+        ...         self.parts = self.parts if outcome.fits else self.parts * 4
+        >>> policy = Quarters()
+        >>> policy.record(Outcome(num_rows=64, microbatch_size=64, fits=False))
+        >>> policy.propose(64), policy.adapts
+        (16, True)
     """
 
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the most rows, 1 … ``num_rows``, that a microbatch of this batch may have."""
-        ...
+    adapts: bool = True
+    multiple_of: int = 1
+    may_measure: bool = True
+    grown_from: int | None = None
 
-    def record(self, outcome: Outcome) -> None:
+    @property
+    def compares_seconds(self) -> bool:
+        """Whether the seconds of the next attempt are compared, and have to be the device's."""
+        return False
+
+    @property
+    def wants_to_measure(self) -> bool:
+        """Whether a batch to come might be cut smaller only to measure it, if it may be."""
+        return False
+
+    @abc.abstractmethod
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the most rows, 1 … ``num_rows``, that a microbatch of this batch may have.
+
+        Args:
+            num_rows: of the batch.
+            cost: of one row (elements, tokens); None where nobody knows.
+        """
+
+    def record(self, outcome: Outcome) -> None:  # noqa: B027
         """Learn what became of an attempt."""
-        ...
+
+    def suggest(self, rows: int, cost: float | None = None) -> bool:
+        """Start from a size that an earlier run found, and return whether it does."""
+        return False
+
+    def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
+        """Whether what it proposes for a batch is smaller than fits, and only there to measure."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, as plain values that JSON can hold."""
-        ...
+        return {"kind": type(self).__name__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
-        ...
+        """Take over what ``state_dict`` returned.
+
+        Raises:
+            ValueError: another kind of policy wrote it.
+        """
+        require_kind(state, self)
 
 
 def canonical_size(num_rows: int, microbatch_size: int) -> int:

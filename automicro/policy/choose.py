@@ -19,7 +19,8 @@ def make_policy(
     whole batch, and a policy stands for itself. ``name`` is how errors call it.
 
     Raises:
-        TypeError: if the value is of a type that cannot be a size.
+        TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
+            from `Policy`.
         ValueError: if it is a number below 1 or an unknown word.
 
     >>> make_policy("auto"), make_policy(8), make_policy(None)
@@ -40,6 +41,11 @@ def make_policy(
         )
     if isinstance(microbatch_size, Policy):
         return microbatch_size
+    if hasattr(microbatch_size, "propose"):
+        raise TypeError(
+            f"{name} is a {type(microbatch_size).__name__} that proposes sizes and is no Policy: "
+            "derive its class from automicro.Policy, which has defaults for the rest"
+        )
     try:
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:

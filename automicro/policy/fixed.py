@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from automicro.policy.base import Outcome, require_kind, require_rows, require_size
+from automicro.policy.base import Policy, require_rows, require_size
 
 
-class Fixed:
+class Fixed(Policy):
     """Propose always the same size; None stands for the whole batch.
 
     Never adapts, so running out of memory is final.
@@ -17,6 +17,8 @@ class Fixed:
     >>> Fixed(4).propose(10), Fixed(4).propose(3), Fixed(None).propose(10)
     (4, 3, 10)
     """
+
+    adapts = False
 
     def __init__(self, microbatch_size: int | None) -> None:
         self._microbatch_size = (
@@ -37,20 +39,9 @@ class Fixed:
         require_rows(num_rows)
         return num_rows if self._microbatch_size is None else min(self._microbatch_size, num_rows)
 
-    def record(self, outcome: Outcome) -> None:
-        """Learn nothing."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, for whoever reads the state."""
-        return {"kind": "Fixed", "microbatch_size": self._microbatch_size}
+        """Return the size, for whoever reads the state.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that a Fixed policy wrote the state, and keep the size of this one.
-
-        The size is a setting and not something learned: a run that is resumed with another
-        setting means it.
-
-        Raises:
-            ValueError: if another kind of policy wrote the state.
+        It is a setting and nothing learned: a run that is resumed with another one means it.
         """
-        require_kind(state, self)
+        return {"kind": "Fixed", "microbatch_size": self._microbatch_size}

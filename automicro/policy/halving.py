@@ -6,6 +6,7 @@ from typing import Any
 
 from automicro.policy.base import (
     Outcome,
+    Policy,
     cut_size,
     require_cost,
     require_kind,
@@ -38,7 +39,7 @@ LEARNED = (
 )
 
 
-class Halving:
+class Halving(Policy):
     """Try the whole batch first; where it does not fit, half; then the fewest that fit.
 
     - A size that fails within a batch is halved, or, if it was a trial, given up for the size that
@@ -106,15 +107,15 @@ class Halving:
             if max_microbatch_size is None
             else require_size(max_microbatch_size, name="max_microbatch_size")
         )
-        self._multiple_of = require_size(multiple_of, name="multiple_of")
+        self.multiple_of = require_size(multiple_of, name="multiple_of")
         if not 0 <= margin < 1:
             raise ValueError(
                 f"margin is {margin}, but it is the share of the capacity to leave free: give a "
                 f"number from 0 to below 1, such as 0.05"
             )
-        if self._max is not None and self._max < self._multiple_of:
+        if self._max is not None and self._max < self.multiple_of:
             raise ValueError(
-                f"max_microbatch_size={self._max} is below multiple_of={self._multiple_of}: no "
+                f"max_microbatch_size={self._max} is below multiple_of={self.multiple_of}: no "
                 f"size can be both; raise the one or lower the other"
             )
         self._margin = margin
@@ -137,15 +138,13 @@ class Halving:
         # Whether a failure was forgotten that nothing explains: then sizes double.
         self._may_double = False
         self._has_failed = False
-        self.may_measure = True
-        self.grown_from: int | None = None
 
     def __repr__(self) -> str:
         options = {
             "refine": (self._refine, True),
             "grow": (self._grow, True),
             "max_microbatch_size": (self._max, None),
-            "multiple_of": (self._multiple_of, 1),
+            "multiple_of": (self.multiple_of, 1),
             "margin": (self._margin, 0.0),
         }
         told = [f"{name}={value}" for name, (value, usual) in options.items() if value != usual]
@@ -156,12 +155,7 @@ class Halving:
         """Whether the seconds of the next attempt are compared, so that they have to be right."""
         return self._thrash.compares
 
-    @property
-    def multiple_of(self) -> int:
-        """What whoever cuts a batch makes its slices a multiple of."""
-        return self._multiple_of
-
-    def suggest(self, rows: int, cost: float | None = None) -> None:
+    def suggest(self, rows: int, cost: float | None = None) -> bool:
         """Start from a size that an earlier run found; nothing is lost if it is wrong.
 
         Raises:
@@ -170,12 +164,14 @@ class Halving:
 
         >>> policy = Halving()
         >>> policy.suggest(16, cost=128)
+        True
         >>> policy.propose(64, cost=128), policy.propose(64, cost=256)
         (16, 8)
         """
         if cost is not None:
             require_cost(cost)
         self._start = (require_size(rows, name="rows"), cost)
+        return True
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         """Return the largest slice of the coarsest cut that should fit.
@@ -242,7 +238,7 @@ class Halving:
                 return following, False
             if self._cut(num_rows, cost, most) > size and self._lacks_a_chord(cost):
                 smaller = self._cut(num_rows, cost, -(-size // 2))
-                if self.may_measure and self._multiple_of <= smaller < size:
+                if self.may_measure and self.multiple_of <= smaller < size:
                     return smaller, True
                 # Nothing smaller to measure; one trial of twice as many if nothing is against it.
                 if fails is None and not self._thrash.is_pressed:
@@ -264,7 +260,7 @@ class Halving:
         outlying = self._outlier.most_rows(num_rows, cost, self._patience.batches)
         if outlying is not None:
             most = min(most, outlying)
-        return cut_size(num_rows, max(1, int(most)), multiple_of=self._multiple_of)
+        return cut_size(num_rows, max(1, int(most)), multiple_of=self.multiple_of)
 
     def _known_rows(self, num_rows: int, cost: float) -> int:
         """Return how many rows to use where no peak predicts that more have room."""
@@ -287,7 +283,7 @@ class Halving:
     def _following(self, num_rows: int, size: int) -> int:
         """Return the next larger size: of one microbatch less."""
         count = -(-num_rows // size)
-        return cut_size(num_rows, -(-num_rows // (count - 1)), multiple_of=self._multiple_of)
+        return cut_size(num_rows, -(-num_rows // (count - 1)), multiple_of=self.multiple_of)
 
     def _predicted_rows(self, cost: float, *, error: float = ERROR) -> float | None:
         """Return how many rows should have room; None where sizes are not refined."""
@@ -329,7 +325,7 @@ class Halving:
         # Without an allocator that tells of retries there is nothing to compare seconds for.
         if outcome.seconds is not None and outcome.alloc_retries is not None:
             smaller = self._cut(outcome.num_rows, cost, rows - 1) if rows > 1 else rows
-            is_smallest = smaller >= rows or smaller < self._multiple_of
+            is_smallest = smaller >= rows or smaller < self.multiple_of
             self._thrash.observe(
                 seconds=outcome.seconds / (outcome.num_rows * cost),
                 elements=rows * cost,
@@ -387,11 +383,11 @@ class Halving:
             self._trusts_prediction = False
             # Where peaks are measured, later trials narrow a bracket however wide.
             self._ceiling = max(proven, half) if self._predicted_rows(cost) is None else proven
-        if self._ceiling < self._multiple_of <= rows:
+        if self._ceiling < self.multiple_of <= rows:
             logger.warning(
                 "%d rows do not fit: going on with sizes that are not multiples of multiple_of=%d",
                 rows,
-                self._multiple_of,
+                self.multiple_of,
             )
 
     def state_dict(self) -> dict[str, Any]:

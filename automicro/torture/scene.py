@@ -18,7 +18,7 @@ AFTER_THE_GRADIENT = ("unscale", "clip", "step")
 STEPS_AFTER = 2
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that proposes what is written down, batch by batch."""
 
     def __init__(self, sizes: Sequence[int]) -> None:

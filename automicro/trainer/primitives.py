@@ -10,7 +10,7 @@ from automicro.checks import unwrapped
 from automicro.compilation import compile_model
 from automicro.microbatcher import Microbatcher
 from automicro.optimization import GradientScaler
-from automicro.policy import Fixed, Policy, make_policy
+from automicro.policy import Policy, make_policy
 
 
 class Primitives:
@@ -47,7 +47,7 @@ class Primitives:
         compile_model(
             unwrapped(modules[0]),
             compile,
-            sizes_change=not all(isinstance(policy, Fixed) for policy in self.policies),
+            sizes_change=any(policy.adapts for policy in self.policies),
             device=device,
             memory_limit=memory_limit,
         )

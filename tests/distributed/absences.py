@@ -244,6 +244,9 @@ class BreaksAfterAgreement(Halving):
     def multiple_of(self) -> int:
         raise ValueError("no unit")
 
+    @multiple_of.setter
+    def multiple_of(self, unit: int) -> None: ...
+
 
 def fail_after_agreement(rank: int) -> dict[str, Any]:
     """A rank fails between agreeing on a batch and its attempt; buffers have to be sent there."""

@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from automicro import Microbatcher
 from automicro.distributed import CoordinatedRanks
-from automicro.policy import Outcome
+from automicro.policy import Outcome, Policy
 from automicro.results import StepResult
 from tests.distributed.faulty_models import Faults
 
 ROWS = 32
 
 
-class HalvingOnly:
+class HalvingOnly(Policy):
     """Halves what fails, and stays at one row, because planned faults go away.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from automicro import Policy
 from tests.distributed.user_collectives import OPERATIONS, PLACES, end_of, operations_of_torch
 from tests.distributed.world import World, WorldStuckError, world_of
 
@@ -117,7 +118,7 @@ def test_a_collective_at_the_start_of_a_batch_that_one_rank_lacks_is_named(world
         assert "all_reduce" in end["text"]
 
 
-class Forced:
+class Forced(Policy):
     """A policy that proposes what another run has used."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -129,11 +130,6 @@ class Forced:
     def record(self, outcome: Any) -> None:
         assert outcome.fits
         del self.sizes[:1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automicro import Outcome
+from automicro import Outcome, Policy
 
 
 class Boom(Exception):  # noqa: N818
@@ -37,7 +37,7 @@ class FaultAt(TorchDispatchMode):
 
 
 @dataclasses.dataclass
-class Scripted:
+class Scripted(Policy):
     """Proposes for each batch the given sizes, the next one after an attempt that did not fit."""
 
     sizes: Sequence[Sequence[int]]
