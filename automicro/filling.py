@@ -17,21 +17,16 @@ class Fillers:
     """Microbatches that count for nothing, run so that other ranks find their collectives met.
 
     Args:
-        plan: how many.
-        rows: gives the rows that they run on.
+        rows: of each, where the batch lies.
         undo: a transaction around what a forward changes beside gradients.
+
+    Attributes:
+        rows: as given.
     """
 
-    def __init__(
-        self, plan: Plan, rows: Callable[[], Any], undo: Callable[[], Transaction]
-    ) -> None:
-        self._count = plan.num_fillers
-        self._rows = rows
+    def __init__(self, rows: Sequence[Any], undo: Callable[[], Transaction]) -> None:
+        self.rows = rows
         self._undo = undo
-
-    def microbatches(self) -> list[Any]:
-        """Their rows, where the batch lies."""
-        return [self._rows()] * self._count if self._count else []
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -104,11 +99,12 @@ class SpareRows:
                 "first batch"
             ) from error
 
-    def fillers(self, plan: Plan, batches: Sequence[Any], phase: Phase) -> Fillers | None:
-        """Those of a plan; None where it has none."""
-        if not plan.num_fillers:
-            return None
-        return Fillers(plan, lambda: self._take(batches, phase.min_rows), phase.undoing)
+    def fillers(self, plan: Plan, batches: Sequence[Any], phase: Phase) -> Fillers:
+        """Those of a plan."""
+        rows: list[Any] = []
+        if plan.num_fillers:
+            rows = [self._take(batches, phase.rule.min_rows)] * plan.num_fillers
+        return Fillers(rows, phase.undoing)
 
     def _take(self, batches: Sequence[Any], num_rows: int) -> Any:
         source = batches[0] if batches else self._kept

@@ -5,14 +5,14 @@ transaction, commit or roll back, and try smaller slices after running out of me
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from automicro.accumulation import accumulate_outputs
-from automicro.attempts import Plan, make_phases
+from automicro.attempts import Phase, ReadBatch, Recollection, Shared, Step, run
 from automicro.checks import (
     GRADIENT_SUMS,
     PRECISIONS,
@@ -39,24 +39,17 @@ from automicro.observer import Observer
 from automicro.oom import once_more
 from automicro.optimization import OptimizerReservation
 from automicro.passes import Passes
-from automicro.policy import Policy
+from automicro.policy import Policy, make_policy
 from automicro.probe import Probed, Prober
-from automicro.ranks import Agreement, Ranks, telling
+from automicro.ranks import Ranks, telling
 from automicro.reach import Reach
 from automicro.results import EvalResult, StepResult, unevaluated, untrained
-from automicro.sharing import SharedLosses
+from automicro.size_cache.describing import describe_run, describe_shapes
 from automicro.slicing import Contents
 from automicro.splitting import BATCHNORM_MODES, SplitGuard
-from automicro.training_work import TrainingWork
-from automicro.transaction import (
-    GradientMemory,
-    Gradients,
-    Parameters,
-    RandomState,
-    devices_of,
-)
-from automicro.transaction.surroundings import ChangingState
+from automicro.transaction import GradientMemory
 from automicro.weighting import LossAverage, is_declared, read_average
+from automicro.work import EvaluationWork, Setup, TrainingWork
 
 
 class Microbatcher:
@@ -176,21 +169,39 @@ class Microbatcher:
                 "update_metric": update_metric,
             }
         )
-        self._train, self._eval = make_phases(
-            self._modules,
-            self._device,
-            microbatch_size=microbatch_size,
-            eval_microbatch_size=eval_microbatch_size,
-            strict_divisible=strict_divisible,
-            remember_sizes=remember_sizes,
-            repeatable=repeatable,
-            optimizer=innermost,
-            precision=precision,
-            layout=self._layout,
-            observer=carrying.hiding(observer),
+        self._spare = SpareRows(self._layout, self._ranks)
+        shared = Shared(
+            modules=self._modules,
+            device=self._device,
             ranks=self._ranks,
             reach=reach,
+            spare=self._spare,
+            observer=carrying.hiding(observer),
+            repeatable=repeatable,
         )
+
+        def make_phase(name: str, size: Any, argument: str, *, strict: bool = False) -> Phase:
+            describe = functools.partial(
+                describe_run,
+                self._modules,
+                device=self._device,
+                optimizer=innermost,
+                precision=precision,
+                phase=name,
+                layout=self._layout,
+                world_size=self._ranks.world_size,
+            )
+            recollection: Recollection | None = None
+            if remember_sizes and isinstance(size, str):
+                shapes = functools.partial(describe_shapes, layout=self._layout)
+                recollection = Recollection(describe, shapes)
+            policy = make_policy(size, name=argument)
+            return Phase(name, policy, shared, strict_divisible=strict, recollection=recollection)
+
+        self._train = make_phase(
+            "train", microbatch_size, "microbatch_size", strict=strict_divisible
+        )
+        self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
         self._split_guard = SplitGuard(
             self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
@@ -205,11 +216,10 @@ class Microbatcher:
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
         )
-        drawing = devices_of(self._modules, self._device)
-        self._metric_guard = MetricGuard(
+        metric_guard = MetricGuard(
             naming_metrics(carrying.hiding(update_metric) or convention.update_metric),
             self._layout,
-            lambda: [RandomState(drawing, reach.generators)],
+            lambda: [self._train.random_state()],
             is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
         )
         self._passes = Passes(
@@ -220,7 +230,7 @@ class Microbatcher:
             device=self._device,
             autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
-            update_metric=self._metric_guard.update,
+            update_metric=metric_guard.update,
             ranks=self._ranks,
         )
         self._prober = Prober(
@@ -237,18 +247,7 @@ class Microbatcher:
             off=not probe or self._ranks.rank != 0,
             is_alone=not self._ranks.communicates_in_forward,
         )
-        self._spare = SpareRows(self._layout, self._ranks)
-        self._work = TrainingWork(
-            self._passes,
-            self._layout,
-            self._train,
-            device=self._device,
-            split_guard=self._split_guard,
-            metric_guard=self._metric_guard,
-            ranks=self._ranks,
-            spare=self._spare,
-        )
-        self._gradients = GradientMemory(
+        gradients = GradientMemory(
             self._modules,
             sums_in_float32=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS) == "fp32",
             is_alone=self._ranks.is_alone,
@@ -259,9 +258,18 @@ class Microbatcher:
             self._modules,
             innermost,
             memory_limit,
-            sums_in_float32=self._gradients.sums_in_float32 and self._ranks.is_alone,
+            sums_in_float32=gradients.sums_in_float32 and self._ranks.is_alone,
         )
-        self._reservation = OptimizerReservation(innermost)
+        self._setup = Setup(
+            passes=self._passes,
+            spare=self._spare,
+            split_guard=self._split_guard,
+            metric_guard=metric_guard,
+            prober=self._prober,
+            gradients=gradients,
+            memory=self._memory,
+            reservation=OptimizerReservation(innermost),
+        )
         self.wants_to_stop = False
 
     def __repr__(self) -> str:
@@ -389,77 +397,28 @@ class Microbatcher:
         return_outputs: Where,
     ) -> StepResult:
         kept = self._carrying.keep(return_outputs, self._device)
-        with self._memory.limited():
+        with self._memory.limited(), self._split_guard.explaining_memory():
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
                 # Once, however many modules hold them.
                 parameters = list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
                 self._ranks.settle(parameters)
-                rows, contents = self._read(batches)
-                self._passes.check_form(batches, rows)
-                policy = self._split_guard.allowed_policy(self._train.policy)
-                could_split = self._split_guard.could_split(policy, rows)
-                denominators = {}
-                if not self._ranks.is_alone:
-                    denominators = self._passes.denominators(batches, rows)
-                elif is_lazy(self._modules):
-                    self._materialize(batches[0])
+                step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
+                could_split = self._split_guard.could_split(step.policy, step.rows)
                 if could_split and not self._prober.is_done and batches:
                     with self._ranks.looking_alone():
-                        self._prober.look(batches[0], rows[0])
-            watch = self._train.watch(contents)
-            buffers, narrator = self._train.buffers(), self._train.narrator()
-            gradients = Gradients(parameters, self._gradients, inputs=watch.requiring_grad)
-            try:
-                finished = self._train.run(
-                    lambda plan: self._work.attempt(
-                        batches,
-                        plan,
-                        denominators,
-                        watch=watch,
-                        buffers=buffers,
-                        gradients=gradients,
-                        metrics=metrics,
-                        kept=kept,
-                        narrator=narrator,
-                        reads=accept is not None,
-                    ),
-                    [
-                        Parameters(parameters),
-                        watch,
-                        *self._changing_state(),
-                        self._reservation,
-                        kept,
-                        buffers,
-                        gradients,  # the last: hooks at its commit may change all others
-                    ],
-                    batches=batches,
-                    rows=rows,
-                    costs=list(map(cost_of_row, contents, rows)),
-                    metrics=metrics,
-                    measure_residents=lambda: self._memory.measure(
-                        training=True,
-                        upcoming_bytes=self._reservation.upcoming_bytes,
-                        shared_inputs=self._shared(batches),
-                    ),
-                    narrator=narrator,
-                    policy=policy,
-                    accept=None if accept is None else lambda losses: accept(losses[0]),
-                    denominators=denominators,
-                    wants_to_stop=self.wants_to_stop,
-                    sharing=SharedLosses(self._device, at_once=accept is not None),
-                    spare=self._spare,
-                )
-            except torch.OutOfMemoryError as error:
-                self._split_guard.explain_oom(error)
-                raise
-        if isinstance(finished, Agreement):
-            return untrained(stops=finished.stops)
-        (loss, losses), is_committed = finished.result, finished.is_committed
+                        self._prober.look(batches[0], step.rows[0])
+            work = TrainingWork(
+                self._setup, self._train, step, metrics, kept, parameters=parameters, accept=accept
+            )
+            finished = run(step, work, self._train)
+        if finished.result is None:
+            return untrained(stops=finished.plan.stops)
+        loss, losses = finished.result
         return StepResult(
             loss=loss,
             losses=losses,
-            is_committed=is_committed,
+            is_committed=finished.is_committed,
             loss_average_is=self.loss_average_is,
             outputs=kept.outputs,
             carry=kept.carry,
@@ -507,13 +466,6 @@ class Microbatcher:
         batch = self._carrying.beside(batch, carry)
         return self._without_gradients(batch, None, True, predicts=True).outputs
 
-    def _shared(self, batches: Sequence[Any]) -> list[Tensor]:
-        """What lies on the device with every microbatch: of several batches, the most of one."""
-        each: list[list[Tensor]] = []
-        with contextlib.suppress(Exception):  # it is for words, where memory has run out
-            each = [self._layout.shared(batch) for batch in batches]
-        return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
-
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Evaluation mode for several batches, with one change of modes around all of them.
 
@@ -532,52 +484,15 @@ class Microbatcher:
             with telling(self._ranks):
                 self._ranks.settle()
                 batches = self._spare.given(batch)
-                rows, contents = self._read(batches)
-                if not predicts:
-                    self._passes.check_form(batches, rows)
-                if self._ranks.is_alone and is_lazy(self._modules):
-                    self._materialize(batch)
-                if (
-                    not predicts
-                    and batches
-                    and self._split_guard.could_split(self._eval.policy, rows)
-                ):
+                policy = self._eval.policy
+                step = self._read(batches, policy, checks_form=not predicts)
+                if not predicts and batches and self._split_guard.could_split(policy, step.rows):
                     with self._ranks.looking_alone():
-                        self._prober.look_at_evaluation(batches[0], rows[0])
-            watch = self._eval.watch(contents)
-            narrator = self._eval.narrator()
-
-            def attempt(plan: Plan) -> Any:
-                self._metric_guard.expect(metrics, plan.cuts)
-                return accumulate_outputs(
-                    self._passes,
-                    self._passes.cut(batches, plan.cuts, sizes_change=self._eval.adapts),
-                    watch=watch,
-                    device=self._device,
-                    metrics=metrics,
-                    kept=kept,
-                    ranks=self._ranks,
-                    fillers=self._spare.fillers(plan, batches, self._eval),
-                    predicts=predicts,
-                    narrator=narrator,
-                )
-
-            finished = self._eval.run(
-                attempt,
-                [watch, *self._changing_state(), kept, self._eval.buffers()],
-                batches=batches,
-                rows=rows,
-                costs=list(map(cost_of_row, contents, rows)),
-                metrics=metrics,
-                measure_residents=lambda: self._memory.measure(
-                    training=False, shared_inputs=self._shared(batches)
-                ),
-                narrator=narrator,
-                wants_to_stop=self.wants_to_stop,
-                spare=self._spare,
-            )
-        if isinstance(finished, Agreement):
-            return unevaluated(stops=finished.stops)
+                        self._prober.look_at_evaluation(batches[0], step.rows[0])
+            work = EvaluationWork(self._setup, self._eval, step, metrics, kept, predicts=predicts)
+            finished = run(step, work, self._eval)
+        if finished.result is None:
+            return unevaluated(stops=finished.plan.stops)
         loss, losses, denominators = finished.result
         return EvalResult(
             loss=loss,
@@ -588,18 +503,33 @@ class Microbatcher:
             **finished.counts,
         )
 
-    def _read(self, batches: Sequence[Any]) -> tuple[list[int], list[Contents]]:
-        """The rows of each batch, and what it is made of."""
-        return once_more(
-            lambda: (self._spare.rows_of(batches), list(map(Contents, batches))),
+    def _read(self, batches: Sequence[Any], policy: Policy, *, checks_form: bool = True) -> Step:
+        """Batches as a step, each read once. Lazy modules take their shapes from the first."""
+        read = once_more(
+            lambda: self._read_once(batches),
             self._device,
             doing="reading the structure of the batch",
         )
+        rows = [each.num_rows for each in read]
+        if checks_form:
+            self._passes.check_form(batches, rows)
+        denominators: Mapping[str, float] = {}
+        if not self._ranks.is_alone:
+            denominators = self._passes.denominators(batches, rows)
+        elif is_lazy(self._modules):
+            with self._train.initializing():
+                self._passes.materialize(batches[0])
+        return Step(
+            batches=read,
+            policy=policy,
+            denominators=denominators,
+            wants_to_stop=self.wants_to_stop,
+        )
 
-    def _changing_state(self) -> list[ChangingState]:
-        """What looks have shown that forwards change beside tensors; nothing, as a rule."""
-        return [ChangingState(self._prober.changing)] if self._prober.changing else []
-
-    def _materialize(self, batch: Any) -> None:
-        with self._train.initializing():
-            self._passes.materialize(batch)
+    def _read_once(self, batches: Sequence[Any]) -> list[ReadBatch]:
+        found = []
+        for batch, num_rows in zip(batches, self._spare.rows_of(batches), strict=True):
+            contents = Contents(batch)
+            cost = cost_of_row(contents, num_rows)
+            found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=contents))
+        return found

@@ -50,6 +50,10 @@ class Passes:
         run_backward: computes gradients from a loss.
         update_metric: feeds one metric with outputs and microbatch, and is told its name.
         ranks: that train together; gradients are taken to be averaged over them.
+
+    Attributes:
+        layout: as given.
+        device: as given.
     """
 
     def __init__(
@@ -68,8 +72,8 @@ class Passes:
         self._modules = modules
         self._convention = convention
         self._averages = averages
-        self._layout = layout
-        self._device = device
+        self.layout = layout
+        self.device = device
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
         self._update_metric = update_metric
@@ -87,7 +91,7 @@ class Passes:
         Raises:
             BatchError: the last batch is a list of rows.
         """
-        if self._convention.needs_pairs and self._layout.holds_rows:
+        if self._convention.needs_pairs and self.layout.holds_rows:
             raise BatchError(
                 f"with loss_fn a batch is a pair (inputs, targets), and this "
                 f"{type(batches[-1]).__name__} is read as {rows[-1]} rows, one in each element; "
@@ -113,15 +117,15 @@ class Passes:
             self._row_dims = {}
             if sizes_change and compiler_is_used():
                 for batch in batches:
-                    self._row_dims |= self._layout.row_dims(batch)
+                    self._row_dims |= self.layout.row_dims(batch)
             return once_more(
                 lambda: [self._cut_one(*each) for each in zip(batches, cuts, strict=True)],
-                self._device,
+                self.device,
                 doing="cutting the batch into microbatches",
             )
 
     def _cut_one(self, batch: Any, sizes: Sequence[int]) -> CutBatch:
-        microbatches = self._layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+        microbatches = self.layout.split(batch, sizes) if len(sizes) > 1 else [batch]
         return CutBatch(batch=batch, microbatches=microbatches, sizes=sizes)
 
     def weights(
@@ -189,7 +193,7 @@ class Passes:
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
-        return [tensor for _, tensor in self._layout.leaves(batch)]
+        return [tensor for _, tensor in self.layout.leaves(batch)]
 
     def train(
         self,
@@ -304,7 +308,7 @@ class Passes:
         """Forward of one microbatch for its outputs alone."""
         if tell is not None:
             tell("forward_start")
-        predict = functools.partial(self._convention.predict, holds_rows=self._layout.holds_rows)
+        predict = functools.partial(self._convention.predict, holds_rows=self.layout.holds_rows)
         outputs = self._forward(predict, microbatch)
         if tell is not None:
             tell("forward_end")
@@ -317,9 +321,9 @@ class Passes:
         and happens only once.
         """
         with on_host():
-            row = self._layout.take_rows(batch, [0])
+            row = self.layout.take_rows(batch, [0])
         with extra_pass(), evaluation_mode(self._modules), torch.no_grad(), uncompiled():
-            moved = next(on_device([row], self._device, isolate=True))
+            moved = next(on_device([row], self.device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 
     def _forward(self, forward: Callable[..., T], microbatch: Any, tell: Tell | None = None) -> T:
@@ -330,7 +334,7 @@ class Passes:
         if dtype is None and not self._row_dims:  # costs as little as can be
             return forward(self._modules[0], microbatch)
         # None of ours leaves the caller's own, around the call, as it is.
-        ours = _NOTHING if dtype is None else torch.autocast(self._device.type, dtype)
+        ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
         with dynamic_rows(microbatch, self._row_dims), ours:
             return forward(self._modules[0], microbatch)
 

@@ -1,7 +1,9 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from automicro.batchnorm import batchnorm_buffers, batchnorm_message, find_batchnorm
@@ -67,16 +69,21 @@ class SplitGuard:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]
 
-    def explain_oom(self, error: BaseException) -> None:
+    @contextlib.contextmanager
+    def explaining_memory(self) -> Iterator[None]:
         """Add to an out-of-memory error that splitting was disabled, where it was."""
-        names = self._batchnorm_names() if self._mode == "disable" else []
-        if names:
-            add_note(
-                error,
-                f"automicro: batchnorm='disable' keeps batches whole because of {names[0]!r}"
-                f"{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}; "
-                "batchnorm='warn' would split them, with statistics over fewer rows",
-            )
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            names = self._batchnorm_names() if self._mode == "disable" else []
+            if names:
+                add_note(
+                    error,
+                    f"automicro: batchnorm='disable' keeps batches whole because of {names[0]!r}"
+                    f"{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}; "
+                    "batchnorm='warn' would split them, with statistics over fewer rows",
+                )
+            raise
 
     def warn(self, sizes: Sequence[int], buffers: Buffers) -> None:
         """Warn, the first time that a batch is really split, and of buffers that change later.

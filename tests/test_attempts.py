@@ -3,18 +3,18 @@
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
-from automicro.attempts import CutRule, Finished, run_attempts
+from automicro.attempts import CutRule, Finished, Phase, Plan, ReadBatch, Shared, Step
+from automicro.attempts import run as run_step
 from automicro.memory import ResidentMemory
+from automicro.observer import Narrator
 from automicro.policy import Policy
-from automicro.transaction import Transaction
-
-CPU = torch.device("cpu")
+from automicro.transaction import Part
 
 
 def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
@@ -27,24 +27,52 @@ def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
     return attempt
 
 
+class Attempt:
+    """A work that is its attempt, with parts that it does not touch."""
+
+    narrator: Narrator | None = None
+
+    def __init__(
+        self,
+        attempt: Callable[[list[int]], str],
+        parts: Sequence[Part] = (),
+        residents: ResidentMemory | None = None,
+    ) -> None:
+        self._attempt, self._parts, self._residents = attempt, parts, residents
+
+    def parts(self) -> Sequence[Part]:
+        return self._parts
+
+    def attempt(self, plan: Plan) -> str:
+        return self._attempt([size for sizes in plan.cuts for size in sizes])
+
+    def numbers(self, result: str) -> Sequence[float]:
+        return ()
+
+    def combined(self, result: str, sums: Sequence[float]) -> str:
+        return result
+
+    def accepts(self, result: str) -> bool:
+        return True
+
+    def residents(self) -> ResidentMemory | None:
+        return self._residents
+
+
 def run(
     attempt: Callable[[list[int]], str],
     num_rows: int | list[int],
     policy: Policy,
     rule: CutRule | None = None,
-    transaction: Transaction | None = None,
+    *,
+    parts: Sequence[Part] = (),
+    residents: ResidentMemory | None = None,
 ) -> Finished[str]:
     rows = [num_rows] if isinstance(num_rows, int) else num_rows
-    finished = run_attempts(
-        lambda plan: attempt([size for sizes in plan.cuts for size in sizes]),
-        rows=rows,
-        policy=policy,
-        rule=rule or CutRule(),
-        transaction=transaction or Transaction([]),
-        device=CPU,
-    )
-    assert isinstance(finished, Finished)
-    return finished
+    step = Step(batches=[ReadBatch(batch=None, num_rows=each) for each in rows], policy=policy)
+    phase = Phase("train", policy, Shared(modules=[], device=torch.device("cpu")))
+    phase.rule = rule or phase.rule
+    return run_step(step, Attempt(attempt, parts, residents), phase)
 
 
 class Stubborn:
@@ -145,7 +173,7 @@ def test_tensors_of_a_failed_attempt_are_dead_before_the_next() -> None:
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
 def test_a_rollback_that_runs_out_of_memory_is_tried_again(error: BaseException) -> None:
     part = Stubborn(error)
-    assert run(fits(2, []), 4, Halving(), transaction=Transaction([part])).failed_sizes == (4,)
+    assert run(fits(2, []), 4, Halving(), parts=[part]).failed_sizes == (4,)
     assert part.num_rollbacks == 2
     assert not part.is_open
 
@@ -159,7 +187,7 @@ def test_an_interrupt_while_rolling_back_comes_after_the_rollback(cause: Excepti
         raise cause
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        run(attempt, 4, Halving(), transaction=Transaction([part]))
+        run(attempt, 4, Halving(), parts=[part])
     assert caught.value is interrupt
     assert not part.is_open
 
@@ -167,7 +195,7 @@ def test_an_interrupt_while_rolling_back_comes_after_the_rollback(cause: Excepti
 def test_a_state_that_cannot_be_put_back_is_a_named_error() -> None:
     part = Stubborn(ValueError("first"), ValueError("second"))
     with pytest.raises(RollbackError, match="second") as caught:
-        run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
+        run(fits(2, []), 4, Halving(), parts=[part])
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
@@ -175,7 +203,7 @@ def test_a_part_that_says_why_it_cannot_go_back_is_quoted_as_it_is() -> None:
     error = RollbackError("clone the input")
     part = Stubborn(error, error)
     with pytest.raises(RollbackError, match=r"^clone the input$"):
-        run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
+        run(fits(2, []), 4, Halving(), parts=[part])
 
 
 def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
@@ -188,7 +216,7 @@ def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
 
     monkeypatch.setattr("automicro.attempts.trial.release", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(fits(2, []), 4, Halving(), transaction=Transaction([part]))
+        run(fits(2, []), 4, Halving(), parts=[part])
     assert not part.is_open
 
 
@@ -200,7 +228,7 @@ def test_a_lost_device_is_said_even_where_nothing_can_be_put_back() -> None:
         raise lost
 
     with pytest.raises(RuntimeError) as caught:
-        run(attempt, 4, Halving(), transaction=Transaction([part]))
+        run(attempt, 4, Halving(), parts=[part])
     assert caught.value is lost
     assert "the device is lost" in lost.__notes__[0]
 
@@ -216,15 +244,7 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def refusal(residents: ResidentMemory | None) -> str:
     with pytest.raises(SampleTooLargeError) as caught:
-        run_attempts(
-            lambda plan: fits(0, [])(plan.cuts[0]),
-            rows=[2],
-            policy=Halving(),
-            rule=CutRule(),
-            transaction=Transaction([]),
-            device=CPU,
-            measure_residents=None if residents is None else lambda: residents,
-        )
+        run(fits(0, []), 2, Halving(), residents=residents)
     return str(caught.value)
 
 

@@ -405,8 +405,8 @@ def test_two_phases_share_what_is_known_of_large_buffers() -> None:
 
     mb = Microbatcher(Large(), loss_fn=nn.MSELoss())
     mb.evaluate(data())
-    memory = mb._train._buffers
-    assert memory is mb._eval._buffers
+    memory = mb._train._shared.buffers
+    assert memory is mb._eval._shared.buffers
     assert len(memory._stable) == 1
 
 

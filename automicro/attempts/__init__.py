@@ -1,9 +1,22 @@
-"""Attempts at a step: propose a size, cut, attempt, commit or roll back, until a batch fits."""
+"""The loop around a step: propose, attempt, commit or roll back."""
 
 from automicro.attempts.cut_rule import CutRule
-from automicro.attempts.phase import Phase
-from automicro.attempts.phases import make_phases
-from automicro.attempts.plan import Plan
-from automicro.attempts.run import Finished, run_attempts
+from automicro.attempts.phase import Phase, Shared
+from automicro.attempts.plan import Finished, Plan
+from automicro.attempts.recollection import Recollection
+from automicro.attempts.run import run
+from automicro.attempts.step import ReadBatch, Step
+from automicro.attempts.trial import Work
 
-__all__ = ["CutRule", "Finished", "Phase", "Plan", "make_phases", "run_attempts"]
+__all__ = [
+    "CutRule",
+    "Finished",
+    "Phase",
+    "Plan",
+    "ReadBatch",
+    "Recollection",
+    "Shared",
+    "Step",
+    "Work",
+    "run",
+]

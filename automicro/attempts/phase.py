@@ -1,23 +1,23 @@
 """Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from automicro.attempts.cut_rule import CutRule
-from automicro.attempts.plan import Plan
+from automicro.attempts.plan import Finished
 from automicro.attempts.recollection import Recollection
-from automicro.attempts.run import Finished, Spare, run_attempts
-from automicro.attempts.trial import Sharing
+from automicro.attempts.step import Step
 from automicro.inputs import InputGuard, InputWatch
-from automicro.memory import Meter, ResidentMemory
+from automicro.memory import Meter
 from automicro.observer import Narrator, Observer
 from automicro.policy import Policy
-from automicro.ranks import Agreement, OneRank, Ranks, telling
+from automicro.ranks import OneRank, Ranks, telling
 from automicro.reach import Reach
 from automicro.slicing import Contents
 from automicro.torch_private import is_uninitialized
@@ -27,7 +27,6 @@ from automicro.transaction import (
     Growth,
     Metrics,
     OwnGenerators,
-    Part,
     RandomState,
     TensorCopy,
     Transaction,
@@ -35,73 +34,113 @@ from automicro.transaction import (
     flatten_metrics,
 )
 
-T = TypeVar("T")
+
+class Spare(Protocol):
+    """Rows that a rank runs fillers on."""
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether this rank has none."""
+
+    def pass_on(self, lender: int) -> None:
+        """Give those of one rank to all that have none. All ranks call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What training and evaluation have in common.
+
+    Attributes:
+        modules: everything that takes part.
+        device: where they compute.
+        ranks: that run steps together.
+        reach: modules and generators that the caller's functions get at by themselves.
+        spare: rows for the fillers of a rank that has none; None where there are no ranks.
+        observer: told of every attempt; None for nobody.
+        repeatable: whether sizes may not depend on how long attempts took.
+    """
+
+    modules: Sequence[nn.Module]
+    device: torch.device
+    ranks: Ranks = field(default_factory=OneRank)
+    reach: Reach = field(default_factory=lambda: Reach({}))
+    spare: Spare | None = None
+    observer: Observer | None = None
+    repeatable: bool = False
+
+    @functools.cached_property
+    def buffers(self) -> BufferMemory:
+        """What is known of the modules' buffers."""
+        return BufferMemory(self.modules, self.reach.modules)
+
+    @functools.cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that draw and compute, the main one first."""
+        return devices_of([*self.modules, *self.reach.modules().values()], self.device)
 
 
 class Phase:
-    """Runs steps at the sizes of one policy, each as one transaction.
+    """Training, or evaluation: its sizes, and what outlives its steps.
 
     Args:
         name: ``"train"`` or ``"eval"``.
         policy: proposes sizes.
-        modules: everything that takes part.
-        device: where they compute.
+        shared: with the other phase.
         strict_divisible: whether a batch must be a multiple of the size.
-        repeatable: whether sizes may not depend on how long attempts took.
-        observer: told of every attempt; None for nobody.
         recollection: of sizes that earlier runs found; None for none.
-        ranks: that run steps together.
-        reach: modules and generators that the caller's functions get at by themselves.
-        buffers: what is known of the modules' buffers; both phases share it.
 
     Attributes:
         policy: as given.
         size: rows of the largest microbatch of the last batch; None before the first.
+        rule: turns sizes into slices.
+        device: where the modules compute.
+        ranks: that run steps together.
+        reach: as shared.
+        spare: as shared.
+        is_training: whether gradients are computed.
     """
 
     def __init__(
         self,
         name: str,
         policy: Policy,
-        modules: Sequence[nn.Module],
-        device: torch.device,
+        shared: Shared,
         *,
         strict_divisible: bool = False,
-        repeatable: bool = False,
-        observer: Observer | None = None,
         recollection: Recollection | None = None,
-        ranks: Ranks | None = None,
-        reach: Reach | None = None,
-        buffers: BufferMemory | None = None,
     ) -> None:
         self.policy = policy
         self.size: int | None = None
+        self.rule = CutRule(strict_divisible=strict_divisible)
+        self.device, self.ranks = shared.device, shared.ranks
+        self.reach, self.spare = shared.reach, shared.spare
+        self.is_training = name == "train"
+        self.is_repeatable = shared.repeatable
+        self._meter = Meter(shared.devices, repeatable=shared.repeatable)
         self._name = name
-        self._device = device
-        self._ranks = ranks or OneRank()
-        self._observer = observer
+        self._shared = shared
         self._recollection = recollection
         self._is_new = True
-        self._rule = CutRule(strict_divisible=strict_divisible)
-        self._reach = reach or Reach({"": modules})
-        self._devices = devices_of([*modules, *self._reach.modules().values()], device)
-        self._meter = Meter(self._devices, repeatable=repeatable)
-        self._buffers = buffers or BufferMemory(modules, self._reach.modules)
         self._growth = Growth()
         self._inputs = InputGuard()
 
     def __repr__(self) -> str:
         size = "" if self.size is None else f", last {self.size} rows"
-        return f"microbatch_size={self.policy!r}{size}, device={str(self._device)!r}"
+        return f"microbatch_size={self.policy!r}{size}, device={str(self.device)!r}"
 
     @property
     def adapts(self) -> bool:
         """Whether sizes may change."""
         return self.policy.adapts
 
+    @property
+    def meter(self) -> Meter | None:
+        """What measures attempts, where sizes may change."""
+        return self._meter if self.adapts else None
+
     def state_dict(self) -> dict[str, Any]:
         """What was found, as plain values."""
-        return {"policy": self.policy.state_dict(), "min_rows": self._rule.min_rows}
+        return {"policy": self.policy.state_dict(), "min_rows": self.rule.min_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was found earlier.
@@ -111,22 +150,15 @@ class Phase:
         """
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
-        self._rule.min_rows = state["min_rows"]
+        self.rule.min_rows = state["min_rows"]
 
     def watch(self, batches: Sequence[Contents]) -> InputWatch:
         """Guard the batches of a step against a model that writes into its input."""
-        return self._inputs.watch(batches, self._device)
-
-    @property
-    def min_rows(self) -> int:
-        """The fewest rows of a slice."""
-        return self._rule.min_rows
+        return self._inputs.watch(batches, self.device)
 
     def undoing(self) -> Transaction:
         """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
-        return Transaction(
-            [Buffers(self._buffers), RandomState(self._devices, self._reach.generators)]
-        )
+        return Transaction([self.buffers(), self.random_state()])
 
     @contextlib.contextmanager
     def initializing(self) -> Iterator[None]:
@@ -136,11 +168,11 @@ class Phase:
         """
         ready = [
             TensorCopy(buffer)
-            for _, module in self._buffers.owners()
+            for _, module in self._shared.buffers.owners()
             for buffer in module.buffers(recurse=False)
             if not is_uninitialized(buffer)
         ]
-        generators = OwnGenerators(self._reach.generators())
+        generators = OwnGenerators(self.reach.generators())
         generators.begin()
         try:
             yield
@@ -151,95 +183,36 @@ class Phase:
 
     def buffers(self) -> Buffers:
         """The buffers of the modules, for one step."""
-        return Buffers(self._buffers)
+        return Buffers(self._shared.buffers)
 
-    def _random_state(self) -> RandomState:
-        return RandomState(self._devices, self._reach.generators)
+    def random_state(self) -> RandomState:
+        """Every generator that a step may draw from."""
+        return RandomState(self._shared.devices, self.reach.generators)
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""
-        return None if self._observer is None else Narrator(self._observer, self._name)
+        observer = self._shared.observer
+        return None if observer is None else Narrator(observer, self._name)
 
-    def run(
-        self,
-        attempt: Callable[[Plan], T],
-        parts: Sequence[Part],
-        *,
-        batches: Sequence[Any],
-        rows: Sequence[int],
-        costs: Sequence[float],
-        metrics: Any,
-        measure_residents: Callable[[], ResidentMemory],
-        narrator: Narrator | None,
-        policy: Policy | None = None,
-        accept: Callable[[T], bool] | None = None,
-        denominators: Mapping[str, float] | None = None,
-        wants_to_stop: bool = False,
-        sharing: Sharing[T] | None = None,
-        spare: Spare | None = None,
-    ) -> Finished[T] | Agreement:
-        """Run a step until it fits; see `run_attempts`.
+    def metrics(self, metrics: Any) -> Metrics:
+        """What is updated with the rows of one step."""
+        with telling(self.ranks):
+            return Metrics(flatten_metrics(metrics), self._growth)
 
-        Args:
-            attempt: does the work for the slices of a plan.
-            parts: what it changes, besides random numbers and metrics.
-            batches: of the step.
-            rows: of each batch.
-            costs: elements of one row of each batch.
-            metrics: that it updates.
-            measure_residents: what lies on the device at any size.
-            narrator: tells of it.
-            policy: in place of the phase's.
-            accept: asked once it went through; False rolls it back.
-            denominators: of the batches, for several ranks.
-            wants_to_stop: whether this rank asks for the end of the run.
-            sharing: what of the result is shared with other ranks.
-            spare: rows for the fillers of a rank that has none.
-        """
-        recollection = self._recollection if self.adapts else None
-        recalled_size: int | None = None
-        if recollection is not None:
-            recalled_size = recollection.look_up(
-                batches[0] if batches else None,
-                rows[0] if rows else 0,
-                self.policy,
-                is_new=self._is_new,
-                row_cost=costs[0] if costs else None,
-                ranks=self._ranks,
+    def begin(self, step: Step) -> int | None:
+        """A step is about to be attempted; the rows that it starts from, if an earlier run says."""
+        recalled: int | None = None
+        if self._recollection is not None and self.adapts:
+            first = step.batches[0] if step.batches else None
+            recalled = self._recollection.look_up(
+                first, self.policy, is_new=self._is_new, ranks=self.ranks
             )
         self._is_new = False
-        self._reach.step()
-        with telling(self._ranks):
-            counted = Metrics(flatten_metrics(metrics), self._growth)
-        finished = run_attempts(
-            attempt,
-            rows=rows,
-            costs=costs,
-            policy=policy or self.policy,
-            rule=self._rule,
-            transaction=Transaction(
-                [
-                    *parts,
-                    self._random_state(),
-                    counted,
-                ]
-            ),
-            device=self._device,
-            accept=accept,
-            meter=self._meter if self.adapts else None,
-            measure_residents=measure_residents,
-            narrator=narrator,
-            ranks=self._ranks,
-            denominators=denominators,
-            wants_to_stop=wants_to_stop,
-            training=self._name == "train",
-            sharing=sharing,
-            spare=spare,
-            last_size=self.size,
-        )
-        if isinstance(finished, Agreement):
-            return finished
+        self.reach.step()
+        return recalled
+
+    def end(self, step: Step, finished: Finished[Any]) -> None:
+        """It is done: learn from it."""
         self.size = finished.microbatch_size
-        if recollection is not None:
-            recollection.take_down(finished, costs)
-        return dataclasses.replace(finished, recalled_size=recalled_size)
+        if self._recollection is not None and self.adapts:
+            self._recollection.take_down(finished, step.costs)

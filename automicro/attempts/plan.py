@@ -1,12 +1,17 @@
-"""What one attempt will run: the slices of each batch, agreed on with the other ranks."""
+"""What an attempt will run, agreed on with the other ranks, and what came of it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from automicro.attempts.cut_rule import CutRule
+from automicro.attempts.step import ReadBatch, Step
 from automicro.errors import BatchError
+from automicro.memory import Measured
 from automicro.policy import Policy
 from automicro.ranks import Agreement, Proposal, Ranks, rows_of_microbatches
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +19,7 @@ class Plan:
     """What one attempt will run.
 
     Attributes:
-        cuts: rows of each slice of each batch of this rank.
+        cuts: rows of each slice of each batch of this rank; none where no rank has any row.
         size: rows of the largest slice, of any rank.
         num_microbatches: that every rank runs.
         num_rows: of the batch that speaks for the step: the one with the largest slice, or of
@@ -48,37 +53,71 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bid:
-    """What this rank brings to a step, at any size.
+class Finished(Generic[T]):
+    """What came of a step, and how many attempts it took.
 
     Attributes:
-        rows: of each batch.
-        costs: of one row of each, None where they are not known.
-        denominators: of the batches, by the name of the loss.
-        wants_to_stop: whether this rank asks for the end of the run.
-        training: whether gradients are computed.
+        result: of the attempt that succeeded; None where no rank had any row, and none was made.
+        plan: what the last attempt ran.
+        attempts: how many were made.
+        failed_sizes: rows of the largest slice of each attempt that ran out of memory.
+        is_committed: False where it was not accepted, and was rolled back.
+        measured: what the last attempt took, where somebody measured.
+        recalled_size: rows that an earlier run found, where the step was the first to use them.
+        grown_from: rows that had been known to fit, where the step was the first with more.
     """
 
-    rows: Sequence[int]
-    costs: Sequence[float | None]
-    denominators: Mapping[str, float] = field(default_factory=dict)
-    wants_to_stop: bool = False
-    training: bool = True
+    result: T | None
+    plan: Plan
+    attempts: int = 0
+    failed_sizes: tuple[int, ...] = ()
+    is_committed: bool = False
+    measured: Measured | None = None
+    recalled_size: int | None = None
+    grown_from: int | None = None
+
+    @property
+    def cuts(self) -> list[list[int]]:
+        """Rows of each slice of each batch."""
+        return self.plan.cuts
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of the largest slice."""
+        return self.plan.size
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What results tell of rows, slices and attempts, by the names of their fields."""
+        plan = self.plan
+        return {
+            "num_samples": sum(map(sum, plan.cuts)),
+            "num_global_samples": plan.num_global_rows,
+            "microbatch_size": plan.size,
+            "num_microbatches": plan.num_microbatches,
+            "attempts": self.attempts,
+            "failed_sizes": self.failed_sizes,
+            "recalled_size": self.recalled_size,
+            "is_measuring": plan.is_measuring,
+            "grown_from": self.grown_from,
+            "stops": plan.stops,
+        }
 
 
-def plan_alone(bid: Bid, policy: Policy, rule: CutRule) -> Plan:
+def plan_alone(step: Step, rule: CutRule) -> Plan:
     """The plan of one process.
 
     Raises:
         BatchError: as `CutRule.cut`.
     """
+    unit = step.policy.multiple_of
     cuts = [
-        rule.cut(num_rows, _propose(policy, rule, num_rows, cost), multiple_of=policy.multiple_of)
-        for num_rows, cost in zip(bid.rows, bid.costs, strict=True)
+        rule.cut(each.num_rows, _propose(each, step.policy, rule), multiple_of=unit)
+        for each in step.batches
     ]
     # The batch with the largest slice, in elements, speaks for the step.
     sizes, cost = max(
-        zip(cuts, bid.costs, strict=True),
+        zip(cuts, step.costs, strict=True),
         key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
     )
     return Plan(
@@ -87,50 +126,46 @@ def plan_alone(bid: Bid, policy: Policy, rule: CutRule) -> Plan:
         num_microbatches=sum(map(len, cuts)),
         num_rows=sum(sizes),
         cost=cost,
-        num_global_rows=sum(bid.rows),
-        stops=bid.wants_to_stop,
-        is_measuring=any(map(policy.is_measuring, bid.rows, bid.costs)),
+        num_global_rows=sum(step.rows),
+        stops=step.wants_to_stop,
+        is_measuring=any(map(step.policy.is_measuring, step.rows, step.costs)),
     )
 
 
-def propose_to(bid: Bid, policy: Policy, rule: CutRule, *, lacks_rows: bool = False) -> Proposal:
+def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
     """What this rank brings to an agreement.
 
     Args:
-        bid: at any size.
-        policy: proposes one.
-        rule: turns it into slices.
+        step: at any size.
+        rule: turns sizes into slices.
+        training: whether gradients are computed.
         lacks_rows: whether it has no rows, not even for fillers.
     """
-    sizes = [
-        _propose(policy, rule, num_rows, cost)
-        for num_rows, cost in zip(bid.rows, bid.costs, strict=True)
-    ]
-    largest = max(bid.rows, default=0)
+    sizes = [_propose(each, step.policy, rule) for each in step.batches]
+    largest = max(step.rows, default=0)
     # A batch that goes whole says nothing of the size of others.
-    cut = [size for size, rows in zip(sizes, bid.rows, strict=True) if size < rows]
+    cut = [size for size, rows in zip(sizes, step.rows, strict=True) if size < rows]
     return Proposal(
-        num_rows=sum(bid.rows),
+        num_rows=sum(step.rows),
         microbatch_size=min(cut, default=max(largest, 1)),
-        denominators=bid.denominators,
-        num_batches=len(bid.rows),
+        denominators=step.denominators,
+        num_batches=len(step.batches),
         max_rows=largest,
-        cost=max((cost for cost in bid.costs if cost is not None), default=None),
-        wants_to_stop=bid.wants_to_stop,
-        training=bid.training,
+        cost=max((cost for cost in step.costs if cost is not None), default=None),
+        wants_to_stop=step.wants_to_stop,
+        training=training,
         lacks_rows=lacks_rows,
     )
 
 
-def plan_together(
-    bid: Bid, agreement: Agreement, ranks: Ranks, policy: Policy, rule: CutRule
-) -> Plan:
+def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks) -> Plan:
     """The plan of this rank: as many microbatches as every other one runs.
 
     Raises:
         BatchError: ``strict_divisible`` is set, and ranks have batches of different rows.
     """
-    size, unit = agreement.microbatch_size, policy.multiple_of
+    policy, size = step.policy, agreement.microbatch_size
+    unit = policy.multiple_of
     if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_rows:
         raise BatchError(
             f"strict_divisible=True: ranks have from {agreement.min_rows} to {agreement.max_rows} "
@@ -142,11 +177,11 @@ def plan_together(
         widest = rule.cut(agreement.max_rows, size, multiple_of=unit)
         size, count = widest[0], len(widest)
         if unit > 1 or rule.strict_divisible:
-            cuts = [rule.cut(rows, size, multiple_of=unit) for rows in bid.rows]
+            cuts = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
-            cuts = [_balanced(rows, count, rule.min_rows) for rows in bid.rows]
+            cuts = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
     else:
-        cuts = [rule.cut(rows, size, multiple_of=unit) for rows in bid.rows]
+        cuts = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         count = int(ranks.most(sum(map(len, cuts))))
     return Plan(
         cuts=cuts,
@@ -161,12 +196,24 @@ def plan_together(
     )
 
 
+def nothing_to_run(*, stops: bool) -> Plan:
+    """The plan where no rank has any row.
+
+    >>> nothing_to_run(stops=False).num_microbatches
+    0
+    """
+    return Plan(
+        cuts=[], size=0, num_microbatches=0, num_rows=0, cost=None, num_global_rows=0, stops=stops
+    )
+
+
 def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
     return [size for size in rows_of_microbatches(num_rows, count, min_rows=min_rows) if size]
 
 
-def _propose(policy: Policy, rule: CutRule, num_rows: int, cost: float | None) -> int:
-    size = policy.propose(num_rows) if cost is None else policy.propose(num_rows, cost)
+def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
+    num_rows = batch.num_rows
+    size = policy.propose(num_rows) if batch.cost is None else policy.propose(num_rows, batch.cost)
     if not size >= 1:
         raise ValueError(f"{policy!r} proposed {size} rows; a policy must propose at least one")
     if rule.strict_divisible and policy.adapts:

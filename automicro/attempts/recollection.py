@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from automicro.attempts.run import Finished
+from automicro.attempts.plan import Finished
+from automicro.attempts.step import ReadBatch
 from automicro.errors import SizeCacheWarning, describe_error
 from automicro.policy import Policy
 from automicro.ranks import OneRank, Ranks, telling
@@ -52,12 +53,10 @@ class Recollection:
 
     def look_up(
         self,
-        batch: Any,
-        rows: int,
+        batch: ReadBatch | None,
         policy: Policy,
         *,
         is_new: bool,
-        row_cost: float | None = None,
         ranks: Ranks | None = None,
     ) -> int | None:
         """Let a policy start from what is remembered, at the first batch of a new run.
@@ -65,26 +64,26 @@ class Recollection:
         Returns the rows that it starts from, None where nothing was recalled.
 
         Args:
-            batch: that comes next.
-            rows: of that batch.
+            batch: that comes next; None where this rank has none. While the cost of a row stays,
+                shapes are not read, which takes longer.
             policy: of the sizes; told where it can be.
             is_new: whether nothing was found yet, here or in a checkpoint.
-            row_cost: of the batch; while it stays, shapes are not read, which takes longer.
             ranks: that all start from what the first of them remembers.
         """
         ranks = ranks or OneRank()
+        row_cost = None if batch is None else batch.cost
         if self._has_asked:
             is_same = row_cost is not None and row_cost == self._row_cost
             if self._memory is not None and not (self._memory.varies or is_same or batch is None):
                 with self._going_on():
-                    self._memory.see(self._shapes(batch))
+                    self._memory.see(self._shapes(batch.batch))
             return None
         self._row_cost = row_cost
         with telling(ranks):
             size, cost = 0.0, 0.0
             if ranks.rank == 0:
                 with self._going_on():
-                    size, cost = self._recall(batch, rows)
+                    size, cost = self._recall(batch)
         if not ranks.is_alone:
             size, cost = ranks.from_first([size, cost])
         self._has_asked = True
@@ -97,17 +96,17 @@ class Recollection:
         )
         return int(size)
 
-    def _recall(self, batch: Any, rows: int) -> tuple[float, float]:
+    def _recall(self, batch: ReadBatch | None) -> tuple[float, float]:
         """Rows and cost of a row that are remembered; zeros where nothing is of use."""
         if batch is None:
             return 0.0, 0.0
-        self._memory = SizeMemory(self._cache, self._describe(batch, rows=rows))
+        self._memory = SizeMemory(self._cache, self._describe(batch.batch, rows=batch.num_rows))
         recalled = self._memory.recalled
-        if recalled is None or recalled.microbatch_size >= rows:
+        if recalled is None or recalled.microbatch_size >= batch.num_rows:
             return 0.0, 0.0  # the whole batch comes first anyway, and longer rows may fit as well
         return float(recalled.microbatch_size), recalled.cost_per_row or 0.0
 
-    def take_down(self, finished: Finished[Any], costs: Sequence[float]) -> None:
+    def take_down(self, finished: Finished[Any], costs: Sequence[float | None]) -> None:
         """Remember the size of a step, once it is settled.
 
         While all batches have one shape, two in a row had it. Where lengths vary, it is the
@@ -123,11 +122,11 @@ class Recollection:
         self,
         memory: SizeMemory,
         finished: Finished[Any],
-        costs: Sequence[float],
+        costs: Sequence[float | None],
         size: int | None,
     ) -> None:
         index = max(range(len(costs)), key=lambda each: finished.cuts[each][0] * (costs[each] or 1))
-        rows, cost = finished.cuts[index][0], costs[index]
+        rows, cost = finished.cuts[index][0], costs[index] or 1.0
         if memory.varies:
             is_cut = len(finished.cuts[index]) > 1
             failed = [each * cost for each in finished.failed_sizes]
@@ -138,7 +137,7 @@ class Recollection:
         measured = finished.measured
         found = RememberedSize(
             microbatch_size=rows,
-            cost_per_row=cost or None,
+            cost_per_row=costs[index] or None,
             peak_bytes=None if measured is None else measured.peak_bytes,
             seconds=measured.seconds if measured is not None and measured.has_waited else None,
         )

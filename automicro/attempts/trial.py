@@ -2,17 +2,16 @@
 
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
+from automicro.attempts.phase import Phase
 from automicro.attempts.plan import Plan
 from automicro.attempts.telling import highs_of, measured_by_all
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, text_of
-from automicro.memory import Measured, Meter, peak_bytes
+from automicro.memory import Measured, ResidentMemory, peak_bytes
 from automicro.observer import Narrator
 from automicro.oom import (
     Failure,
@@ -22,8 +21,8 @@ from automicro.oom import (
     release,
     unquoted_shortage,
 )
-from automicro.ranks import OneRank, Ranks, Report, Status, StrayedError
-from automicro.transaction import TouchedGradientsError, Transaction
+from automicro.ranks import Ranks, Report, Status, StrayedError
+from automicro.transaction import Part, TouchedGradientsError, Transaction
 
 T = TypeVar("T")
 
@@ -59,51 +58,53 @@ class Tried(Generic[T]):
     measured: Measured | None = None
 
 
-class Sharing(Protocol[T]):
-    """What of a result is shared with the other ranks."""
+class Work(Protocol[T]):
+    """What an attempt does, and what it may change. Each step has one of its own.
+
+    It keeps no result and no error, which would keep the tensors of a failed attempt alive.
+
+    Attributes:
+        narrator: tells of it; None where nobody listens.
+    """
+
+    narrator: Narrator | None
+
+    def parts(self) -> Sequence[Part]:
+        """All that an attempt may change. They begin in this order, and roll back in the other."""
+
+    def attempt(self, plan: Plan) -> T:
+        """Do it, cut as planned."""
 
     def numbers(self, result: T) -> Sequence[float]:
-        """Numbers that are added up over ranks with the last vote, before anything is kept."""
+        """Of several ranks: what of the result is added up over them with the last vote."""
 
-    def together(self, result: T, sums: Sequence[float]) -> T:
+    def combined(self, result: T, sums: Sequence[float]) -> T:
         """The result of all ranks, from this one's and the sums."""
 
+    def accepts(self, result: T) -> bool:
+        """Whether to keep what went through; else it is rolled back, and that is the end."""
 
-def try_once(
-    attempt: Callable[[Plan], T],
-    plan: Plan,
-    *,
-    transaction: Transaction,
-    device: torch.device,
-    can_recut: bool = False,
-    accept: Callable[[T], bool] | None = None,
-    meter: Meter | None = None,
-    times: bool = False,
-    narrator: Narrator | None = None,
-    ranks: Ranks | None = None,
-    sharing: Sharing[T] | None = None,
-) -> Tried[T]:
-    """Attempt a step once, inside a transaction.
+    def residents(self) -> ResidentMemory | None:
+        """What lies on the device at any size, for saying why none fits."""
+
+
+def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times: bool) -> Tried[T]:
+    """Attempt a step once, inside a transaction: on all ranks, or on none.
 
     Args:
-        attempt: does the work.
+        work: of the step.
         plan: the slices of each batch.
-        transaction: begun, and committed or rolled back.
-        device: where the work runs, for giving its memory back.
+        phase: that the step belongs to.
         can_recut: whether the caller can avoid slices of a single row.
-        accept: asked once the attempt went through; False rolls it back.
-        meter: measures it.
         times: whether the meter waits for the device, because seconds are compared.
-        narrator: tells of it.
-        ranks: that attempt it together; it fails on all of them or on none.
-        sharing: what of the result is shared with other ranks.
 
     Raises:
         RollbackError: the state could not be put back.
         PeerFailedError: another rank failed for good.
         BaseException: whatever else than running out of memory; the state is as it was before.
     """
-    ranks = ranks or OneRank()
+    ranks, meter, narrator, device = phase.ranks, phase.meter, work.narrator, phase.device
+    transaction = Transaction(work.parts())
     result: T | None = None
     measured: Measured | None = None
     try:
@@ -112,19 +113,18 @@ def try_once(
             narrator.begin(plan.cuts, is_measuring=plan.is_measuring)
         if meter is not None:
             meter.begin(waits=times)
-        result = attempt(plan)
+        result = work.attempt(plan)
         if meter is not None:
             measured = meter.end()
         if narrator is not None:
             narrator.end()
         if not ranks.is_alone:
             transaction.prepare()
-            numbers = () if sharing is None else sharing.numbers(result)
-            told = ranks.vote(Report(sums=numbers, highs=highs_of(measured)))
+            report = Report(sums=work.numbers(result), highs=highs_of(measured))
+            told = ranks.vote(report)
             measured = measured_by_all(told.highs, measured)
-            if sharing is not None:
-                result = sharing.together(result, told.sums)
-        if accept is not None and not accept(result):
+            result = work.combined(result, told.sums)
+        if not work.accepts(result):
             transaction.roll_back()
             return Tried(verdict=Verdict.DECLINED, result=result, measured=measured)
         transaction.commit()

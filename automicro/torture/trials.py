@@ -90,4 +90,4 @@ class Trials:
 
 def _count_reservation(run: Run, mode: FaultMode) -> None:
     """Know the placeholders that are there: an attempt that fails gives them back and takes new."""
-    mode.ledger.see(run.microbatcher._reservation._placeholders, [])
+    mode.ledger.see(run.microbatcher._setup.reservation._placeholders, [])

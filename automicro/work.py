@@ -1,0 +1,313 @@
+"""The work of a step: all its microbatches, one after the other, and what they may change."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from automicro.attempts import Phase, Plan, Step
+from automicro.checks import check_history, refuse_constant
+from automicro.filling import SpareRows
+from automicro.kept import Kept
+from automicro.memory import OccupiedDevice, ResidentMemory
+from automicro.metric_guard import MetricGuard
+from automicro.observer import Tell
+from automicro.optimization import OptimizerReservation
+from automicro.passes import Keep, Losses, Passes
+from automicro.probe import Prober
+from automicro.sharing import SharedLosses, read_losses
+from automicro.splitting import SplitGuard
+from automicro.transaction import GradientMemory, Gradients, Parameters, Part
+from automicro.transaction.surroundings import ChangingState
+from automicro.transfer import on_device
+from automicro.weighting import BatchWeights, CutBatch, Weight, add_up
+
+Accept = Callable[[Tensor], bool]
+Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a Microbatcher was made with, and has learned; the work of each step uses it.
+
+    Attributes:
+        passes: run one microbatch.
+        spare: rows for microbatches that count for nothing.
+        split_guard: warns where splitting changes the model.
+        metric_guard: warns where it changes a metric.
+        prober: looks at a few rows before sizes are tried.
+        gradients: what is known of them.
+        memory: the device, and what lies on it.
+        reservation: for the optimizer's first step.
+    """
+
+    passes: Passes
+    spare: SpareRows
+    split_guard: SplitGuard
+    metric_guard: MetricGuard
+    prober: Prober
+    gradients: GradientMemory
+    memory: OccupiedDevice
+    reservation: OptimizerReservation
+
+
+class _RunOne(Protocol):
+    """Runs one microbatch, and keeps of it what is to be kept."""
+
+    def __call__(self, index: int, microbatch: Any, tell: Tell | None, keep: Keep | None) -> None:
+        """Run it."""
+
+
+class _Work:
+    """What training and evaluation have in common.
+
+    Args:
+        setup: that the Microbatcher was made with.
+        phase: that the step belongs to.
+        step: what it brings.
+        metrics: updated with every row; None for none.
+        kept: what the caller asked for of each forward.
+
+    Attributes:
+        narrator: tells of every microbatch; None where nobody listens.
+    """
+
+    def __init__(self, setup: Setup, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
+        self._setup, self._phase, self._step = setup, phase, step
+        self._passes = setup.passes
+        self._ranks = phase.ranks
+        self._metrics, self._kept = metrics, kept
+        self._updated = phase.metrics(metrics)
+        self._watch = phase.watch([each.contents for each in step.batches])
+        self._buffers = phase.buffers()
+        self.narrator = phase.narrator()
+
+    @property
+    def _batches(self) -> list[Any]:
+        return [each.batch for each in self._step.batches]
+
+    def _changing(self) -> list[Part]:
+        """What looks have shown that forwards change beside tensors; nothing, as a rule."""
+        changing = self._setup.prober.changing
+        return [ChangingState(changing)] if changing else []
+
+    def _cut(self, plan: Plan) -> list[CutBatch]:
+        self._setup.metric_guard.expect(self._metrics, plan.cuts)
+        return self._passes.cut(self._batches, plan.cuts, sizes_change=self._phase.adapts)
+
+    def _shared_inputs(self) -> list[Tensor]:
+        """What lies on the device with every microbatch: of several batches, the most of one."""
+        each: list[list[Tensor]] = []
+        with contextlib.suppress(Exception):  # it is for words, where memory has run out
+            each = [self._passes.layout.shared(batch) for batch in self._batches]
+        return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+
+    def _run_all(
+        self, cuts: Sequence[CutBatch], fillers: Sequence[Any], run: _RunOne
+    ) -> Iterator[tuple[int, Any]]:
+        """Run every microbatch of this rank, and give those that count for nothing to the caller.
+
+        Yields the index and the rows of each filler, on the device.
+        """
+        passes, watch, narrator = self._passes, self._watch, self.narrator
+        microbatches = [each for cut in cuts for each in cut.microbatches]
+        num_real = len(microbatches)
+        keeping = self._keeping(cuts)
+        moved = on_device([*microbatches, *fillers], passes.device, isolate=watch.isolate)
+        for index, microbatch in enumerate(moved):
+            if index >= num_real:
+                yield index, microbatch
+                continue
+            tell = None if narrator is None else narrator.microbatch(index, microbatch)
+            if tell is not None:
+                tell("microbatch_start")
+            used = passes.tensors(microbatch) if watch.compares else ()
+            run(index, microbatch, tell, None if keeping is None else keeping(index))
+            if watch.compares:
+                watch.compare(passes.tensors(microbatches[index]), used)
+            if tell is not None:
+                tell("microbatch_end")
+        self._kept.join()
+
+    def _keeping(self, cuts: Sequence[CutBatch]) -> Callable[[int], Keep] | None:
+        """What keeps the output of a microbatch, by its index; None where nothing is kept."""
+        if self._kept.is_nothing:
+            return None
+        batch = [tensor for cut in cuts for tensor in self._passes.tensors(cut.batch)]
+        sizes = [size for cut in cuts for size in cut.sizes]
+        return lambda index: functools.partial(self._kept.add, batch=batch, num_rows=sizes[index])
+
+
+class TrainingWork(_Work):
+    """Forward and backward of all batches: their gradients add up, and their losses.
+
+    Args:
+        setup: as `_Work`, like the next four.
+        phase: of training.
+        step: what it brings.
+        metrics: updated with every row; None for none.
+        kept: what the caller asked for of each forward.
+        parameters: of all modules, each once.
+        accept: given the loss, says whether to keep the step; None for yes.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        phase: Phase,
+        step: Step,
+        metrics: Any,
+        kept: Kept,
+        *,
+        parameters: Sequence[Tensor],
+        accept: Accept | None = None,
+    ) -> None:
+        super().__init__(setup, phase, step, metrics, kept)
+        self._parameters = parameters
+        self._accept = accept
+        self._gradients = Gradients(parameters, setup.gradients, inputs=self._watch.requiring_grad)
+        self._shared = SharedLosses(phase.device, at_once=accept is not None)
+
+    def parts(self) -> list[Part]:
+        return [
+            Parameters(self._parameters),
+            self._watch,
+            *self._changing(),
+            self._setup.reservation,
+            self._kept,
+            self._buffers,
+            self._gradients,  # hooks at its commit may change all others before it
+            self._phase.random_state(),
+            self._updated,
+        ]
+
+    def attempt(self, plan: Plan) -> Losses:
+        passes, ranks, gradients = self._passes, self._ranks, self._gradients
+        for batch, sizes in zip(self._batches, plan.cuts, strict=True):
+            if len(sizes) > 1:
+                check_history(passes.layout.leaves(batch))
+        cuts = self._cut(plan)
+        weights = passes.weights(cuts, plan.totals)
+        if plan.totals is not None:
+            passes.check_counts(weights, self._step.denominators)
+        fillers = self._setup.spare.fillers(plan, self._batches, self._phase)
+        gradients.expect(plan.num_microbatches)
+        losses: list[Losses] = []
+        is_alone = ranks.is_alone  # one process pays for nothing that several need
+
+        def train(index: int, microbatch: Any, tell: Tell | None, keep: Keep | None) -> None:
+            given = microbatch, weights, index, self._metrics, gradients, tell, keep
+            if is_alone:
+                losses.append(passes.train(*given))
+            else:
+                with ranks.microbatch(index, weightless=weights.is_nothing(index)):
+                    losses.append(passes.train(*given))
+
+        for index, filler in self._run_all(cuts, fillers.rows, train):
+            with fillers.undone(), ranks.microbatch(index, weightless=True):
+                losses.append(passes.fill(filler))
+        if cuts and not gradients.is_reached:
+            refuse_constant()
+        gradients.require_untouched()
+        passes.warn_of_nothing(weights)
+        self._warn_of_splitting(plan)
+        summed = add_up(losses)
+        return summed if self._accept is None else read_losses(summed)
+
+    def _warn_of_splitting(self, plan: Plan) -> None:
+        split = max(plan.cuts, key=len, default=[])
+        if len(split) > 1 and self._ranks.rank == 0:
+            self._setup.split_guard.warn(split, self._buffers)
+
+    def numbers(self, result: Losses) -> Sequence[float]:
+        return self._shared.numbers(result)
+
+    def combined(self, result: Losses, sums: Sequence[float]) -> Losses:
+        return self._shared.together(result, sums)
+
+    def accepts(self, result: Losses) -> bool:
+        return self._accept is None or self._accept(result[0])
+
+    def residents(self) -> ResidentMemory | None:
+        return self._setup.memory.measure(
+            training=True,
+            upcoming_bytes=self._setup.reservation.upcoming_bytes,
+            shared_inputs=self._shared_inputs(),
+        )
+
+
+class EvaluationWork(_Work):
+    """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
+
+    Args:
+        setup: as `_Work`, like the next four.
+        phase: of evaluation.
+        step: what it brings.
+        metrics: updated with every row; None for none.
+        kept: what the caller asked for of each forward.
+        predicts: whether only outputs are asked for.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        phase: Phase,
+        step: Step,
+        metrics: Any,
+        kept: Kept,
+        *,
+        predicts: bool = False,
+    ) -> None:
+        super().__init__(setup, phase, step, metrics, kept)
+        self._predicts = predicts
+
+    def parts(self) -> list[Part]:
+        return [
+            self._watch,
+            *self._changing(),
+            self._kept,
+            self._buffers,
+            self._phase.random_state(),
+            self._updated,
+        ]
+
+    def attempt(self, plan: Plan) -> Evaluated:
+        passes, ranks = self._passes, self._ranks
+        forward = passes.predict if self._predicts else passes.evaluate
+        cuts = self._cut(plan)
+        fillers = self._setup.spare.fillers(plan, self._batches, self._phase)
+        weights: BatchWeights | None = None
+        losses: list[Losses] = []
+
+        def evaluate(index: int, microbatch: Any, tell: Tell | None, keep: Keep | None) -> None:
+            nonlocal weights
+            with ranks.microbatch(index):
+                output = forward(microbatch, self._metrics, tell)
+            if output.loss is not None:
+                weights = weights or passes.weights(cuts)
+                loss = weights.apply(index, output.loss, output.losses, has_total=output.has_total)
+                losses.append(loss)
+            if keep is not None:
+                keep(output)
+
+        for index, filler in self._run_all(cuts, fillers.rows, evaluate):
+            with fillers.undone(), ranks.microbatch(index):
+                forward(filler, None)
+        loss, parts = add_up(losses) if losses else (None, {})
+        return loss, parts, {} if weights is None else weights.totals
+
+    def numbers(self, result: Evaluated) -> Sequence[float]:
+        return ()
+
+    def combined(self, result: Evaluated, sums: Sequence[float]) -> Evaluated:
+        return result
+
+    def accepts(self, result: Evaluated) -> bool:
+        return True
+
+    def residents(self) -> ResidentMemory | None:
+        return self._setup.memory.measure(training=False, shared_inputs=self._shared_inputs())
