@@ -171,6 +171,10 @@ class Ranks(Protocol):
         """Whether a forward outside of a step needs all ranks."""
 
     @property
+    def communication_share(self) -> float:
+        """Of a device's memory, what sizes that are predicted leave to communication."""
+
+    @property
     def told(self) -> Sequence[float]:
         """The highs of the vote that ended the last attempt; empty where nobody told any."""
 
@@ -261,6 +265,7 @@ class OneRank:
     is_alone = True
     copies = 1
     communicates_in_forward = False
+    communication_share = 0.0
     told: Sequence[float] = ()
 
     def __init__(self) -> None:

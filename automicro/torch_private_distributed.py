@@ -22,7 +22,9 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "all_gather_flat",
     "arrive",
+    "backend_name",
     "before_collectives",
     "broadcast_on_host",
     "buffer_comm_hook",
@@ -34,6 +36,7 @@ __all__ = [
     "expect_gradients",
     "gather_on_host",
     "group_of",
+    "groups_of_shards",
     "has_many_groups",
     "is_fsdp_module",
     "is_in_backward",
@@ -44,6 +47,7 @@ __all__ = [
     "missing_gradients",
     "num_data_parallel",
     "rebuild_buckets",
+    "reduce_scatter_flat",
     "reduced_parameters",
     "replicas_average",
     "replicate_group",
@@ -119,6 +123,23 @@ def _ask_before(
 ) -> Any:
     ask(name, dict(zip(names, args, strict=False)))
     return func.redispatch(keys & rest, *args)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What a group's tensors of a device are sent by, such as ``"nccl"`` or ``"gloo"``."""
+    name: str = group._get_backend(device).name()
+    return name.lower()
+
+
+# Until torch 2.13 they had names that it warns of since.
+all_gather_flat: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+"""Gathers a tensor of each rank into one, in a row."""
+reduce_scatter_flat: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+"""Reduces a tensor over ranks, of which each gets its part."""
 
 
 def group_of(process_group: Any) -> dist.ProcessGroup:
@@ -327,6 +348,22 @@ def uses_symmetric_memory(comm: object) -> bool:
 
     kind = getattr(_fsdp_collectives, "SymmMemAllocMixin", None)  # since torch 2.12
     return kind is not None and isinstance(comm, kind)
+
+
+def groups_of_shards(
+    module: "FSDPModule",
+) -> tuple[torch.device, list[dist.ProcessGroup], list[dist.ProcessGroup]] | None:
+    """The device of a module, the groups that it gathers over, and those that it scatters over.
+
+    None where it shards nothing.
+    """
+    groups = _groups(module)
+    if not groups:
+        return None
+    group = groups[0]
+    meshes = [group.mesh_info, group.post_forward_mesh_info]
+    gathered = [each.shard_process_group for each in meshes if each is not None]
+    return group.device, list(dict.fromkeys(gathered)), [group._reduce_scatter_process_group]
 
 
 def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:

@@ -278,6 +278,16 @@ def test_an_accelerator_is_asked_twice_for_one_attempt(mocker) -> None:
     assert module.synchronize.call_count == 2
 
 
+def test_a_share_is_left_free_for_others(mocker) -> None:
+    module = mocker.patch("torch.get_device_module").return_value
+    module.memory_stats_as_nested_dict.return_value = {}
+    module.mem_get_info.return_value = (500, 1000)
+    module.get_per_process_memory_fraction.return_value = 1.0
+    meter = Meter([torch.device("cuda:1")], left_free=0.1)
+    meter.begin()
+    assert meter.end().capacity_bytes == 450
+
+
 def test_an_allocator_that_keeps_no_statistics_is_asked_once(mocker) -> None:
     read = mocker.patch("torch.get_device_module").return_value.memory_stats_as_nested_dict
     read.side_effect = RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")

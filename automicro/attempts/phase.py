@@ -14,7 +14,7 @@ from automicro.attempts.plan import Finished
 from automicro.attempts.recollection import Recollection
 from automicro.attempts.step import Step
 from automicro.inputs import InputGuard, InputWatch
-from automicro.memory import Meter
+from automicro.memory import Meter, use_libraries
 from automicro.observer import Narrator, Observer
 from automicro.policy import Policy
 from automicro.ranks import OneRank, Ranks, telling
@@ -116,11 +116,16 @@ class Phase:
         self.reach, self.spare = shared.reach, shared.spare
         self.is_training = name == "train"
         self.is_repeatable = shared.repeatable
-        self._meter = Meter(shared.devices, repeatable=shared.repeatable)
+        self._meter = Meter(
+            shared.devices,
+            repeatable=shared.repeatable,
+            left_free=shared.ranks.communication_share,
+        )
         self._name = name
         self._shared = shared
         self._recollection = recollection
         self._is_new = True
+        self._has_run = False
         self._growth = Growth()
         self._inputs = InputGuard()
 
@@ -207,6 +212,9 @@ class Phase:
             recalled = self._recollection.look_up(
                 first, self.policy, is_new=self._is_new, ranks=self.ranks
             )
+        if not self._has_run:
+            self._has_run = True
+            use_libraries(self._shared.devices, self._shared.modules)
         self._is_new = False
         self.reach.step()
         return recalled

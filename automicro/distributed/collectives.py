@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from automicro.distributed.entrance import Call
+from automicro.distributed.warm_up import Use
 from automicro.torch_private import is_compiled
 
 
@@ -38,6 +39,10 @@ class CollectivesGuard:
     def owns(self, call: Call) -> bool:
         """It has a vote before each."""
         return False
+
+    def uses(self) -> list[Use]:
+        """Nobody has told of them."""
+        return []
 
     def stay_guarded(self) -> None:
         """It never replays."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
+from automicro.distributed.warm_up import Use
 
 
 class Commons:
@@ -20,6 +21,9 @@ class Commons:
 
     Args:
         votes: among all ranks of the group.
+
+    Attributes:
+        connected: what communicators were warmed up for.
     """
 
     def __init__(self, votes: Votes) -> None:
@@ -29,6 +33,7 @@ class Commons:
         self._guards: weakref.WeakValueDictionary[frozenset[int], Guard] = (
             weakref.WeakValueDictionary()
         )
+        self.connected: set[Use] = set()
 
     def count(self) -> int:
         """One more takes part: its number, the same on all ranks."""

@@ -16,6 +16,7 @@ from automicro.distributed.entrance import (
 )
 from automicro.distributed.guard import Guard
 from automicro.distributed.votes import Votes
+from automicro.distributed.warm_up import WarmUp
 from automicro.errors import (
     PeerFailedError,
     PeerLostError,
@@ -41,6 +42,7 @@ class CoordinatedRanks:
     Args:
         votes: among all ranks.
         guards: of the wrappers that the model is made of.
+        warm_up: connects what they use, before the first attempt.
         copies: how many ranks have the same rows, as tensor parallel ones do.
         name: tells it from others with the same votes.
 
@@ -58,10 +60,17 @@ class CoordinatedRanks:
     """
 
     def __init__(
-        self, votes: Votes, guards: Sequence[Guard] = (), *, copies: int = 1, name: str = ""
+        self,
+        votes: Votes,
+        guards: Sequence[Guard] = (),
+        *,
+        warm_up: WarmUp | None = None,
+        copies: int = 1,
+        name: str = "",
     ) -> None:
         self._votes = votes
         self._guards = guards
+        self._warm_up = warm_up or WarmUp([], set())
         self.rank = votes.rank
         self.world_size = votes.world_size
         self.copies = copies
@@ -79,6 +88,10 @@ class CoordinatedRanks:
         return any(guard.communicates_in_forward for guard in self._guards)
 
     @property
+    def communication_share(self) -> float:
+        return self._warm_up.share
+
+    @property
     def told(self) -> Sequence[float]:
         return self._votes.told
 
@@ -90,16 +103,18 @@ class CoordinatedRanks:
     def agree(self, proposal: Proposal) -> Agreement:
         self._begin_anew()
         try:
+            self._warm_up.prepare()
             for guard in self._guards:
                 guard.prepare()
         except BaseException as error:
             self.fail(error)
             raise
         with self._between_steps():
-            agreement = self._votes.agree(proposal, asker=self._name)
+            agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
         try:
             if agreement.max_rows:
                 with own_collectives():
+                    self._warm_up.run()
                     for guard in self._guards:
                         guard.meet(training=proposal.training)
         except BaseException as error:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
+from automicro.distributed.warm_up import Use
 from automicro.ranks import StrayedError
 from automicro.torch_private_distributed import (
     GradBucket,
@@ -152,6 +153,12 @@ class DdpGuard:
         self._map_is_due = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
+
+    def uses(self) -> list[Use]:
+        group = self._model.process_group
+        devices = dict.fromkeys(each.device for each in self._parameters.values())
+        kinds = ["all_reduce", *(["broadcast"] if _buffers_by_type(self._model) else [])]
+        return [Use(kind, group, device) for device in devices for kind in kinds]
 
     def stay_guarded(self) -> None:
         self._can_replay = False

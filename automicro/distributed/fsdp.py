@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from automicro.distributed.entrance import Call, own_collectives
 from automicro.distributed.strangers import refuse_stranger, watch_for_strangers
 from automicro.distributed.votes import Votes
+from automicro.distributed.warm_up import Use
 from automicro.oom import once_more
 from automicro.ranks import StrayedError
 from automicro.torch_private_distributed import (
     collectives_of,
     drop_unsharded,
+    groups_of_shards,
     has_many_groups,
     replicas_average,
     replicate_group,
@@ -173,6 +175,22 @@ class FsdpGuard:
     communicates_in_forward = True
     has_strayed = False  # it ends an attempt
     unused: Sequence[bool] = ()
+
+    def uses(self) -> list[Use]:
+        found: list[Use] = []
+        for module in self._modules:
+            shards = groups_of_shards(module)
+            if shards is None:
+                continue
+            device, gathered, scattered = shards
+            found += [Use("all_gather", group, device) for group in gathered]
+            replicas = replicate_group(module)
+            # By which it reduces is known at the first gradient.
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                found += [Use("reduce_scatter", group, device, op) for group in scattered]
+                if replicas is not None:
+                    found.append(Use("all_reduce", replicas, device, op))
+        return found
 
     def stay_guarded(self) -> None:
         self._can_replay = False

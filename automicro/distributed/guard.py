@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from automicro.distributed.entrance import Call
+from automicro.distributed.warm_up import Use
 
 
 class Guard(Protocol):
@@ -19,6 +20,9 @@ class Guard(Protocol):
 
     communicates_in_forward: bool
     """Whether a forward outside of a step needs all ranks."""
+
+    def uses(self) -> list[Use]:
+        """The collectives of the wrapper, in an order that is the same on all ranks."""
 
     def stay_guarded(self) -> None:
         """Never replay, because other collectives run in between."""

@@ -23,6 +23,7 @@ from automicro.distributed.meeting import exchange_words, say_failed
 from automicro.distributed.roll_call import RollCall
 from automicro.distributed.topology import plan_levels, ranks_by_node
 from automicro.distributed.votes import Votes
+from automicro.distributed.warm_up import Use, WarmUp
 from automicro.distributed.watching import watch_peers
 from automicro.errors import RankError, describe_error
 from automicro.ranks import TOLD, OneRank, Ranks
@@ -57,7 +58,8 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
         _refuse_uncovered(modules)
     copies = commons.votes.world_size // (size or 1)
     name = f"Microbatcher {commons.count()} ({type(modules[0]).__name__})"
-    return CoordinatedRanks(commons.votes, guards, copies=copies, name=name)
+    warm_up = WarmUp(_uses(modules, guards), commons.connected)
+    return CoordinatedRanks(commons.votes, guards, warm_up=warm_up, copies=copies, name=name)
 
 
 def tell_of_absence(error: Exception) -> None:
@@ -125,6 +127,16 @@ def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:
         for guard in guards:
             guard.stay_guarded()
     return guards
+
+
+def _uses(modules: Sequence[nn.Module], guards: Sequence[Guard]) -> list[Use]:
+    """The collectives of steps: those of the wrappers, and the one that adds up losses."""
+    found = [use for guard in guards for use in guard.uses()]
+    lying = (each.device for root in modules for each in root.parameters())
+    devices = dict.fromkeys([*(use.device for use in found), *lying])
+    world = dist.group.WORLD
+    assert world is not None
+    return [*(Use("all_reduce", world, device) for device in list(devices)[:1]), *found]
 
 
 def _sharded_parts(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Module]]]:

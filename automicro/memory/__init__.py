@@ -14,6 +14,7 @@ from automicro.memory.device import (
     reset_peak,
     usable_bytes,
 )
+from automicro.memory.libraries import use_libraries
 from automicro.memory.meter import Measured, Meter
 from automicro.memory.occupied import OccupiedDevice
 from automicro.memory.residents import ResidentMemory, track_residents
@@ -39,4 +40,5 @@ __all__ = [
     "reset_peak",
     "track_residents",
     "usable_bytes",
+    "use_libraries",
 ]

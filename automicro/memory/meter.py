@@ -55,6 +55,7 @@ class Meter:
 
     Args:
         devices: that it measures.
+        left_free: the share of each device that something else may need.
         repeatable: whether what it reads may not depend on the clock: the capacity is asked for
             at every attempt then, and not once a second.
 
@@ -71,8 +72,15 @@ class Meter:
     (4096, 0, 1048576)
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, repeatable: bool = False) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        repeatable: bool = False,
+        left_free: float = 0.0,
+    ) -> None:
         self._devices = devices
+        self._left_free = left_free
         self.is_repeatable = repeatable
         self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
@@ -103,9 +111,9 @@ class Meter:
             self._synchronize()
         now = time.perf_counter()
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
-            self._capacities, self._read_at = list(map(capacity_bytes, self._devices)), now
+            self._capacities, self._read_at = self._read_capacities(), now
         elif self._is_cpu:  # of a budget, which costs nothing
-            self._capacities = list(map(capacity_bytes, self._devices))
+            self._capacities = self._read_capacities()
         counts = [read_counts(each) for each in self._devices]
         peaks = [_peak(each, failure) for each in counts]
         residents = [each.allocated_bytes for each in self._before]
@@ -122,6 +130,10 @@ class Meter:
             alloc_retries=sum(retries) if retries else None,
             has_waited=self._waits,
         )
+
+    def _read_capacities(self) -> list[int | None]:
+        found = map(capacity_bytes, self._devices)
+        return [None if each is None else int(each * (1 - self._left_free)) for each in found]
 
     def _synchronize(self) -> None:
         for each in self._devices:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import automicro.distributed.ddp
 import automicro.distributed.fsdp
-from automicro.distributed import commons, coordinate
+from automicro.distributed import commons, coordinate, warm_up
+from automicro.errors import DesyncError
 from automicro.torch_private_distributed import collectives_of
 from tests.distributed.faulty_models import Fault, Faults, Net, build
 from tests.distributed.steps import ROWS, Stepper, local
@@ -115,6 +116,52 @@ def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int
         for kind, guarded in zip(("gather", "scatter"), collectives_of(block) or (), strict=True):
             found[f"{kind} {layer}"] = guarded.inner.calls
     return found, stepper.faults.fired
+
+
+def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> dict[str, Any]:
+    """What was connected before the first forward of three steps, and what after it.
+
+    Args:
+        kind: of wrapper.
+        takes_memory: whether communicators count as having memory on the device.
+        alone: a rank that would connect one thing more than the others.
+    """
+    ran: list[str] = []
+    run, takes = warm_up._run, warm_up.Use.takes_device_memory
+
+    def noting(use: warm_up.Use, whole: Tensor, part: Tensor) -> None:
+        group = dist.get_process_group_ranks(use.group)
+        ran.append(f"{use.kind} {use.op.name} of {len(group)}: {whole.numel()}")
+        assert whole.numel() == part.numel() * len(group)
+        run(use, whole, part)
+
+    warm_up._run = noting
+    if takes_memory:
+        warm_up.Use.takes_device_memory = property(lambda use: True)  # type: ignore[assignment]
+    try:
+        model = build(kind, [Faults()], {})
+        opened = commons.opened_commons()
+        if opened is not None:
+            opened.connected.clear()  # of earlier jobs
+        before: list[int] = []
+        model.register_forward_pre_hook(lambda *_: before.append(len(ran)))
+        first, second = (Stepper(model, Faults(), size=3) for _ in range(2))
+        ranks: Any = first.microbatcher.ranks
+        if dist.get_rank() == alone:
+            ranks._warm_up._uses.append(ranks._warm_up._uses[0]._replace(kind="all_gather"))
+        votes = ranks.num_votes
+        failed = ""
+        try:
+            first.train(0, batch(0, dist.get_rank(), {}))
+            votes = ranks.num_votes - votes
+            second.train(0, batch(0, dist.get_rank(), {}))
+            first.train(1, batch(1, dist.get_rank(), {}))
+        except DesyncError as error:
+            failed = str(error)
+    finally:
+        warm_up._run, warm_up.Use.takes_device_memory = run, takes  # type: ignore[method-assign]
+    share = ranks.communication_share
+    return {"ran": ran, "before": before, "votes": votes, "share": share, "failed": failed}
 
 
 def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from automicro.distributed.warm_up import COMMUNICATION_SHARE
 from tests.distributed.agreeing import (
     clip,
     count_residents,
@@ -14,6 +15,7 @@ from tests.distributed.agreeing import (
     scale,
     train_within,
 )
+from tests.distributed.jobs import connections
 from tests.distributed.world import World
 
 KINDS = ["ddp", "fsdp"]
@@ -83,3 +85,37 @@ def test_all_ranks_learn_that_one_had_no_memory_to_clip(world2: World) -> None:
 def test_what_lies_on_a_device_whatever_the_size_is_its_own_shards(world2: World) -> None:
     for said, held in world2.run(count_residents):
         assert held <= said < 1.2 * held  # each tensor is rounded up to 512 bytes
+
+
+FEW, MANY = 64, 8 * 2**20
+CONNECTED = {
+    "ddp": ["all_reduce SUM of 2", "broadcast SUM of 2"],
+    "fsdp": [
+        "all_reduce SUM of 2",
+        "all_gather SUM of 2",
+        "reduce_scatter SUM of 2",
+        "reduce_scatter AVG of 2",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_communicators_are_connected_once_before_the_first_attempt(
+    world2: World, kind: str
+) -> None:
+    one, other = world2.run(connections, kind, takes_memory=True)
+    assert one == other
+    assert one["ran"] == [f"{use}: {count}" for use in CONNECTED[kind] for count in (FEW, MANY)]
+    assert set(one["before"]) == {len(one["ran"])}, "a forward came first, or one was repeated"
+    assert one["share"] == COMMUNICATION_SHARE
+    quiet, _ = world2.run(connections, kind, takes_memory=False)
+    assert (quiet["ran"], quiet["share"]) == ([], 0.0), "gloo has nothing on a device"
+    assert quiet["votes"] == one["votes"]
+
+
+def test_ranks_that_would_connect_other_things_say_so_and_wait_for_none(world2: World) -> None:
+    for found in world2.run(connections, "ddp", takes_memory=True, alone=1):
+        assert (
+            "first connecting all_reduce of 2, broadcast of 2, all_gather of 2)" in found["failed"]
+        )
+        assert found["ran"] == []

@@ -1,5 +1,8 @@
 """Sizes on a real device: the fewest microbatches that fit, and allocator retries."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +12,16 @@ from torch import Tensor, nn
 
 from automicro import Halving, Microbatcher
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB, accelerator, differences, room, snapshot
+from tests.gpu.device import (
+    DEVICE,
+    GPU,
+    MIB,
+    accelerator,
+    differences,
+    only_cuda,
+    room,
+    snapshot,
+)
 from tests.gpu.subjects import Hungry, batch, microbatcher, model
 
 pytestmark = GPU
@@ -162,3 +174,34 @@ def test_retries_at_one_row_change_nothing() -> None:
         result = step.backward((torch.randn(1, 8), torch.zeros(1, dtype=torch.int64)))
         assert (result.attempts, result.microbatch_size) == (1, 1)
         assert (retries() > before) == (number > 0)
+
+
+_OUTSIDE = """
+import json
+import torch
+from torch import nn
+from automicro import Microbatcher
+device = torch.device("cuda")
+net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 900, 8)).to(device)
+found = []
+def note(*_):
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    found.append(total - free - torch.cuda.memory_reserved())
+note()
+net.register_forward_pre_hook(note)
+step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), microbatch_size=16, probe=False)
+for _ in range(2):
+    step.backward((torch.randn(16, 3, 32, 32), torch.zeros(16, dtype=torch.long)))
+note()
+print(json.dumps(found))
+"""
+
+
+@only_cuda("libraries with memory of their own")
+def test_what_libraries_take_they_take_before_the_first_forward(record_property: Record) -> None:
+    command = [sys.executable, "-c", _OUTSIDE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    start, first, _, end = json.loads(done.stdout.splitlines()[-1])
+    record_property("bytes_outside_of_torch", {"start": start, "first forward": first, "end": end})
+    assert first > start, "no library was used before the first forward"

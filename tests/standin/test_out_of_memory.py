@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError
+from automicro.memory import libraries
 from automicro.oom import Failure, classify
 from tests.standin import device as standin
 from tests.standin.hungry import MIB, ROWS, Hungry, leave
@@ -108,3 +109,45 @@ def test_where_the_second_device_is_the_full_one_the_fewest_microbatches_are_fou
     assert results[0].microbatch_size == 6
     assert results[-1].microbatch_size == 8
     assert sum(each.ooms for each in results[1:]) == 0, "peaks of the second device were not seen"
+
+
+def test_libraries_are_used_once_on_both_threads_of_each_device_before_the_first_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(libraries, "_used", set())
+    events: list[str] = []
+    multiply = libraries._multiply
+    caller = threading.get_ident()
+
+    def noting(device: torch.device) -> Tensor:
+        product = multiply(device)
+        place = [] if threading.get_ident() == caller else ["elsewhere"]
+        events.extend([f"product on {device}", *place])
+        product.register_hook(
+            lambda _: events.append(f"backward {threading.get_ident() == caller}")
+        )
+        return product
+
+    monkeypatch.setitem(libraries._WORK, "products", noting)
+    net = OnTwoDevices()
+    net.register_forward_pre_hook(lambda *_: events.append("forward"))
+    generators = [standin.get_rng_state(index) for index in range(2)]
+    for _ in range(2):
+        step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), microbatch_size=8, probe=False)
+        step.evaluate((torch.randn(ROWS, 6), torch.arange(ROWS) % 3))
+    assert events == [
+        "product on standin:0", "backward False",
+        "product on standin:1", "backward False",
+        "forward", "forward",
+    ]  # fmt: skip
+    assert all(map(torch.equal, generators, [standin.get_rng_state(i) for i in range(2)]))
+
+
+def test_libraries_that_find_no_memory_leave_it_to_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(libraries, "_used", set())
+    torch.ops.standin.set_capacity(0, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        libraries._multiply(torch.device("standin:0"))
+    libraries.use_libraries([torch.device("standin:0")], [nn.Conv1d(1, 1, 1)])

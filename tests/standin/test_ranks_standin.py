@@ -4,9 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from automicro import Microbatcher
+from automicro.distributed import setup, warm_up
+from automicro.distributed.exchange import AloneExchange
 from tests.distributed.world import World, world_of
-from tests.standin.hungry import ROWS
+from tests.standin import device as standin
+from tests.standin.hungry import MIB, ROWS, Hungry
 from tests.standin.rank_jobs import train
 
 
@@ -33,3 +42,43 @@ def test_where_one_rank_runs_out_of_memory_both_end_with_the_bits_of_a_run_at_th
             name for name, each in one["state"].items() if not torch.equal(each, state[name])
         ]
         assert differing == []
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """Two ranks of which there is one: collectives do nothing, as if of a library with memory."""
+    spec = "cpu:fake,standin:fake"
+    dist.init_process_group(spec, store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_communicators_with_memory_on_the_device_are_connected_before_the_first_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Two(AloneExchange):
+        world_size = 2
+
+    monkeypatch.setattr(setup, "open_exchange", Two)
+    ran: list[str] = []
+    run = warm_up._run
+
+    def noting(use: warm_up.Use, whole: Tensor, part: Tensor) -> None:
+        assert whole.device.type == part.device.type == "standin"
+        ran.append(use.kind)
+        run(use, whole, part)
+
+    monkeypatch.setattr(warm_up, "_run", noting)
+    net = Hungry(1, 0, batchnorm=False).to("standin")
+    fully_shard(net, mesh=init_device_mesh("standin", (2,)))
+    before: list[tuple[int, int]] = []
+    net.register_forward_pre_hook(
+        lambda *_: before.append((len(ran), standin.memory_reserved() - standin.memory_allocated()))
+    )
+    step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), microbatch_size=4, probe=False)
+    for _ in range(2):
+        step.backward((torch.randn(ROWS, 6), torch.arange(ROWS) % 3))
+    assert set(ran) == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert {count for count, _ in before} == {len(ran)}
+    assert before[0][1] < 32 * MIB, "what they were given stays cached"
