@@ -6,6 +6,7 @@ name of ours, so that a new version of torch can break one file only.
 
 import contextlib
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -56,6 +57,8 @@ __all__ = [
     "set_gradient_hooks",
     "set_inductor_deterministic",
     "sparse_parts",
+    "tell_no_more",
+    "tell_of_shortage",
     "unmark",
     "version_of",
     "versions_of",
@@ -430,6 +433,44 @@ def record_memory_history(max_entries: int | None) -> None:
 def dump_memory_snapshot(path: str) -> None:
     """Write what CUDA's allocator holds, and its history if that was taken down, to a file."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+_told_of_shortage: list[weakref.WeakMethod[Callable[[], None]]] = []
+_observes_shortage = False
+
+
+def tell_of_shortage(tell: Callable[[], None]) -> None:
+    """From now on, call a method when CUDA's allocator cannot serve a request, before its error.
+
+    Everything lies on the device then that will be given back when the error is handled. Torch
+    keeps an observer for good, so one of ours is put there once, and asks who wants to know. What
+    it calls is held weakly, may run on a thread of autograd's, and must not raise. Nothing happens
+    where torch has no such observer.
+
+    Args:
+        tell: a bound method.
+    """
+    global _observes_shortage
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return
+    if not _observes_shortage:
+        attach(_on_shortage)
+        _observes_shortage = True
+    tell_no_more(tell)
+    _told_of_shortage.append(weakref.WeakMethod(tell))
+
+
+def tell_no_more(tell: Callable[[], None]) -> None:
+    """Undo `tell_of_shortage`."""
+    _told_of_shortage[:] = [each for each in _told_of_shortage if each() not in (None, tell)]
+
+
+def _on_shortage(*_: int) -> None:
+    for each in list(_told_of_shortage):
+        tell = each()
+        if tell is not None:
+            tell()
 
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from automicro import SampleTooLargeError
-from automicro.callbacks import OutOfMemoryReport
+from automicro import SampleTooLargeError, torch_private
+from automicro.callbacks import OutOfMemoryReport, oom_report
 from automicro.errors import AutomicroWarning
 from tests.callback_runs import trainer_with
 from tests.trainer_runs import FEATURES, make_loader
@@ -105,3 +107,81 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(AutomicroWarning, match="name another folder"):
         run_out_of_memory(OutOfMemoryReport(tmp_path / "file" / "oom"))
+
+
+class Allocator:
+    """What torch has for CUDA's, of which the tests have none: refuses what a layer asks for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.observers: list[Any] = []
+        self.held: list[str] = []
+        attach = "torch._C._cuda_attach_out_of_memory_observer"
+        monkeypatch.setattr(attach, self.observers.append, raising=False)
+        monkeypatch.setattr(torch_private, "_observes_shortage", False)
+        monkeypatch.setattr(oom_report, "can_record_memory", lambda device: True)
+        monkeypatch.setattr(oom_report, "dump_memory_snapshot", self.dump)
+
+    def dump(self, path: str) -> None:
+        Path(path).write_text(", ".join(self.held) or "empty")
+
+    def refuse(self) -> None:
+        for observe in self.observers:
+            observe(0, 1024, 4096, 0)
+
+
+class Full(nn.Module):
+    """Holds memory of more rows than fit, and may do with less."""
+
+    def __init__(self, allocator: Allocator, most: int, *, asks_first: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 3)
+        self.allocator, self.most, self.asks_first = allocator, most, asks_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.allocator.held = [f"{len(x)} rows"]
+        try:
+            if self.asks_first:
+                self.allocator.refuse()
+            if len(x) > self.most:
+                self.allocator.refuse()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
+            out: Tensor = self.layer(x)
+            return out
+        finally:
+            self.allocator.held = []
+
+
+def test_a_snapshot_shows_the_device_while_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+    run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+    snapshots = [path.read_text() for path in sorted(tmp_path.glob("*.pickle"))]
+    assert snapshots == ["256 rows", "128 rows"]
+    assert len(allocator.observers) == 1, "torch keeps observers for good"
+    assert list(tmp_path.glob("*.part")) == []
+    allocator.refuse()  # after the run
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_library_that_goes_on_with_less_leaves_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+    model = Full(allocator, 256, asks_first=True)
+    run_out_of_memory(OutOfMemoryReport(tmp_path), model=model, memory_limit=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(oom_report, "dump_memory_snapshot", full)
+    with pytest.warns(AutomicroWarning, match="pickle could not be written.*No space left"):
+        run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+    assert len(reports(tmp_path)) == 2

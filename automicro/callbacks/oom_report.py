@@ -13,7 +13,7 @@ from automicro.errors import AutomicroWarning, describe_error
 from automicro.events import Callback, Run
 from automicro.memory import allocated_bytes
 from automicro.memory.residents import measure_residents
-from automicro.observer import OutOfMemory, Resize
+from automicro.observer import Attempt, OutOfMemory, Resize
 from automicro.results import EvalResult, StepResult
 from automicro.slicing import tensor_leaves
 from automicro.torch_private import (
@@ -21,6 +21,8 @@ from automicro.torch_private import (
     dump_memory_snapshot,
     is_uninitialized,
     record_memory_history,
+    tell_no_more,
+    tell_of_shortage,
 )
 from automicro.warn import warn
 
@@ -33,7 +35,9 @@ class OutOfMemoryReport(Callback):
     ``oom-0001.json`` and so on in the folder: when and where in training, the attempt, the sizes
     before and after, the shapes of the batch, the message, peak and allocated bytes, what lies on
     the device at any size, and the largest parameters. On CUDA beside it ``oom-0001.pickle``, a
-    snapshot of the allocator for https://docs.pytorch.org/memory_viz.
+    snapshot of the allocator for https://docs.pytorch.org/memory_viz, taken where it could not
+    serve a request, with everything still on the device. A library that fails without having asked
+    torch's allocator leaves one of what is left when the attempt was rolled back.
 
     A file that cannot be written (a full disk, say) is a warning, and the run goes on.
 
@@ -68,6 +72,8 @@ class OutOfMemoryReport(Callback):
         self._written = 0
         self._batch: Any = None
         self._open: tuple[Path, dict[str, Any]] | None = None  # the size after is still to come
+        self._taken: Path | None = None  # the snapshot of this attempt's last refused request
+        self._why_not: Exception | None = None
 
     @property
     def written(self) -> int:
@@ -100,9 +106,27 @@ class OutOfMemoryReport(Callback):
         """Let go of the batch."""
         self._batch = self._open = None
 
+    def attempt_start(self, run: Run, attempt: Attempt) -> None:
+        """Take a snapshot where memory runs out."""
+        self._drop_snapshot()
+        if self._takes_snapshots(run):
+            tell_of_shortage(self._take_snapshot)
+
+    def attempt_end(self, run: Run, attempt: Attempt) -> None:
+        """Take none any more, and drop what was not needed: a library went on with less."""
+        tell_no_more(self._take_snapshot)
+        self._drop_snapshot()
+
     def oom(self, run: Run, failure: OutOfMemory) -> None:
         """Write a report. The next size is added when it is known, if there is one."""
         self._open = None
+        tell_no_more(self._take_snapshot)
+        try:
+            self._report(run, failure)
+        finally:
+            self._drop_snapshot()
+
+    def _report(self, run: Run, failure: OutOfMemory) -> None:
         if self._written >= self._max_reports:
             return
         path = self._folder
@@ -116,11 +140,39 @@ class OutOfMemoryReport(Callback):
             return
         self._written += 1
         self._open = (path, report)
-        if self._snapshot and can_record_memory(run.device):
+        if self._takes_snapshots(run):
+            snapshot = path.with_suffix(".pickle")
             try:
-                dump_memory_snapshot(str(path.with_suffix(".pickle")))
+                if self._why_not is not None:
+                    raise self._why_not
+                if self._taken is None:
+                    dump_memory_snapshot(str(snapshot))
+                else:
+                    self._taken.replace(snapshot)
+                    self._taken = None
             except Exception as error:  # whatever it is, it is not worth the run
-                _say(path.with_suffix(".pickle"), error)
+                _say(snapshot, error)
+
+    def _takes_snapshots(self, run: Run) -> bool:
+        has_room = self._written < self._max_reports
+        return self._snapshot and has_room and can_record_memory(run.device)
+
+    def _take_snapshot(self) -> None:
+        """Of a device that is full; called by its allocator, which an exception must not reach."""
+        self._drop_snapshot()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            taken = self._folder / f"snapshot-{os.getpid()}.part"
+            self._taken = taken
+            dump_memory_snapshot(str(taken))
+        except Exception as error:  # said when the report is written
+            self._why_not = error
+
+    def _drop_snapshot(self) -> None:
+        self._why_not = None
+        if self._taken is not None:
+            _remove(self._taken)
+            self._taken = None
 
     def resize(self, run: Run, resize: Resize) -> None:
         """Add the next size to the report."""

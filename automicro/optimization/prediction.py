@@ -169,9 +169,14 @@ def _only_a_number(tensor: Tensor) -> Tensor:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """What of a group's options is another one for stand-ins, which lie on the host."""
     changes: dict[str, Any] = {}
-    if group.get("capturable"):  # refused there; the state is the same
+    is_capturable = bool(group.get("capturable"))
+    has_tensor_rate = isinstance(group.get("lr"), Tensor)
+    if is_capturable:  # refused there; the state is the same
         changes["capturable"] = False
+        if has_tensor_rate:  # as well; reading it would wait for the device
+            changes["lr"] = 0.0
     on_accelerator = any(parameter.device.type != "cpu" for parameter in group["params"])
+    on_accelerator &= is_capturable or not has_tensor_rate  # torch takes the loop then
     if on_accelerator and group.get("foreach", False) is None and not group.get("fused"):
         changes["foreach"] = True  # what torch takes by default on an accelerator
     return changes

@@ -9,6 +9,7 @@ import torch
 
 from automicro import Fixed, Halving, SampleTooLargeError
 from automicro.oom import Failure, classify, release
+from automicro.torch_private import tell_no_more, tell_of_shortage
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,
@@ -19,6 +20,7 @@ from tests.gpu.device import (
     allocated_bytes,
     differences,
     needs_two_devices,
+    only_cuda,
     room,
     snapshot,
     to_device,
@@ -221,3 +223,28 @@ def test_what_a_failed_backward_left_queued_is_let_go(
     record_property("bytes_alive_after_release", released)
     record_property("engine_trap_exists", later > 0)
     assert released == 0
+
+
+class Watch:
+    """What live tensors held each time that the allocator could not serve a request."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def note(self) -> None:
+        self.held.append(int(accelerator.memory_allocated(DEVICE)))
+
+
+@only_cuda("an observer of requests that cannot be served")
+def test_whoever_asks_is_told_of_a_refused_request_while_the_device_is_full() -> None:
+    watch = Watch()
+    net = model(Hungry(0, 64))
+    before = int(accelerator.memory_allocated(DEVICE))
+    tell_of_shortage(watch.note)
+    try:
+        with room(ROOM):
+            assert microbatcher(net).backward(batch()).ooms == 1
+    finally:
+        tell_no_more(watch.note)
+    assert watch.held
+    assert max(watch.held) > before + 16 * MIB, "activations were given back before"

@@ -32,6 +32,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, foreach": functools.partial(torch.optim.AdamW, foreach=True),
     "AdamW, fused": functools.partial(torch.optim.AdamW, fused=True),
     "AdamW, for-loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "AdamW, capturable": functools.partial(torch.optim.AdamW, capturable=True),
+    "AdamW, capturable, rate on the device": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(1e-3, device=DEVICE), capturable=True
+    ),
+    "AdamW, rate in a tensor": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(1e-3)
+    ),
     "Adam, amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
     "SGD, momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "RMSprop, momentum": functools.partial(torch.optim.RMSprop, momentum=0.9),
