@@ -73,6 +73,11 @@ _SIGNS = (
         Failure.RETRYABLE,
         "CUDA, HIP; flash-attention",
     ),
+    _Sign(
+        r"Allocation on device \d+ would exceed allowed memory\. \(out of memory\)",
+        Failure.RETRYABLE,
+        "cudaMallocAsync",
+    ),
     # The allocator asks the driver who holds the memory before it reports, and on some machines
     # (MIG, containers) the driver does not answer. Nothing else comes this way.
     _Sign(

@@ -419,7 +419,10 @@ def can_record_memory(device: torch.device) -> bool:
     """
     memory = torch.cuda.memory
     names = ("_record_memory_history", "_dump_snapshot")
-    return device.type == "cuda" and all(hasattr(memory, name) for name in names)
+    if device.type != "cuda" or not all(hasattr(memory, name) for name in names):
+        return False
+    # cudaMallocAsync and allocators that are plugged in raise where they are asked.
+    return memory.get_allocator_backend() == "native"
 
 
 def record_memory_history(max_entries: int | None) -> None:

@@ -20,6 +20,7 @@ from automicro.memory import (
     reset_peak,
 )
 from automicro.memory.device import capacity_bytes
+from automicro.torch_private import can_record_memory
 
 KIB = 1024
 
@@ -294,6 +295,32 @@ def test_an_allocator_that_keeps_no_statistics_is_asked_once(mocker) -> None:
     assert peak_bytes("cuda:7") is None
     assert capacity_bytes("cuda:7") is None
     assert read.call_count == 1
+
+
+def test_an_allocator_that_was_plugged_in_is_named(mocker, caplog) -> None:
+    module = mocker.patch("torch.get_device_module").return_value
+    module.get_device_properties.return_value.total_memory = 2**30
+    said = RuntimeError("CUDAPluggableAllocator does not yet support this")
+    for name in ("memory_stats_as_nested_dict", "reset_peak_memory_stats"):
+        getattr(module, name).side_effect = said
+    module.set_per_process_memory_fraction.side_effect = said
+    reset_peak("cuda:6")
+    reset_peak("cuda:6")
+    assert [each.getMessage() for each in caplog.records] == [
+        "the allocator of cuda:6 keeps no statistics (CUDAPluggableAllocator does not yet support "
+        "this): sizes are only halved there, and no memory is reported; use torch's own allocator "
+        "for more"
+    ]
+    with pytest.raises(ValueError, match=r"allocator was plugged in.*use torch's own allocator"):
+        limit_memory("1MiB", "cuda:6")
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync", "pluggable"])
+def test_only_the_native_allocator_gives_snapshots(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.memory.get_allocator_backend", lambda: backend)
+    assert can_record_memory(torch.device("cuda")) == (backend == "native")
 
 
 def test_a_device_that_counts_no_peak_has_none(mocker) -> None:

@@ -38,6 +38,10 @@ RETRYABLE = [
     MemoryError(),
     RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
     RuntimeError("CUDA out of memory"),
+    RuntimeError(
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+        "Currently allocated     : 9.43 GiB\nRequested               : 640.00 MiB"
+    ),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THC.cu:66"),

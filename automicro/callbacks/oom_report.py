@@ -34,10 +34,10 @@ class OutOfMemoryReport(Callback):
 
     ``oom-0001.json`` and so on in the folder: when and where in training, the attempt, the sizes
     before and after, the shapes of the batch, the message, peak and allocated bytes, what lies on
-    the device at any size, and the largest parameters. On CUDA beside it ``oom-0001.pickle``, a
-    snapshot of the allocator for https://docs.pytorch.org/memory_viz, taken where it could not
-    serve a request, with everything still on the device. A library that fails without having asked
-    torch's allocator leaves one of what is left when the attempt was rolled back.
+    the device at any size, and the largest parameters. With CUDA's native allocator beside it
+    ``oom-0001.pickle``, a snapshot for https://docs.pytorch.org/memory_viz, taken where a request
+    could not be served, with everything still on the device. A library that fails without having
+    asked torch's allocator leaves one of what is left when the attempt was rolled back.
 
     A file that cannot be written (a full disk, say) is a warning, and the run goes on.
 

@@ -5,6 +5,7 @@ torch (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not of its name.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class Counts:
     alloc_retries: int | None = None
     ooms: int | None = None
 
+
+logger = logging.getLogger(__name__)
 
 NO_COUNTS = Counts()
 _uncounted: set[torch.device] = set()
@@ -66,8 +69,14 @@ def read_counts(device: torch.device | str) -> Counts:
         return _counts_one_by_one(device, module)
     try:
         stats = read(device)
-    except RuntimeError:
+    except RuntimeError as error:
         _uncounted.add(device)
+        logger.warning(
+            "the allocator of %s keeps no statistics (%s): sizes are only halved there, and no "
+            "memory is reported; use torch's own allocator for more",
+            device,
+            next(iter(str(error).splitlines()), ""),
+        )
         return NO_COUNTS
     return _from_stats(stats)
 
@@ -148,7 +157,8 @@ def reset_peak(device: torch.device | str) -> None:
             budget.reset_peak()
         return
     _earlier_laps.pop(device, None)
-    _reset_counter(device)
+    if read_counts(device) is not NO_COUNTS:
+        _reset_counter(device)
 
 
 def begin_lap(device: torch.device | str) -> Counts:
@@ -287,6 +297,12 @@ def limit_memory(
             f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: only CUDA and its "
             f"like can be limited, and a CPU can simulate a limit. Leave the limit out, or use one "
             "of these"
+        )
+    if read_counts(device) is NO_COUNTS:
+        raise ValueError(
+            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: its allocator was "
+            "plugged in and keeps no account of what it gives. Leave the limit out, or use torch's "
+            "own allocator"
         )
     if num_bytes > total:
         raise ValueError(

@@ -18,7 +18,7 @@ from automicro.memory.device import (
     synchronize,
 )
 
-_REQUEST = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
+_REQUEST = re.compile(r"(?:Tried to allocate|^Requested +:) ([\d.]+ ?\w+)", re.M)
 _SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is asked
 
 
@@ -169,10 +169,12 @@ def _share(peak: int | None, resident: int | None, capacity: int | None) -> floa
 
 
 def _requested_bytes(failure: BaseException) -> int:
-    """What an out-of-memory error says that was asked for; 0 where it does not say.
+    r"""What an out-of-memory error says that was asked for; 0 where it does not say.
 
     >>> _requested_bytes(MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"))
     20971520
+    >>> _requested_bytes(MemoryError("Allocation … memory)\nRequested               : 2.00 KiB"))
+    2048
     """
     found = _REQUEST.search(text_of(failure))
     if found is None:
