@@ -138,6 +138,25 @@ def compile_model(
     compile_in_place(model, **keywords)
 
 
+def captures_cuda_graphs(modules: Iterable[nn.Module]) -> bool:
+    """Whether some module was compiled to CUDA graphs, whose outputs the next run overwrites.
+
+    >>> captures_cuda_graphs([nn.Linear(2, 2)])
+    False
+    """
+    return next(_captured(modules), None) is not None
+
+
+def _captured(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if not compiler_is_loaded():
+        return
+    for module in modules:
+        for name, part in module.named_modules():
+            config = compiler_config(part)
+            if config is not None and config.get(_CUDA_GRAPHS):
+                yield name, part
+
+
 def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> None:
     """Refuse modules that somebody compiled to CUDA graphs, where sizes may change.
 
@@ -151,17 +170,14 @@ def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> N
     Example:
         >>> refuse_cuda_graphs([nn.Linear(2, 2)], sizes_change=True)
     """
-    if not sizes_change or not compiler_is_loaded():
+    if not sizes_change:
         return
-    for module in modules:
-        for name, part in module.named_modules():
-            config = compiler_config(part)
-            if config is not None and config.get(_CUDA_GRAPHS):
-                raise ValueError(
-                    f"{name or 'the model'} ({type(part).__name__}) was compiled to CUDA graphs "
-                    "(mode 'reduce-overhead' or 'max-autotune'), and the microbatch size may "
-                    f"change: {_WHY}; {_REMEDY}"
-                )
+    for name, part in _captured(modules):
+        raise ValueError(
+            f"{name or 'the model'} ({type(part).__name__}) was compiled to CUDA graphs "
+            "(mode 'reduce-overhead' or 'max-autotune'), and the microbatch size may "
+            f"change: {_WHY}; {_REMEDY}"
+        )
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

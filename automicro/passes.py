@@ -1,6 +1,7 @@
 """Forward and backward of one microbatch."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.checks import check_loss
-from automicro.compilation import dynamic_rows, uncompiled
+from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
 from automicro.errors import (
     BatchError,
     LossAverageWarning,
@@ -82,6 +83,7 @@ class Passes:
         self._has_warned_of_nothing = False
         self._has_looked_at_parts = False
         self._row_dims: dict[str, int] = {}
+        self._captures = captures_cuda_graphs(modules)
 
     def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
         """Refuse a list of rows where inputs and targets are looked for in a pair.
@@ -332,11 +334,13 @@ class Passes:
             tell("forward_start")
         dtype = self._autocast_dtype
         if dtype is None and not self._row_dims:  # costs as little as can be
-            return forward(self._modules[0], microbatch)
-        # None of ours leaves the caller's own, around the call, as it is.
-        ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
-        with dynamic_rows(microbatch, self._row_dims), ours:
-            return forward(self._modules[0], microbatch)
+            found = forward(self._modules[0], microbatch)
+        else:
+            # None of ours leaves the caller's own, around the call, as it is.
+            ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
+            with dynamic_rows(microbatch, self._row_dims), ours:
+                found = forward(self._modules[0], microbatch)
+        return _with_own_losses(found) if self._captures else found
 
     def _eval_forward(self, microbatch: Any, outputs: Any) -> Any:
         with evaluation_mode(self._modules), torch.no_grad():
@@ -352,6 +356,18 @@ class Passes:
             except Exception as error:
                 add_note(error, f"{WHILE_UPDATING}{name!r}")
                 raise
+
+
+def _with_own_losses(output: T) -> T:
+    """The same, with losses that the next run of a CUDA graph does not overwrite."""
+    if not isinstance(output, Output):
+        return output
+    loss = output.loss.clone() if isinstance(output.loss, Tensor) else output.loss
+    losses = {
+        name: part.clone() if isinstance(part, Tensor) else part
+        for name, part in output.losses.items()
+    }
+    return dataclasses.replace(output, loss=loss, losses=losses)
 
 
 def _tell_forwarded(tell: Tell) -> None:

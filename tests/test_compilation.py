@@ -523,3 +523,45 @@ def test_gpt2_is_compiled_once_for_training_and_once_for_evaluation() -> None:
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         # Its loss is computed in float32, whatever the weights are.
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-8)
+
+
+class _InPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, pool: Tensor) -> Tensor:
+        pool.copy_(loss)
+        return pool.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class Captured(nn.Module):
+    """Its loss lies where the next one will, as the outputs of a CUDA graph do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.graph = nn.Linear(4, 1), nn.Linear(1, 1)
+        self.graph.compile(mode="reduce-overhead")  # never run
+        self.pool = torch.zeros(())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        loss = self.layer(x).square().sum() + 0 * self.graph.weight.sum()
+        return {"loss": _InPool.apply(loss, self.pool)}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loss_of_a_cuda_graph_is_kept_before_the_next_run_overwrites_it(evaluates: bool) -> None:
+    model, x = Captured(), torch.randn(6, 4)
+    step = Microbatcher(
+        model,
+        forward=lambda model, batch: model(batch),
+        loss_average="none",
+        microbatch_size=2,
+        eval_microbatch_size=2,
+        probe=False,
+    )
+    loss = (step.evaluate(x) if evaluates else step.backward(x)).loss
+    assert loss is not None
+    torch.testing.assert_close(loss, model.layer(x).square().sum())
