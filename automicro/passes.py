@@ -362,12 +362,12 @@ def _with_own_losses(output: T) -> T:
     """The same, with losses that the next run of a CUDA graph does not overwrite."""
     if not isinstance(output, Output):
         return output
-    loss = output.loss.clone() if isinstance(output.loss, Tensor) else output.loss
-    losses = {
-        name: part.clone() if isinstance(part, Tensor) else part
-        for name, part in output.losses.items()
-    }
-    return dataclasses.replace(output, loss=loss, losses=losses)
+    losses = {name: _own(part) for name, part in output.losses.items()}
+    return dataclasses.replace(output, loss=_own(output.loss), losses=losses)
+
+
+def _own(loss: Any) -> Any:
+    return loss.clone() if isinstance(loss, Tensor) else loss
 
 
 def _tell_forwarded(tell: Tell) -> None:
