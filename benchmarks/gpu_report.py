@@ -1,119 +1,433 @@
 """Run everything that needs a GPU, and write what came of it as a dated JSON.
 
-    python benchmarks/gpu_report.py [--out benchmarks/results] [-k EXPRESSION]
+    python -m benchmarks.gpu_report [--out FOLDER] [--parts NAME,NAME] [-k EXPRESSION] [--standin]
+    python -m benchmarks.gpu_report --show FILE
 
-The tests of tests/gpu with what each measured, and the overhead against a hand-written loop on the
-device. Ends with 1 where a test failed, the report written all the same. See docs/gpu.md.
+A process for each part, what tells the most first. The file is written again with every test, so
+that nothing is lost where the run is cut off. All of it takes ten minutes at most. Ends with 1
+where a test failed or a part did not end, the report written all the same. See docs/gpu.md.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
 import json
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
+import threading
+import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_page import is_well, page
+from tests.gpu.journal import read_journal
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SECONDS_FOR_TESTS = 420
-SECONDS_FOR_OVERHEAD = 120
+SECONDS = 600.0  # for all of it
+SLOWER = 4  # is the stand-in, whose kernels run on a CPU that others may use as well
+RESULTS = ROOT / "benchmarks" / "results"
+REHEARSALS = ROOT / "build" / "rehearsals"
+_SECONDS_BETWEEN_LOOKS = 0.5
+_MOST_CHARACTERS = 4000  # of the output of a part that did not end well
 
 
-def machine() -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What runs in a process of its own.
+
+    Attributes:
+        name: in the report.
+        asks: what it is to tell.
+        seconds: after which it is cut off.
+        tests: a file of tests/gpu, whose journal is read …
+        script: … or a module that writes what it found with ``--json``, and its arguments.
+        rehearsed_with: the arguments of the script on the stand-in.
+        environment: variables beside those that are there.
+        needs: what only CUDA has, so that it is left out on the stand-in.
+    """
+
+    name: str
+    asks: str
+    seconds: float
+    tests: str = ""
+    script: Sequence[str] = ()
+    rehearsed_with: Sequence[str] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    needs: str = ""
+
+
+def again(name: str, setting: str, *, seconds: float) -> list[Part]:
+    """The tests that depend on the allocator, with another setting of it."""
+    return [
+        Part(
+            name=f"{part}, {name}",
+            asks=f"does the same hold under {setting}",
+            seconds=seconds,
+            tests=f"test_{part}_gpu.py",
+            # Both names: torch 2.9 has a new one, and reads the old one still.
+            environment=dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), setting),
+            needs="these settings of the allocator",
+        )
+        for part in ("oom", "sizes")
+    ]
+
+
+PARTS = [
+    Part(
+        name="first",
+        asks="what a driver says, what calls cost, how fast copies are",
+        seconds=60,
+        tests="test_first_gpu.py",
+    ),
+    Part(
+        name="transfer",
+        asks="copies that overlap change no bit and wait for nothing",
+        seconds=40,
+        tests="test_transfer_gpu.py",
+    ),
+    Part(
+        name="optimizer",
+        asks="memory of the first step is foretold",
+        seconds=60,
+        tests="test_optimizer_gpu.py",
+    ),
+    Part(
+        name="oom",
+        asks="a step that ran out of memory has the bits of one that did not",
+        seconds=90,
+        tests="test_oom_gpu.py",
+    ),
+    Part(
+        name="sizes",
+        asks="the fewest microbatches are found, and retries are no failures",
+        seconds=60,
+        tests="test_sizes_gpu.py",
+    ),
+    Part(
+        name="ranks",
+        asks="guards and votes on real streams, recovery of two ranks",
+        seconds=90,
+        tests="test_ranks_gpu.py",
+    ),
+    Part(
+        name="two ranks",
+        asks="a recovery of two processes on one device",
+        seconds=90,
+        tests="test_two_ranks_gpu.py",
+    ),
+    Part(
+        name="fake ranks",
+        asks="FSDP2's guards on real streams, with a second rank that is made up",
+        seconds=60,
+        tests="test_fake_ranks_gpu.py",
+    ),
+    Part(
+        name="settled",
+        asks="what waits for the device in a step that has found its size",
+        seconds=60,
+        tests="test_settled_gpu.py",
+    ),
+    Part(
+        name="training",
+        asks="deterministic, compiled and in half precision",
+        seconds=120,
+        tests="test_training_gpu.py",
+    ),
+    Part(
+        name="memory_limit",
+        asks="a limit holds",
+        seconds=40,
+        tests="test_memory_limit_gpu.py",
+    ),
+    Part(
+        name="exactness",
+        asks="the gradient is the whole batch's, in fp64",
+        seconds=90,
+        tests="test_exactness_gpu.py",
+    ),
+    Part(
+        name="libraries",
+        asks="what libraries say on a full device, and whether it is understood",
+        seconds=90,
+        tests="test_library_errors_gpu.py",
+    ),
+    *again("expandable segments", "expandable_segments:True", seconds=60),
+    *again("cudaMallocAsync", "backend:cudaMallocAsync", seconds=40),
+    Part(
+        name="overhead",
+        asks="what a step costs beside one by hand",
+        seconds=60,
+        script=("benchmarks.overhead", "--device", "cuda"),
+        rehearsed_with=("--device", "standin", "--pairs", "2", "--repeats", "1"),
+    ),
+    Part(
+        name="peers",
+        asks="what it costs, and what is left after running out of memory, beside others",
+        seconds=150,
+        script=("benchmarks.gpu_peers", "--device", "cuda"),
+        rehearsed_with=("--device", "cpu", "--tiny"),
+    ),
+    Part(
+        name="failures",
+        asks="a thousand failures leave no byte behind",
+        seconds=150,
+        tests="test_thousand_failures_gpu.py",
+    ),
+]
+
+
+NOT_STARTED = "not started"
+
+
+class Report:
+    """What is known so far, on the disk as well.
+
+    Args:
+        path: of the file.
+        device: the torch device type that is reported on.
+        parts: that are to run.
+    """
+
+    def __init__(self, path: pathlib.Path, device: str, parts: Sequence[Part]) -> None:
+        self.path = path
+        self.parts: list[dict[str, Any]] = [
+            {
+                "name": part.name,
+                "asks": part.asks,
+                "state": NOT_STARTED,
+                "environment": dict(part.environment),
+            }
+            for part in parts
+        ]
+        self.content: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "is_rehearsal": device != "cuda",
+            "machine": machine(device),
+            "is_whole": False,
+            "seconds": 0.0,
+            "parts": self.parts,
+        }
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def write(self) -> None:
+        """In one go: whoever ends this process in the middle of it loses nothing."""
+        with self._lock:
+            self.content["seconds"] = round(self.seconds, 1)
+            unfinished = self.path.with_suffix(".part")
+            text = json.dumps(self.content, indent=1, default=str)
+            unfinished.write_text(text + "\n", encoding="utf-8")
+            unfinished.replace(self.path)
+
+    @property
+    def seconds(self) -> float:
+        """Since it was begun."""
+        return time.monotonic() - self._began
+
+
+def machine(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    settings = {name: os.environ[name] for name in os.environ if name.endswith("ALLOC_CONF")}
+    found["allocator"] = settings or "default"
+    if device != "cuda":
+        return {"device": "the stand-in, which is none", **found}
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
         "device_bytes": properties.total_memory,
-        "torch": torch.__version__,
+        "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "python": platform.python_version(),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "default"),
+        **found,
     }
 
 
-def run(command: list[str], seconds: int) -> tuple[int, str]:
-    """Show what a command prints while it runs; its exit code, 124 when it took too long."""
-    # The tests import `tests`, and the package where it is not installed.
+def command_of(part: Part, target: pathlib.Path, *, standin: bool, expression: str) -> list[str]:
+    if part.script:
+        module, *given = part.script
+        arguments = part.rehearsed_with if standin else given
+        return [sys.executable, "-m", module, *arguments, "--json", str(target)]
+    command = [sys.executable, "-m", "pytest", f"tests/gpu/{part.tests}", "-q", "--tb=short"]
+    command += ["-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.gpu.journal", "--journal", str(target)]
+    command += ["-p", "tests.standin.plugin"] if standin else []
+    return command + (["-k", expression] if expression else [])
+
+
+def run_part(
+    part: Part,
+    found: dict[str, Any],
+    report: Report,
+    seconds: float,
+    command: Sequence[str],
+    stop: threading.Event,
+) -> None:
+    """Run a part to its end or for so long, and write what it found while it does.
+
+    Args:
+        part: what runs.
+        found: what is known of it, a part of the report.
+        report: that is written.
+        seconds: after which it is cut off.
+        command: of its process.
+        stop: ends it at once.
+    """
+    target = pathlib.Path(command[command.index("--journal" if part.tests else "--json") + 1])
+    began = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    try:
-        finished = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return 124, f"not done after {seconds} s"
-    return finished.returncode, ""
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **part.environment}
+    found["state"] = "running"
+    with tempfile.TemporaryFile() as output:
+        # A session of its own, so that with it end the processes that it has started.
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        while process.poll() is None and found["state"] == "running":
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_BETWEEN_LOOKS)
+            found["seconds"] = round(time.monotonic() - began, 1)
+            take(found, part, target)
+            report.write()
+            if stop.is_set():
+                found["state"] = "interrupted"
+            elif time.monotonic() - began >= seconds and process.poll() is None:
+                found["state"] = "cut off"
+        end(process)
+        take(found, part, target)
+        found["exit_code"] = process.returncode
+        if found["state"] == "running":
+            # pytest: 0 all well, 1 a test failed, 5 none was asked for.
+            has_ended = process.returncode in ((0, 1, 5) if part.tests else (0,))
+            found["state"] = "done" if has_ended else "died"
+        if not is_well(found):
+            output.seek(0)
+            found["output"] = output.read().decode(errors="replace")[-_MOST_CHARACTERS:]
+        report.write()
 
 
-def run_tests(folder: pathlib.Path, expression: str) -> dict[str, Any]:
-    """The outcome of each test, and what it recorded."""
-    xml = folder / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short"]
-    command += ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={xml}"]
-    command += ["-k", expression] if expression else []
-    code, problem = run(command, SECONDS_FOR_TESTS)
-    found: dict[str, Any] = {"exit_code": code, "problem": problem, "outcomes": {}, "tests": []}
-    if xml.exists():
-        found["tests"] = [read_case(case) for case in ElementTree.parse(xml).iter("testcase")]
-    found["outcomes"] = dict(Counter(test["outcome"] for test in found["tests"]))
-    return found
+def take(found: dict[str, Any], part: Part, target: pathlib.Path) -> None:
+    """Take over what a part has written so far."""
+    if part.tests:
+        found["tests"] = read_journal(target)
+        found["outcomes"] = dict(Counter(test["outcome"] for test in found["tests"]))
+    elif target.exists():
+        with contextlib.suppress(json.JSONDecodeError):  # it writes just now
+            found["results"] = json.loads(target.read_text(encoding="utf-8"))
 
 
-def read_case(case: ElementTree.Element) -> dict[str, Any]:
-    outcome, message = "passed", ""
-    for kind in ("failure", "error", "skipped"):
-        element = case.find(kind)
-        if element is not None:
-            outcome = "failed" if kind == "failure" else kind
-            message = (element.text or element.get("message") or "")[-2000:]
-    measured = {each.get("name"): each.get("value") for each in case.iter("property")}
-    return {
-        "name": f"{case.get('classname')}::{case.get('name')}",
-        "outcome": outcome,
-        "seconds": float(case.get("time") or 0),
-        "measured": measured,
-        "message": message,
-    }
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def run_overhead(folder: pathlib.Path) -> dict[str, Any]:
-    target = folder / "overhead.json"
-    command = [sys.executable, "benchmarks/overhead.py", "--device", "cuda", "--json", str(target)]
-    code, problem = run(command, SECONDS_FOR_OVERHEAD)
-    results = json.loads(target.read_text())["results"] if target.exists() else []
-    return {"exit_code": code, "problem": problem, "results": results}
+def summary_of(found: Mapping[str, Any]) -> str:
+    outcomes = ", ".join(f"{count} {name}" for name, count in found.get("outcomes", {}).items())
+    seconds = f" in {found['seconds']:.0f} s" if "seconds" in found else ""
+    return f"{found['name']}: {found['state']}{seconds}{f' ({outcomes})' if outcomes else ''}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+def run_all(
+    parts: Sequence[Part], report: Report, *, seconds: float, standin: bool, expression: str
+) -> None:
+    """Run parts one after the other, in so many seconds together.
+
+    There is one GPU. On the stand-in each process has a device of its own, so a few run at a time.
+    """
+    stop = threading.Event()
+
+    def run(part: Part, found: dict[str, Any], target: pathlib.Path) -> None:
+        left = seconds - report.seconds
+        if standin and part.needs:
+            found["state"] = f"left out: only CUDA has {part.needs}"
+        elif stop.is_set() or left < 1:
+            found["state"] = f"{NOT_STARTED}: there was no time left"
+        else:
+            limit = part.seconds * (SLOWER if standin else 1)
+            command = command_of(part, target, standin=standin, expression=expression)
+            run_part(part, found, report, min(limit, left), command, stop)
+        report.write()
+        print(summary_of(found), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 if standin else 1) as pool:
+        runs = [
+            pool.submit(run, part, found, pathlib.Path(folder) / f"{number}.json")
+            for number, (part, found) in enumerate(zip(parts, report.parts, strict=True))
+        ]
+        try:
+            for each in runs:
+                each.result()
+        except BaseException:
+            stop.set()
+            raise
+    report.content["is_whole"] = True
+    report.write()
+
+
+def interrupt(number: int, frame: object) -> None:
+    """What a scheduler sends before it ends a process is as Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="the folder that it is written to")
+    parser.add_argument("--seconds", type=float, help=f"that it takes at most (default {SECONDS})")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", default="", help=f"only these, of {', '.join(names)}")
     parser.add_argument("-k", dest="expression", default="", help="only tests that match this")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    parser.add_argument("--standin", action="store_true", help="rehearse it on the stand-in device")
+    parser.add_argument("--show", type=pathlib.Path, help="print a report as Markdown, and no more")
+    arguments = parser.parse_args(given)
+    if arguments.show is not None:
+        print(page(json.loads(arguments.show.read_text(encoding="utf-8"))))
+        return 0
+    wanted = [name.strip() for name in arguments.parts.split(",") if name.strip()] or names
+    if unknown := set(wanted) - set(names):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if not arguments.standin and not torch.cuda.is_available():
         print("torch sees no CUDA device, so there is nothing to report; run this on a GPU machine")
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    now = datetime.datetime.now(datetime.UTC)
-    report: dict[str, Any] = {"date": now.isoformat(timespec="seconds"), "machine": machine()}
-    target = arguments.out / f"gpu-{now:%Y-%m-%d-%H%M%S}.json"
-    with tempfile.TemporaryDirectory() as name:
-        # After each part, so that what was found survives being stopped.
-        report["tests"] = run_tests(pathlib.Path(name), arguments.expression)
-        target.write_text(json.dumps(report, indent=2) + "\n")
-        report["overhead"] = run_overhead(pathlib.Path(name))
-        target.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{report['machine']['device']}, torch {report['machine']['torch']}")
-    print(f"tests: {report['tests']['outcomes']}; written to {target}")
-    for test in report["tests"]["tests"]:
-        if test["measured"] or test["outcome"] in ("failed", "error"):
-            print(f"  {test['outcome']}: {test['name']} {test['measured']}")
-    return 0 if report["tests"]["exit_code"] == report["overhead"]["exit_code"] == 0 else 1
+    signal.signal(signal.SIGTERM, interrupt)
+    folder = arguments.out or (REHEARSALS if arguments.standin else RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{'rehearsal' if arguments.standin else 'gpu'}-{datetime.datetime.now(datetime.UTC)}"
+    target = folder / f"{name[:-13].replace(' ', '-').replace(':', '')}.json"
+    parts = [part for part in PARTS if part.name in wanted]
+    report = Report(target, "standin" if arguments.standin else "cuda", parts)
+    try:
+        run_all(
+            parts,
+            report,
+            seconds=arguments.seconds or SECONDS * (SLOWER if arguments.standin else 1),
+            standin=arguments.standin,
+            expression=arguments.expression,
+        )
+    except KeyboardInterrupt:
+        print("interrupted; what was found until now is written")
+    shown = target.with_suffix(".md")
+    shown.write_text(page(report.content) + "\n", encoding="utf-8")
+    print(f"written to {target}; to be read in {shown}")
+    is_good = report.content["is_whole"] and all(map(is_well, report.content["parts"]))
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ figure is the median of the ratios pair by pair, with the 95 % interval of that 
 import argparse
 import dataclasses
 import datetime
+import importlib
 import json
 import math
 import pathlib
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher, is_extra_pass
+from automicro.memory.device import synchronize
 from automicro.torch_private import OperationMode
 
 
@@ -115,9 +117,17 @@ def time_once(step: Callable[[], object], model: nn.Module, repeats: int) -> flo
     return total / repeats
 
 
+def open_device(name: str) -> torch.device:
+    """A device by name; the tests' stand-in for one is made first."""
+    if name.startswith("standin"):
+        importlib.import_module("tests.standin.device").install()
+    return torch.device(name)
+
+
 def wait_for_device() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        synchronize(device)
 
 
 def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -212,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=60, help="interleaved pairs (default 60)")
     parser.add_argument("--repeats", type=int, default=5, help="steps per side of a pair")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--device", type=open_device, default=torch.device("cpu"))
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

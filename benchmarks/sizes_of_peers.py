@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,14 +96,55 @@ class Memory(nn.Module):
 class Steps(torch.optim.SGD):
     """Counts what it is asked to do."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=1e-6)
+    def __init__(self, parameters: Iterator[nn.Parameter], lr: float = 1e-6) -> None:
+        super().__init__(parameters, lr=lr)
         self.count = 0
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)  # a closure may run out of memory: then no step was taken
         self.count += 1
         return loss
+
+
+class Asked(Protocol):
+    """A model that gives its loss for a batch, and knows what it was asked for.
+
+    Attributes:
+        asked: how many rows each time, and whether they fitted.
+        failures: how often memory ran out.
+    """
+
+    asked: list[tuple[int, bool]]
+
+    @property
+    def failures(self) -> int: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def __call__(self, batch: Any) -> Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a peer is given to train.
+
+    Attributes:
+        model: gives its loss.
+        batch: rows of an optimization batch.
+        loader: of so many rows, in batches of so many.
+        optimizer: of its parameters.
+        accelerator: "cpu" or "gpu".
+    """
+
+    model: Asked
+    batch: int
+    loader: Callable[[int, int], "DataLoader[Any]"] = loader
+    optimizer: Callable[[Iterator[nn.Parameter]], Steps] = Steps
+    accelerator: str = "cpu"
+
+
+def simulated(device: Device) -> Subject:
+    return Subject(model=Memory(device), batch=device.batch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,19 +158,19 @@ class PeerRun:
     died: bool = False
 
 
-def run_accelerate(device: Device) -> PeerRun:
+def run_accelerate(subject: Subject) -> PeerRun:
     find = importlib.import_module("accelerate.utils").find_executable_batch_size
-    memory = Memory(device)
-    optimizer = Steps(memory.parameters())
+    memory = subject.model
+    optimizer = subject.optimizer(memory.parameters())
 
     def train_at(batch_size: int) -> int:
-        for batch in loader(BATCHES * device.batch, batch_size):
+        for batch in subject.loader(BATCHES * subject.batch, batch_size):
             optimizer.zero_grad()
-            memory(batch).backward()
+            torch.autograd.backward(memory(batch))
             optimizer.step()
         return batch_size
 
-    size = find(train_at, starting_batch_size=device.batch)()
+    size = find(train_at, starting_batch_size=subject.batch)()
     return PeerRun(
         found=Found(
             failures=memory.failures,
@@ -141,10 +182,10 @@ def run_accelerate(device: Device) -> PeerRun:
     )
 
 
-def run_lightning(device: Device, *, mode: str, margin: float = 0.05) -> PeerRun:
+def run_lightning(subject: Subject, *, mode: str, margin: float = 0.05) -> PeerRun:
     lightning = importlib.import_module("lightning.pytorch")
     tuner = importlib.import_module("lightning.pytorch.tuner").Tuner
-    memory = Memory(device)
+    memory = subject.model
 
     class Job(lightning.LightningModule):  # type: ignore[misc, name-defined]
         batch_size = 2
@@ -155,18 +196,18 @@ def run_lightning(device: Device, *, mode: str, margin: float = 0.05) -> PeerRun
             self.memory = memory
 
         def train_dataloader(self) -> DataLoader[Tensor]:
-            return loader(self.rows, self.batch_size)
+            return subject.loader(self.rows, self.batch_size)
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return self.memory(batch)  # type: ignore[no-any-return]
+            return self.memory(batch)
 
         def configure_optimizers(self) -> Steps:
-            self.steps = Steps(self.memory.parameters())
+            self.steps = subject.optimizer(self.memory.parameters())
             return self.steps
 
     def trainer(folder: str) -> Any:
         return lightning.Trainer(
-            accelerator="cpu",
+            accelerator=subject.accelerator,
             devices=1,
             max_epochs=1,
             logger=False,
@@ -180,7 +221,7 @@ def run_lightning(device: Device, *, mode: str, margin: float = 0.05) -> PeerRun
     with tempfile.TemporaryDirectory() as folder:
         size = tuner(trainer(folder)).scale_batch_size(job, mode=mode, margin=margin)
         tried, failures = list(memory.asked), memory.failures
-        job.batch_size, job.rows = size, BATCHES * device.batch
+        job.batch_size, job.rows = size, BATCHES * subject.batch
         died = False
         try:
             trainer(folder).fit(job)
@@ -195,11 +236,11 @@ def run_lightning(device: Device, *, mode: str, margin: float = 0.05) -> PeerRun
     )
 
 
-def run_composer(device: Device) -> PeerRun:
+def run_composer(subject: Subject) -> PeerRun:
     composer = importlib.import_module("composer")
     checks: Any = importlib.import_module("composer.trainer.trainer")
     checks._is_auto_microbatching = lambda size, device=None: size == "auto"  # also without a GPU
-    memory = Memory(device)
+    memory = subject.model
 
     class Job(composer.ComposerModel):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -207,18 +248,18 @@ def run_composer(device: Device) -> PeerRun:
             self.memory = memory
 
         def forward(self, batch: Tensor) -> Tensor:
-            return memory(batch)  # type: ignore[no-any-return]
+            return memory(batch)
 
         def loss(self, outputs: Tensor, batch: Tensor) -> Tensor:
             return outputs
 
-    optimizer = Steps(memory.parameters())
+    optimizer = subject.optimizer(memory.parameters())
     trainer = composer.Trainer(
         model=Job(),
-        train_dataloader=loader(BATCHES * device.batch, device.batch),
+        train_dataloader=subject.loader(BATCHES * subject.batch, subject.batch),
         optimizers=optimizer,
         max_duration=f"{BATCHES}ba",
-        device="cpu",
+        device=subject.accelerator,
         device_train_microbatch_size="auto",
         progress_bar=False,
         log_to_console=False,
@@ -230,17 +271,18 @@ def run_composer(device: Device) -> PeerRun:
         found=Found(
             failures=memory.failures,
             # What fitted before the microbatch that did not is lost with it.
-            rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * device.batch,
+            rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * subject.batch,
             size=size,
         ),
-        batch=device.batch,
+        batch=subject.batch,
         steps=optimizer.count,
     )
 
 
-def run_automicro(device: Device) -> PeerRun:
-    memory = Memory(device)
-    optimizer = Steps(memory.parameters())
+def run_automicro(subject: Subject) -> PeerRun:
+    memory = subject.model
+    assert isinstance(memory, nn.Module)
+    optimizer = subject.optimizer(memory.parameters())
     microbatcher = Microbatcher(
         memory,
         forward=lambda model, batch: model(batch),
@@ -248,14 +290,14 @@ def run_automicro(device: Device) -> PeerRun:
         optimizer=optimizer,
         probe=False,
     )
-    for batch in loader(BATCHES * device.batch, device.batch):
+    for batch in subject.loader(BATCHES * subject.batch, subject.batch):
         result = microbatcher.backward(batch)
         optimizer.step()
         optimizer.zero_grad()
     return PeerRun(
         found=Found(
             failures=memory.failures,
-            rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * device.batch,
+            rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * subject.batch,
             size=result.microbatch_size,
         ),
         batch=result.num_samples,
@@ -291,7 +333,7 @@ class Peer:
 
     distribution: str
     module: str
-    run: Callable[[Device], PeerRun]
+    run: Callable[[Subject], PeerRun]
     rule: Callable[[Device], Found]
 
 
@@ -322,7 +364,7 @@ def version_of(distribution: str) -> str:
 
 def measure(peer: Peer, devices: list[Device]) -> dict[str, Any]:
     start = time.perf_counter()
-    pairs = [(device, peer.run(device)) for device in devices]
+    pairs = [(device, peer.run(simulated(device))) for device in devices]
     seconds = time.perf_counter() - start
     runs = [run for _, run in pairs]
     differences, excess = [], []

@@ -94,7 +94,10 @@ def lasting_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     new = [
         thread
         for thread in threading.enumerate()
-        if thread not in before and thread.name not in THREADS_OF_LIBRARIES
+        if thread not in before
+        and thread.name not in THREADS_OF_LIBRARIES
+        # Threads that Python did not start, such as autograd's of each device, stay.
+        and not isinstance(thread, threading._DummyThread)
     ]
     for thread in new:
         thread.join(timeout=1.0)

@@ -17,15 +17,32 @@ def started_device() -> None:
     accelerator.init()
 
 
+COUNTERS = {
+    "ooms": "num_ooms",
+    "retries": "num_alloc_retries",
+    "segments taken": "segment.all.allocated",
+    "segments given back": "segment.all.freed",
+}
+
+
 @pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    """No cached memory, no limit and no synchronisation check survives a test."""
+def clean_device(record_property: Record) -> Iterator[None]:
+    """No cached memory, no limit and no synchronisation check survives a test.
+
+    What the allocator counted in a test that ran out of memory is recorded.
+    """
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats(DEVICE)
     accelerator.manual_seed(0)
     fraction = accelerator.get_per_process_memory_fraction(DEVICE)
+    before = accelerator.memory_stats(DEVICE)
     yield
     gc.collect()  # now: what is frozen for the next file stays for ever
+    after = accelerator.memory_stats(DEVICE)
+    counted = {name: after.get(key, 0) - before.get(key, 0) for name, key in COUNTERS.items()}
+    if counted["ooms"]:
+        counted["active bytes at the end"] = after.get("active_bytes.all.current", 0)
+        record_property("counters", counted)
     accelerator.set_sync_debug_mode("default")
     accelerator.set_per_process_memory_fraction(fraction, DEVICE)
     accelerator.empty_cache()

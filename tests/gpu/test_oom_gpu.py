@@ -2,12 +2,12 @@
 
 import gc
 import time
-from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
-from automicro import Fixed, Halving, SampleTooLargeError
+from automicro import SampleTooLargeError
 from automicro.oom import Failure, classify, release
 from automicro.torch_private import tell_no_more, tell_of_shortage
 from tests.gpu.conftest import Record
@@ -32,7 +32,6 @@ pytestmark = GPU
 # A row of these asks for 64 MiB: the whole batch for 1 GiB, half of it for 512 MiB.
 PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
 ROOM = 900 * MIB
-FAILURES = 1000 if DEVICE.type == "cuda" else 30
 
 
 def test_the_error_of_a_full_device_is_recognised() -> None:
@@ -126,55 +125,60 @@ def test_where_no_row_fits_the_state_is_as_before() -> None:
     assert allocated_bytes() == before_bytes
 
 
-def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Record) -> None:
-    net = model(Hungry(0, 8))
-    step = microbatcher(net)
-    rows = to_device(batch())
-    phase = ["outside"]
-    net.register_forward_pre_hook(lambda *_: phase.__setitem__(0, "forward"))
-    net.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_retry_begins_without_the_blocks_of_what_failed(
+    phase: str, record_property: Record
+) -> None:
+    """What the rollback frees goes back as well: kept, its blocks would be cut up by the retry."""
+    net = model(PHASES[phase])
+    optimizer = torch.optim.AdamW(net.parameters())
+    step = microbatcher(net, optimizer=optimizer, probe=False)
+    cached_bytes: list[int] = []
 
-    def call(policy: Fixed | Halving) -> int:
-        step._train.policy = policy
-        try:
-            return step.backward(rows).ooms
-        finally:
-            net.zero_grad()
+    def look(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        [rows] = args
+        if len(rows) < ROWS and not cached_bytes:
+            held = accelerator.memory_reserved(DEVICE) - accelerator.memory_allocated(DEVICE)
+            cached_bytes.append(int(held))
 
-    peaks = {}
-    for size in (1, ROWS):  # also makes what libraries keep for ever
-        call(Fixed(size))
-        accelerator.reset_peak_memory_stats(DEVICE)
-        before_bytes = allocated_bytes()
-        call(Fixed(size))
-        peaks[size] = accelerator.max_memory_allocated(DEVICE) - before_bytes
-    baseline_bytes = allocated_bytes()
-    ooms, calls, phases, most_alive_bytes = 0, 0, Counter[str](), 0
-    start = time.perf_counter()
-    while ooms < FAILURES and calls < 4 * FAILURES:
-        is_raised = ooms < FAILURES // 2
-        least = 0 if is_raised else peaks[1] + 64 * MIB
-        share = calls * 31 % 97 / 97  # another point of the step each time
-        calls += 1
-        phase[0] = "outside"
-        with room(int(least + (0.95 * peaks[ROWS] - least) * share)):
+    net.register_forward_pre_hook(look)
+    with room(ROOM):
+        assert step.backward(batch()).ooms == 1
+    record_property("cached_bytes_at_the_retry", cached_bytes)
+    assert cached_bytes[0] < 64 * MIB
+
+
+def test_what_a_convolution_near_the_limit_does_to_the_bits(record_property: Record) -> None:
+    """A library that finds no memory for its workspace may take another kernel, and say nothing.
+
+    So nothing is promised of it: what came is recorded.
+    """
+    torch.manual_seed(1)
+    rows, side = (32, 128) if DEVICE.type == "cuda" else (4, 16)
+    layers = [nn.Conv2d(16, 64, 5, padding=2), nn.ReLU(), nn.Conv2d(64, 16, 5, padding=2)]
+    net = nn.Sequential(*layers).to(DEVICE)
+    x = torch.randn(rows, 16, side, side, device=DEVICE)
+
+    def step() -> list[torch.Tensor]:
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return [each.grad.clone() for each in net.parameters() if each.grad is not None]
+
+    step()
+    accelerator.reset_peak_memory_stats(DEVICE)
+    held_bytes = allocated_bytes()
+    plenty = step()
+    again = step()
+    most_bytes = int(accelerator.max_memory_allocated(DEVICE)) - held_bytes
+    found = {"twice with room": all(map(torch.equal, plenty, again))}
+    for percent in (150, 110, 100, 90, 80):
+        with room(most_bytes * percent // 100):
             try:
-                ooms += call(Fixed(None) if is_raised else Halving())
+                found[f"with {percent} % of the peak"] = all(map(torch.equal, plenty, step()))
             except torch.OutOfMemoryError:
-                ooms += 1
-                phases[phase[0]] += 1
-        accelerator.synchronize(DEVICE)
-        alive_bytes = accelerator.memory_allocated(DEVICE) - baseline_bytes
-        most_alive_bytes = max(most_alive_bytes, alive_bytes)
-    record_property("ooms", ooms)
-    record_property("calls", calls)
-    record_property("phases", dict(phases))
-    record_property("ms_per_oom", round((time.perf_counter() - start) / ooms * 1e3, 2))
-    record_property("most_bytes_alive", most_alive_bytes)
-    assert ooms >= FAILURES
-    assert phases["forward"] > 0
-    assert phases["backward"] > 0
-    assert most_alive_bytes == 0
+                found[f"with {percent} % of the peak"] = "out of memory"  # type: ignore[assignment]
+    record_property("same_bits", found)
+    assert len(found) == 6
 
 
 class _Fails(torch.autograd.Function):

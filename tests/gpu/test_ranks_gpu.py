@@ -3,115 +3,52 @@
 The votes go through a gloo group of one, so every exchange is made that several ranks would make.
 """
 
-import datetime
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from automicro import Fixed, Halving, Microbatcher
 from automicro.distributed import CoordinatedRanks, setup
+from automicro.distributed.ballot import Ballot, failed, fold
 from automicro.distributed.exchange import TreeExchange
-from automicro.distributed.groups import GlooGroup
 from automicro.memory import device_identity
-from automicro.torch_private_distributed import HashStore
+from automicro.ranks import Status
 from tests.gpu.conftest import Record
-from tests.gpu.device import (
-    DEVICE,
-    GPU,
-    MIB,
-    accelerator,
-    differences,
-    only_cuda,
-    room,
-    snapshot,
-    to_device,
-)
-from tests.gpu.subjects import ROWS, Blocks, Hungry, batch, microbatcher, model
+from tests.gpu.device import DEVICE, GPU, MIB, accelerator, differences, only_cuda, room, to_device
+from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
 from tests.gpu.test_oom_gpu import PHASES, ROOM
+from tests.gpu.traces import traced
+from tests.gpu.wrappers import (
+    KINDS,
+    WITH_NCCL,
+    exchange_over_gloo,
+    group_of_one,
+    votes_of,
+    whole,
+    whole_snapshot,
+    wrapped,
+)
 
-pytestmark = [
-    *GPU,
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and not dist.is_nccl_available(),
-        reason="this torch is built without NCCL",
-    ),
-]
+pytestmark = [*GPU, WITH_NCCL]
 
-KINDS = [
-    "ddp",
-    pytest.param(
-        "fsdp",
-        marks=pytest.mark.skipif(
-            not hasattr(FSDPModule, "reset_iter_state"), reason="fully_shard needs torch 2.13"
-        ),
-    ),
-]
 HALF = ROWS // 2
 PLENTY = 64 * 1024 * MIB
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group_of_one() -> Iterator[None]:
-    accelerator.set_device(DEVICE)
-    is_cuda = DEVICE.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=DEVICE if is_cuda else None,
-        timeout=datetime.timedelta(minutes=5),
-    )
-    if DEVICE.type == "standin":
-        accelerator.join(dist.distributed_c10d._get_default_group())
-    yield
-    dist.destroy_process_group()
+def group() -> Iterator[None]:
+    with group_of_one():
+        yield
 
 
 @pytest.fixture(autouse=True)
 def votes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange() -> TreeExchange:
-        group = GlooGroup([0], timeout_seconds=60)
-        return TreeExchange([group], height=1, rank=0, world_size=1)
-
-    monkeypatch.setattr(setup, "open_exchange", exchange)
-
-
-def wrapped(kind: str, *hungry: nn.Module) -> nn.Module:
-    net = model(*hungry)
-    if kind == "ddp":
-        return DistributedDataParallel(net, device_ids=[DEVICE.index])
-    for block in net.blocks:
-        fully_shard(block)
-    fully_shard(net)
-    return net
-
-
-def whole(net: nn.Module) -> Blocks:
-    inner = net.module if isinstance(net, DistributedDataParallel) else net
-    assert isinstance(inner, Blocks)
-    return inner
-
-
-def whole_snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
-    found = snapshot(net)
-    local = {name: getattr(value, "_local_tensor", value) for name, value in found.items()}
-    return {name: value.to("cpu", copy=True) for name, value in local.items()}
-
-
-def votes_of(step: Microbatcher) -> int:
-    assert isinstance(step.ranks, CoordinatedRanks)
-    return step.ranks.num_votes
+    monkeypatch.setattr(setup, "open_exchange", exchange_over_gloo)
 
 
 @pytest.mark.parametrize("failing_step", [0, 2], ids=["guarded", "replayed"])
@@ -195,7 +132,6 @@ def test_a_settled_step_of_a_wrapped_model_never_waits_for_the_device(
     assert votes == (2 if kind == "ddp" else result.num_microbatches + 1)
 
 
-@only_cuda("such traces")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
     kind: str, record_property: Record
@@ -210,35 +146,10 @@ def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
             loss_fn(plain(inputs[part]), targets[part]).backward()
 
     by_hand()
-    ours = waits(lambda: step.backward((inputs, targets)))
-    theirs = waits(by_hand)
-    record_property("waits", {"automicro": ours, "wrapper": theirs})
-    assert len(ours) <= len(theirs)
-
-
-def waits(run: Callable[[], Any]) -> list[str]:
-    """The calls by which the host waited for the device meanwhile, as a trace shows them."""
-    accelerator.synchronize(DEVICE)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        with record_function("measured"):
-            run()
-        accelerator.synchronize(
-            DEVICE
-        )  # the profiler would wait as well; this is outside the range
-    events = trace.events()
-    assert events is not None
-    [measured] = [each for each in events if each.name == "measured" and not is_kernel(each)]
-    return [
-        each.name
-        for each in events
-        if each.name.startswith("cuda")
-        and each.name.endswith("Synchronize")
-        and measured.time_range.start <= each.time_range.start <= measured.time_range.end
-    ]
-
-
-def is_kernel(event: Any) -> bool:
-    return str(event.device_type).endswith("CUDA")
+    ours = traced(lambda: step.backward((inputs, targets)))
+    theirs = traced(by_hand)
+    record_property("waits", {f"{kind}, automicro": ours.waits, f"{kind}, wrapper": theirs.waits})
+    assert ours.waits <= theirs.waits
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -260,3 +171,41 @@ def test_another_process_knows_the_device_by_the_same_name() -> None:
     command = [sys.executable, "-c", program, str(DEVICE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == device_identity(DEVICE) != "None"
+
+
+class PeerFails(TreeExchange):
+    """In the first vote on another thread than its own, a second rank says that memory ran out."""
+
+    def __init__(self, inner: TreeExchange) -> None:
+        self.__dict__.update(inner.__dict__)
+        self.thread = threading.get_ident()
+        self.has_failed = False
+
+    def ballots(self, ballot: Ballot) -> Ballot:
+        together = super().ballots(ballot)
+        if self.has_failed or threading.get_ident() == self.thread:
+            return together
+        self.has_failed = True
+        return fold([together, failed(Status.OUT_OF_MEMORY, 1)])
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_peer_that_stops_is_heard_of_on_a_device_thread_and_the_step_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error goes from Python through autograd's and DDP's C++ and back."""
+    found = []
+    for policy in (Fixed(HALF), Halving(refine=False, grow=False)):
+        net = wrapped("ddp")
+        step = microbatcher(net, policy, probe=False)
+        exchange = PeerFails(exchange_over_gloo())
+        if not isinstance(policy, Fixed):
+            assert isinstance(step.ranks, CoordinatedRanks)
+            monkeypatch.setattr(step.ranks._votes, "_exchange", exchange)
+        torch.manual_seed(3)
+        result = step.backward(to_device(batch()))
+        assert result.microbatch_size == HALF
+        found.append(whole_snapshot(net))
+    assert exchange.has_failed
+    assert (result.attempts, result.ooms) == (2, 1)
+    assert differences(*found) == []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, Microbatcher
+from automicro.memory.meter import Meter
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,
@@ -205,3 +206,27 @@ def test_what_libraries_take_they_take_before_the_first_forward(record_property:
     start, first, _, end = json.loads(done.stdout.splitlines()[-1])
     record_property("bytes_outside_of_torch", {"start": start, "first forward": first, "end": end})
     assert first > start, "no library was used before the first forward"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_seconds_that_are_compared_are_the_devices(waits: bool, record_property: Record) -> None:
+    """Without waiting they are those of the host, which hands the device its work."""
+    side, times = (4096, 50) if DEVICE.type == "cuda" else (256, 20)
+    a = torch.ones(side, side, device=DEVICE)
+    meter = Meter(DEVICE)
+    measured = []
+    for _ in range(3):  # the first makes what libraries keep for ever
+        begin, end = (accelerator.Event(enable_timing=True) for _ in range(2))
+        accelerator.synchronize(DEVICE)
+        meter.begin(waits=waits)
+        begin.record()
+        for _ in range(times):
+            torch.mm(a, a)
+        end.record()
+        measured.append(meter.end())
+        accelerator.synchronize(DEVICE)
+    seconds = {"meter": measured[-1].seconds, "events": begin.elapsed_time(end) / 1e3}
+    record_property("seconds", {name: round(each, 6) for name, each in seconds.items()})
+    assert measured[-1].has_waited == waits
+    if DEVICE.type == "cuda" and waits:  # the stand-in has a clock of its own
+        assert seconds["meter"] == pytest.approx(seconds["events"], rel=0.2)

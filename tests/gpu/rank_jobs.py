@@ -1,0 +1,51 @@
+"""What each of two processes runs that share a device. Imported before either has one."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro import Fixed, Halving
+
+
+def train(
+    kind: str, demand: tuple[int, int], failing_step: int, short_rank: int | None
+) -> dict[str, Any]:
+    """Three steps; memory is short on one rank, or half of the rows are asked for on all.
+
+    Args:
+        kind: of device.
+        demand: MiB a row in forward and in backward.
+        failing_step: from which on.
+        short_rank: the rank; None for the run without a failure.
+    """
+    if kind == "standin":
+        from tests.standin.device import install, join
+
+        install()
+        join(dist.distributed_c10d._get_default_group())
+    # Only now is there a device for these to find.
+    from tests.gpu.device import DEVICE, MIB, room, snapshot
+    from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
+
+    rank = dist.get_rank()
+    torch.use_deterministic_algorithms(True)
+    net = DistributedDataParallel(model(Hungry(*demand)), device_ids=[DEVICE.index])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    policy = Halving(refine=False, grow=False)
+    step = microbatcher(net, policy, optimizer=optimizer, probe=False)
+    torch.manual_seed(100 + rank)
+    ooms = []
+    for index in range(3):
+        is_short = index >= failing_step
+        if short_rank is None:
+            step._train.policy = Fixed(ROWS // 2 if is_short else ROWS)
+        with room((900 if is_short and rank == short_rank else 8 * 1024) * MIB):
+            ooms.append(step.backward(batch(seed=10 * index + rank)).ooms)
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, Tensor] = snapshot(net, optimizer)
+    torch.use_deterministic_algorithms(False)
+    return {"ooms": ooms, "state": state}

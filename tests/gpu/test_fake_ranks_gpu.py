@@ -1,0 +1,103 @@
+"""FSDP2's guards on real streams, with one process: torch's fake group says that there are two.
+
+In a world of one, `fully_shard` runs no collective and no guard. In the fake one it runs all, with
+their streams and events; what comes back is made up, and the same each time.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from automicro import Fixed, Halving
+from automicro.distributed import setup
+from automicro.distributed.exchange import AloneExchange
+from automicro.distributed.fsdp import Collective, FsdpGuard
+from tests.gpu.conftest import Record
+from tests.gpu.device import DEVICE, GPU, accelerator, differences, room, to_device
+from tests.gpu.subjects import ROWS, batch, microbatcher, model
+from tests.gpu.test_oom_gpu import PHASES, ROOM
+from tests.gpu.test_ranks_gpu import PLENTY
+from tests.gpu.wrappers import WITH_FSDP, whole_snapshot
+
+pytestmark = [*GPU, WITH_FSDP]
+
+HALF = ROWS // 2
+
+
+class TwoExchange(AloneExchange):
+    """The other one agrees."""
+
+    world_size = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_group() -> Iterator[None]:
+    accelerator.set_device(DEVICE)
+    backend = f"cpu:fake,{DEVICE.type}:fake"
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def votes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "open_exchange", TwoExchange)
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the collectives that a guard saw."""
+    kinds: list[str] = []
+    before = FsdpGuard.before
+
+    def seen(self: FsdpGuard, step: Collective, *args: object, **kwargs: object) -> object:
+        kinds.append(step.kind)
+        return before(self, step, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FsdpGuard, "before", seen)
+    return kinds
+
+
+def sharded(hungry: nn.Module) -> nn.Module:
+    net = model(hungry)
+    mesh = init_device_mesh(DEVICE.type, (2,))
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+@pytest.mark.parametrize("failing_step", [0, 2], ids=["guarded", "replayed"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.usefixtures("deterministic")
+def test_a_sharded_model_that_ran_out_of_memory_ends_with_the_same_bits(
+    phase: str, failing_step: int, guarded: list[str], record_property: Record
+) -> None:
+    found = []
+    for is_scripted in (True, False):
+        net = sharded(PHASES[phase])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        policy = Halving(refine=False, grow=False)
+        step = microbatcher(net, policy, optimizer=optimizer, probe=False)
+        torch.manual_seed(3)
+        failures = []
+        for index in range(3):
+            is_short = index >= failing_step
+            if is_scripted:
+                step._train.policy = Fixed(HALF if is_short else ROWS)
+            with room(ROOM if is_short and not is_scripted else PLENTY):
+                failures.append(step.backward(to_device(batch(seed=index))).ooms)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sum(failures) == failures[failing_step] == (not is_scripted)
+        found.append(whole_snapshot(net))
+    counts = {kind: guarded.count(kind) for kind in dict.fromkeys(guarded)}
+    record_property("guarded", counts)
+    assert len(counts) >= 2
+    assert differences(*found) == []

@@ -1,0 +1,156 @@
+"""Training as people set it up: deterministic, compiled, in half precision, with a report."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import DeterminismWarning, Halving, Trainer
+from automicro.callbacks import MemoryMonitor, OutOfMemoryReport
+from automicro.trainer.determinism import CUBLAS_VARIABLE
+from tests.gpu.conftest import Record
+from tests.gpu.device import DEVICE, GPU, MIB, differences, room, snapshot
+from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
+from tests.gpu.test_oom_gpu import PHASES, ROOM
+
+pytestmark = GPU
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+
+DETERMINISTIC_JOB = """
+import json, os, sys
+if sys.argv[1] == "standin":
+    from tests.standin.device import install
+    install()
+import torch
+from torch import nn
+from automicro import Trainer
+from tests.gpu.subjects import batch, model
+rows = [batch(seed=seed) for seed in range(3)]
+sums = []
+for _ in range(2):
+    torch.manual_seed(0)
+    net = model().cpu()  # which the Trainer moves: nothing has computed on the device
+    Trainer(net, rows, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, seed=0,
+            max_duration="1ep", device=sys.argv[1], deterministic=True, progress=False).fit()
+    sums.append([each.double().sum().item() for each in net.parameters()])
+print(json.dumps({"same": sums[0] == sums[1], "variable": os.environ.get(sys.argv[2])}))
+"""
+
+
+def test_a_deterministic_trainer_starts_and_repeats_itself(record_property: Record) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", DETERMINISTIC_JOB, DEVICE.type, CUBLAS_VARIABLE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    record_property("variable", found["variable"])
+    assert found["same"]
+    assert (found["variable"] == ":4096:8") == (DEVICE.type == "cuda")
+    assert DeterminismWarning.__name__ not in finished.stderr
+
+
+def trainer(net: nn.Module, rows: int = 4 * ROWS, **options: Any) -> Trainer:
+    inputs, targets = batch(rows)
+    settings: dict[str, Any] = {
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW,
+        "max_duration": "1ep",
+        "device": DEVICE,
+        "progress": False,
+        "probe": False,
+        "seed": 0,
+        **options,
+    }
+    return Trainer(net, DataLoader(TensorDataset(inputs, targets), batch_size=ROWS), **settings)
+
+
+def uncompiled(demand: Hungry) -> Hungry:
+    """The compiler would leave out memory that nobody reads."""
+    found: Hungry = torch.compiler.disable(Hungry(*(each // MIB for each in demand.row_bytes)))
+    return found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_compiled_model_recovers_while_its_backward_is_compiled(
+    phase: str, record_property: Record
+) -> None:
+    """The first failure comes where the compiler has not seen the backward yet."""
+    torch.compiler.reset()
+    net = model(uncompiled(PHASES[phase]))
+    with room(ROOM):
+        summary = trainer(net, compile={"backend": COMPILER}, microbatch_size="auto").fit()
+    record_property("ooms", summary.train_ooms)
+    assert summary.steps == 4
+    assert summary.train_ooms >= 1
+    assert all(bool(each.isfinite().all()) for each in net.parameters())
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.usefixtures("deterministic")
+def test_half_precision_that_ran_out_of_memory_has_the_same_bits(
+    fused: bool, record_property: Record
+) -> None:
+    found = []
+    for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False, grow=False), ROOM)):
+        net = model(Hungry(64, 0))
+        with room(limit):
+            summary = trainer(
+                net,
+                precision="fp16",
+                optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=fused),
+                microbatch_size=size,
+            ).fit()
+        found.append(snapshot(net))
+    record_property("summary", str(summary))
+    assert summary.train_ooms == 1
+    assert differences(*found) == []
+
+
+def test_a_report_of_running_out_of_memory_says_what_lies_on_the_device(tmp_path: Path) -> None:
+    net = model(PHASES["forward"])
+    report = OutOfMemoryReport(tmp_path, history=100)
+    monitor = MemoryMonitor()
+    with room(ROOM):
+        summary = trainer(net, callbacks=[report, monitor], microbatch_size="auto").fit()
+    [path] = sorted(tmp_path.glob("*.json"))
+    found = json.loads(path.read_text())
+    assert summary.train_ooms == report.written == 1
+    assert found["device"] == str(DEVICE)
+    assert found["microbatch_size"] == {"before": ROWS, "after": ROWS // 2}
+    assert "out of memory" in found["message"]
+    state_bytes = sum(each.nbytes for each in net.parameters())
+    assert found["resident_bytes"]["parameters"] >= state_bytes
+    assert found["peak_bytes"] > state_bytes
+    assert path.with_suffix(".pickle").exists() == (DEVICE.type == "cuda")
+
+
+def test_a_compiled_microbatcher_gives_the_bits_of_its_sizes() -> None:
+    found = []
+    for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False, grow=False), ROOM)):
+        torch.compiler.reset()
+        net = model(
+            uncompiled(PHASES["backward"])
+        ).eval()  # no dropout: the compiler draws in its own way
+        net.compile(backend=COMPILER)
+        step = microbatcher(net, size, probe=False)
+        with room(limit):
+            result = step.backward(batch())
+        assert result.microbatch_size == ROWS // 2
+        found.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+    torch.compiler.reset()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,49 @@
+"""Two processes on one device, over gloo: the recovery of several ranks that one GPU can show.
+
+The first failure of a world is voted on before each bucket, later ones are replayed.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.world import World, world_of
+from tests.gpu.device import DEVICE, GPU, differences
+from tests.gpu.rank_jobs import train
+
+pytestmark = GPU
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Read by cuBLAS when it begins, so before the processes do.
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        with world_of(2) as world:
+            yield world
+
+
+FORWARD, BACKWARD = (64, 0), (0, 64)
+CASES = {
+    "guarded forward": (FORWARD, 0),
+    "guarded backward": (BACKWARD, 0),
+    "replayed forward": (FORWARD, 2),
+    "replayed backward": (BACKWARD, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_of_two_ranks_runs_out_of_memory_and_both_end_with_the_same_bits(
+    case: str, world: World
+) -> None:
+    demand, failing_step = CASES[case]
+    expected = world.run(train, DEVICE.type, demand, failing_step, None)
+    found = world.run(train, DEVICE.type, demand, failing_step, 1)
+    for one, other in zip(expected, found, strict=True):
+        assert one["ooms"] == [0, 0, 0]
+        assert sum(other["ooms"]) == other["ooms"][failing_step] == 1
+        assert differences(one["state"], other["state"]) == []
+    first, second = (each["state"] for each in found)
+    both = [name for name in first if name.startswith("parameter")]
+    assert both
+    assert differences({n: first[n] for n in both}, {n: second[n] for n in both}) == []

@@ -1,0 +1,81 @@
+"""Models in torch's wrappers for several ranks, in a group of one, with all votes."""
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro import Microbatcher
+from automicro.distributed import CoordinatedRanks
+from automicro.distributed.exchange import TreeExchange
+from automicro.distributed.groups import GlooGroup
+from automicro.torch_private_distributed import HashStore
+from tests.gpu.device import DEVICE, accelerator, snapshot
+from tests.gpu.subjects import Blocks, model
+
+WITH_NCCL = pytest.mark.skipif(
+    DEVICE.type == "cuda" and not dist.is_nccl_available(),
+    reason="this torch is built without NCCL",
+)
+WITH_FSDP = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="fully_shard needs torch 2.13"
+)
+KINDS = ["ddp", pytest.param("fsdp", marks=WITH_FSDP)]
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """The process group of a program with one rank: NCCL on CUDA, gloo elsewhere."""
+    accelerator.set_device(DEVICE)
+    is_cuda = DEVICE.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=DEVICE if is_cuda else None,
+        timeout=datetime.timedelta(minutes=5),
+    )
+    if DEVICE.type == "standin":
+        accelerator.join(dist.distributed_c10d._get_default_group())
+    yield
+    dist.destroy_process_group()
+
+
+def exchange_over_gloo() -> TreeExchange:
+    """Every exchange is made that several ranks would make."""
+    group = GlooGroup([0], timeout_seconds=60)
+    return TreeExchange([group], height=1, rank=0, world_size=1)
+
+
+def wrapped(kind: str, *hungry: nn.Module) -> nn.Module:
+    net = model(*hungry)
+    if kind == "ddp":
+        return DistributedDataParallel(net, device_ids=[DEVICE.index])
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    return net
+
+
+def whole(net: nn.Module) -> Blocks:
+    inner = net.module if isinstance(net, DistributedDataParallel) else net
+    assert isinstance(inner, Blocks)
+    return inner
+
+
+def whole_snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
+    found = snapshot(net)
+    local = {name: getattr(value, "_local_tensor", value) for name, value in found.items()}
+    return {name: value.to("cpu", copy=True) for name, value in local.items()}
+
+
+def votes_of(step: Microbatcher) -> int:
+    assert isinstance(step.ranks, CoordinatedRanks)
+    return step.ranks.num_votes

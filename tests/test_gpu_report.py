@@ -1,0 +1,300 @@
+"""`make gpu`: what it runs, that nothing of it is lost, and the page that is made of it."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_page, gpu_peers, gpu_report
+from benchmarks.gpu_report import NOT_STARTED, PARTS, Part, Report
+from tests.gpu.journal import read_journal
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+TESTS = """
+import os, time, pytest
+
+def test_first(record_property):
+    record_property("costs_us", {"a call": 1.5})
+    record_property("texts", [{"where": "here", "type": "E", "means": "RETRYABLE", "text": "a|b"}])
+    record_property("sizes", [(3, [8, 4])])
+
+def test_fails():
+    assert 1 == 2, "of a number"
+
+@pytest.mark.skipif(True, reason="only CUDA has one")
+def test_left_out():
+    pass
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("in the end")
+
+def test_ends_badly(broken):
+    pass
+
+def test_last():
+    END
+"""
+
+
+def script(folder: pathlib.Path, code: str) -> pathlib.Path:
+    path = folder / "script.py"
+    path.write_text(code)
+    return path
+
+
+def report_of(folder: pathlib.Path, parts: Sequence[Part]) -> Report:
+    return Report(folder / "report.json", "standin", parts)
+
+
+def run(
+    folder: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+    *,
+    part_seconds: float = 60,
+    seconds: float = 100,
+) -> dict[str, Any]:
+    """A report of a few tests, another part after them, and one that only CUDA has."""
+    tests = folder / "test_some.py"
+    tests.write_text(TESTS.replace("END", end))
+    writes = "import json, sys; open(sys.argv[-1], 'w').write(json.dumps({'results': []}))"
+    parts = [
+        Part(name="some", asks="whether it works", seconds=part_seconds, tests="test_some.py"),
+        Part(name="some, other", asks="again", seconds=10, needs="it"),
+        Part(name="overhead", asks="what it costs", seconds=60, script=("x",)),
+    ]
+    real = gpu_report.command_of
+
+    def command_of(part: Part, target: pathlib.Path, **options: Any) -> list[str]:
+        if part.script:
+            return [sys.executable, "-c", writes, "--json", str(target)]
+        options["standin"] = False
+        command = real(part, target, **options)
+        return [str(tests) if each.startswith("tests/gpu/") else each for each in command] + [
+            *(
+                "-m",
+                "not gpu",
+                "--rootdir",
+                str(folder),
+                "-c",
+                os.devnull,
+                "--confcutdir",
+                str(folder),
+            )
+        ]
+
+    monkeypatch.setattr(gpu_report, "command_of", command_of)
+    monkeypatch.setattr(gpu_report, "SLOWER", 1)
+    report = report_of(folder, parts)
+    gpu_report.run_all(parts, report, seconds=seconds, standin=True, expression="")
+    found: dict[str, Any] = json.loads(report.path.read_text())
+    assert found == json.loads(json.dumps(report.content))
+    return found
+
+
+def outcomes(part: dict[str, Any]) -> dict[str, str]:
+    return {gpu_page.short(test["name"]): test["outcome"] for test in part["tests"]}
+
+
+EXPECTED = {
+    "test_first": "passed",
+    "test_fails": "failed",
+    "test_left_out": "skipped",
+    "test_ends_badly": "error",
+}
+
+
+def test_each_test_and_what_it_measured_stands_in_the_report(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(tmp_path, monkeypatch, "pass")
+    assert found["is_whole"]
+    some, other, overhead = found["parts"]
+    assert outcomes(some) == {**EXPECTED, "test_last": "passed"}
+    assert some["state"] == overhead["state"] == "done"
+    assert some["tests"][0]["measured"]["sizes"] == [[3, [8, 4]]]
+    assert "of a number" in some["tests"][1]["message"]
+    assert some["tests"][2]["message"] == "only CUDA has one"
+    assert "in the end" in some["tests"][3]["message"]
+    assert other["state"] == "left out: only CUDA has it"
+    assert [gpu_page.is_well(part) for part in found["parts"]] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [("os._exit(9)", "died"), ("time.sleep(600)", "cut off")]
+)
+def test_a_part_that_does_not_end_loses_nothing_but_the_test_that_it_was_in(
+    end: str, state: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 60 if state == "died" else 15
+    found = run(tmp_path, monkeypatch, end, part_seconds=seconds)
+    assert outcomes(found["parts"][0]) == {**EXPECTED, "test_last": "began"}
+    assert [part["state"] for part in found["parts"]][::2] == [state, "done"]
+    shown = gpu_page.page(found)
+    assert f"### some: {state}" in shown
+    assert "test_last: cut off, or it ended the process" in shown
+
+
+def test_what_there_was_no_time_for_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(tmp_path, monkeypatch, "pass", seconds=0.5)
+    assert [part["state"] for part in found["parts"]][::2] == [
+        f"{NOT_STARTED}: there was no time left"
+    ] * 2
+    assert "Not well: some, overhead." in gpu_page.page(found)
+
+
+INTERRUPTED = """
+import pathlib, sys
+from benchmarks import gpu_report
+from benchmarks.gpu_report import Part
+
+def command_of(part, target, **_):
+    writes = "import json, sys, time; open(sys.argv[2], 'w').write(json.dumps({'rows': [1]}));"
+    return [sys.executable, "-c", writes + "time.sleep(20)", "--json", str(target)]
+
+gpu_report.command_of = command_of
+gpu_report.PARTS = [
+    Part(name=name, asks="", seconds=500, script=("x",)) for name in ("one", "two", "three")
+]
+sys.exit(gpu_report.main(["--standin", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_whoever_ends_it_finds_what_was_known_until_then(
+    number: signal.Signals, tmp_path: pathlib.Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script(tmp_path, INTERRUPTED)), str(tmp_path / "out")],
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+    def known() -> dict[str, Any]:
+        paths = list((tmp_path / "out").glob("rehearsal-*.json"))
+        found: dict[str, Any] = json.loads(paths[0].read_text()) if paths else {"parts": []}
+        return found
+
+    try:
+        while not any("results" in part for part in known()["parts"]) and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    found = known()
+    assert not found["is_whole"]
+    first = next(part for part in found["parts"] if "results" in part)
+    assert first["results"] == {"rows": [1]}
+    assert process.returncode == (-number if number is signal.SIGKILL else 1)
+    if number is not signal.SIGKILL:
+        assert first["state"] == "interrupted"
+        assert found["parts"][2]["state"].startswith(NOT_STARTED)
+        [page] = (tmp_path / "out").glob("*.md")
+        assert "**It was cut off.**" in page.read_text()
+
+
+def test_the_page_has_what_was_found(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(tmp_path, monkeypatch, "pass")
+    capsys.readouterr()
+    assert gpu_report.main(["--show", str(tmp_path / "report.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown == gpu_page.page(found) + "\n"
+    assert "5 tests in" in shown
+    assert "1 error, 1 failed, 2 passed, 1 skipped" in shown
+    assert "| a call | 1.5 | test_first |" in shown
+    assert "| here | E | RETRYABLE | a\\|b |" in shown
+    assert "| test_first | sizes | (3, (8, 4)) |" in shown
+    assert "| only CUDA has one | 1 |" in shown
+    assert "AssertionError: of a number" in shown
+
+
+def test_passes_under_several_allocators_stand_side_by_side() -> None:
+    def part(name: str, outcome: str, sizes: list[int]) -> dict[str, Any]:
+        test = {"name": "f.py::test_a", "outcome": outcome, "measured": {"sizes": sizes}}
+        return {"name": name, "state": "done", "asks": "", "tests": [test]}
+
+    parts = [part("oom", "passed", [8]), part("oom, async", "failed", [4]), part("x", "passed", [])]
+    assert gpu_page.passes(parts).splitlines()[2:] == [
+        "| test_a | passed: sizes 8 | failed: sizes 4 |"
+    ]
+
+
+def test_peers_have_a_row_each_and_the_absent_ones_are_named() -> None:
+    rows = [
+        {"kind": "overhead", "job": "j", "with": "automicro", "ms_per_batch": 2.0, "ratio": 1.01},
+        {"kind": "recovery", "job": "j", "with": "by hand", "ended": False, "error": "E: full"},
+    ]
+    found = {"name": "peers", "results": {"rows": rows, "absent": {"Composer": "no module"}}}
+    shown = gpu_page.peers([found])
+    assert "| j | automicro |  | 2 | 1.01 |  |" in shown
+    assert "| j | by hand | no |" in shown
+    assert "E: full" in shown
+    assert "Absent: Composer (no module)." in shown
+
+
+def test_every_file_of_tests_for_a_gpu_is_run_and_every_part_is_there() -> None:
+    files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert {part.tests for part in PARTS if part.tests} == files
+    assert PARTS[0].tests == "test_first_gpu.py"
+    assert PARTS[-1].tests == "test_thousand_failures_gpu.py"
+    names = [part.name for part in PARTS]
+    assert len(set(names)) == len(names)
+    for part in PARTS:
+        assert bool(part.tests) != bool(part.script)
+        if part.script:
+            assert part.rehearsed_with
+
+
+def test_a_part_that_nobody_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_report.main(["--parts", "oom,nothing"])
+    assert "there is no part nothing; there are first, transfer," in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_report.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_a_journal_that_was_cut_in_a_line_is_read_until_there(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "journal"
+    path.write_text('{"name": "a", "outcome": "passed"}\n{"name": "b", "outc')
+    assert [test["name"] for test in read_journal(path)] == ["a"]
+    assert read_journal(tmp_path / "none") == []
+
+
+def test_a_peer_that_fails_leaves_the_others_their_rows() -> None:
+    def work() -> dict[str, Any]:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    found = gpu_peers.attempt(work)
+    assert found["ended"] is False
+    assert re.match("RuntimeError: CUDA out of memory", found["error"])
+
+
+def test_all_peers_are_timed_and_recover() -> None:
+    assert set(gpu_peers.TIMED_PEERS) == set(gpu_peers.RECOVERING_PEERS)
+    assert set(gpu_peers.DISTRIBUTIONS) | {gpu_peers.BY_HAND} == set(gpu_peers.TIMED_PEERS)
