@@ -74,8 +74,7 @@ def again(name: str, setting: str, *, seconds: float) -> list[Part]:
             asks=f"does the same hold under {setting}",
             seconds=seconds,
             tests=f"test_{part}_gpu.py",
-            # Both names: torch 2.9 has a new one, and reads the old one still.
-            environment=dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), setting),
+            environment={"PYTORCH_ALLOC_CONF": setting},
             needs="these settings of the allocator",
         )
         for part in ("oom", "sizes")
@@ -132,8 +131,14 @@ PARTS = [
         tests="test_fake_ranks_gpu.py",
     ),
     Part(
+        name="waits",
+        asks="how often a settled batch waits for the device",
+        seconds=60,
+        tests="test_waits_gpu.py",
+    ),
+    Part(
         name="settled",
-        asks="what waits for the device in a step that has found its size",
+        asks="traces of settled steps: what waits, what is taken of the device, how long it idles",
         seconds=60,
         tests="test_settled_gpu.py",
     ),
@@ -409,8 +414,8 @@ def main(given: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     folder = arguments.out or (REHEARSALS if arguments.standin else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{'rehearsal' if arguments.standin else 'gpu'}-{datetime.datetime.now(datetime.UTC)}"
-    target = folder / f"{name[:-13].replace(' ', '-').replace(':', '')}.json"
+    kind = "rehearsal" if arguments.standin else "gpu"
+    target = folder / f"{kind}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M%S}.json"
     parts = [part for part in PARTS if part.name in wanted]
     report = Report(target, "standin" if arguments.standin else "cuda", parts)
     try:

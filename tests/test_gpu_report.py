@@ -16,6 +16,7 @@ import pytest
 from benchmarks import gpu_page, gpu_peers, gpu_report
 from benchmarks.gpu_report import NOT_STARTED, PARTS, Part, Report
 from tests.gpu.journal import read_journal
+from tests.gpu.traces import idle_share
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -284,6 +285,11 @@ def test_a_journal_that_was_cut_in_a_line_is_read_until_there(tmp_path: pathlib.
     path.write_text('{"name": "a", "outcome": "passed"}\n{"name": "b", "outc')
     assert [test["name"] for test in read_journal(path)] == ["a"]
     assert read_journal(tmp_path / "none") == []
+
+
+def test_time_without_a_kernel_is_idle() -> None:
+    assert idle_share([(0.0, 1.0), (0.5, 2.0), (3.0, 4.0)]) == 0.25
+    assert idle_share([]) is None
 
 
 def test_a_peer_that_fails_leaves_the_others_their_rows() -> None:

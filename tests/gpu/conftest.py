@@ -6,15 +6,23 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from automicro.trainer.determinism import CUBLAS_VALUES, CUBLAS_VARIABLE
 from tests.gpu.device import DEVICE, accelerator
 
 Record = Callable[[str, object], None]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def started_device() -> None:
-    """Start CUDA before the first test: in some versions that sets an environment variable."""
-    accelerator.init()
+def started_device(same_environment: None) -> Iterator[None]:
+    """Start the device before the first test: in some versions that sets an environment variable.
+
+    What cuBLAS needs to be deterministic is there before: torch and cuBLAS ask once, at the first
+    product of a process, whatever comes later.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
+        accelerator.init()
+        yield
 
 
 COUNTERS = {
@@ -49,9 +57,8 @@ def clean_device(record_property: Record) -> Iterator[None]:
 
 
 @pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Kernels that give the same bits each time; others refuse."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     benchmark = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import random
 import shutil
@@ -232,34 +231,36 @@ def test_what_the_first_step_of_ranks_takes_beside_torch(
     record_property("held_bytes", {f"outside of torch, {k}": v for k, v in found.items()})
 
 
-@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
-@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@only_cuda("these settings of the allocator")
-def test_which_variable_chooses_the_allocator(
-    variable: str, setting: str, record_property: Record
-) -> None:
-    code = (
-        "import json, torch; torch.ones(1, device='cuda');"
-        "read = getattr(torch._C, '_accelerator_getAllocatorSettings', lambda: '');"
-        "print(json.dumps([torch.cuda.get_allocator_backend(), read()]))"
-    )
-    others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    finished = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**others, variable: setting},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    record_property("exit_code", finished.returncode)
-    record_property("said", finished.stderr[-500:])
-    if finished.returncode == 0:
-        record_property("backend_and_settings", json.loads(finished.stdout))
-
-
 def test_a_small_step_works_at_all(record_property: Record) -> None:
     net: nn.Module = model()
     result = microbatcher(net, 4).backward(batch())
     record_property("result", str(result))
     assert bool(result.loss.isfinite())
+
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+SETTINGS = ("expandable_segments:True", "backend:cudaMallocAsync")
+READ_ALLOCATOR = """
+import torch
+torch.ones(1, device="cuda")
+print(torch.cuda.get_allocator_backend(), getattr(torch._C, "_accelerator_getAllocatorSettings")())
+"""
+
+
+@only_cuda("these settings of the allocator")
+def test_which_variable_chooses_the_allocator(record_property: Record) -> None:
+    others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    processes = {
+        f"{variable}={setting}": subprocess.Popen(
+            [sys.executable, "-c", READ_ALLOCATOR],
+            env={**others, variable: setting},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for variable in VARIABLES
+        for setting in SETTINGS
+    }
+    for name, process in processes.items():
+        said, _ = process.communicate(timeout=60)
+        record_property(name, said.strip()[-500:])

@@ -24,6 +24,6 @@ def test_what_a_library_says_on_a_full_device_is_out_of_memory(
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout.splitlines()[-1])
-    for name, value in found.items():
-        record_property(name, value)
+    text = {"where": f"{library}, no byte left", "type": found["error"], **found}
+    record_property("texts", [text])
     assert found["means"] in ("RETRYABLE", ""), found

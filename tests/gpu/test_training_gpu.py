@@ -1,6 +1,7 @@
 """Training as people set it up: deterministic, compiled, in half precision, with a report."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import DeterminismWarning, Halving, Trainer
 from automicro.callbacks import MemoryMonitor, OutOfMemoryReport
-from automicro.trainer.determinism import CUBLAS_VARIABLE
+from automicro.trainer.determinism import CUBLAS_VARIABLE, deterministic_algorithms
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, differences, room, snapshot
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
@@ -46,9 +47,11 @@ print(json.dumps({"same": sums[0] == sums[1], "variable": os.environ.get(sys.arg
 
 
 def test_a_deterministic_trainer_starts_and_repeats_itself(record_property: Record) -> None:
+    others = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
     finished = subprocess.run(
         [sys.executable, "-c", DETERMINISTIC_JOB, DEVICE.type, CUBLAS_VARIABLE],
         cwd=ROOT,
+        env=others,
         capture_output=True,
         text=True,
         check=False,
@@ -60,6 +63,27 @@ def test_a_deterministic_trainer_starts_and_repeats_itself(record_property: Reco
     assert found["same"]
     assert (found["variable"] == ":4096:8") == (DEVICE.type == "cuda")
     assert DeterminismWarning.__name__ not in finished.stderr
+
+
+def test_a_deterministic_run_gives_the_same_bits_and_its_settings_go_with_it() -> None:
+    found = []
+    for _ in range(2):
+        net = model(Hungry(64, 0))
+        with room(ROOM):
+            assert trainer(net, deterministic=True).fit().train_ooms == 1
+        assert not torch.are_deterministic_algorithms_enabled()
+        found.append(snapshot(net))
+    assert differences(*found) == []
+
+
+def test_what_no_deterministic_run_can_do_on_a_device_is_refused_with_what_helps() -> None:
+    zeros, first = torch.zeros(4, device=DEVICE), torch.tensor([0], device=DEVICE)
+    with (
+        pytest.raises(RuntimeError, match="does not have a deterministic") as caught,
+        deterministic_algorithms(DEVICE),
+    ):
+        zeros.put_(first, torch.ones(1, device=DEVICE))
+    assert "leave deterministic=True out" in caught.value.__notes__[0]
 
 
 def trainer(net: nn.Module, rows: int = 4 * ROWS, **options: Any) -> Trainer:

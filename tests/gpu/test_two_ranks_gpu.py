@@ -16,11 +16,8 @@ pytestmark = GPU
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Read by cuBLAS when it begins, so before the processes do.
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        with world_of(2) as world:
-            yield world
+    with world_of(2) as world:
+        yield world
 
 
 FORWARD, BACKWARD = (64, 0), (0, 64)

@@ -1,0 +1,135 @@
+"""What the package reads and limits of a device, and what it does where a device cannot."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from automicro.memory import device as memory
+from automicro.trainer.device import choose_device, describe_device
+from tests.standin import device as standin
+from tests.standin.hungry import MIB
+
+DEVICE = torch.device("standin:0")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    memory.reset_peak(DEVICE)
+    yield
+    memory._uncounted.discard(DEVICE)
+    memory.reset_peak(DEVICE)
+
+
+def block(mib: int) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8, device=DEVICE)
+
+
+def test_what_the_allocator_counts_is_read_at_once() -> None:
+    before = memory.read_counts(DEVICE)
+    held = block(30)
+    counts = memory.read_counts(DEVICE)
+    assert counts.allocated_bytes == (before.allocated_bytes or 0) + 30 * MIB
+    assert memory.allocated_bytes(DEVICE) == counts.allocated_bytes == standin.memory_allocated(0)
+    assert counts.reserved_bytes == standin.memory_reserved(0)
+    with pytest.raises(torch.OutOfMemoryError):
+        block(20 * 1024)
+    assert memory.read_counts(DEVICE).ooms == (counts.ooms or 0) + 1
+    assert memory.read_counts(DEVICE).alloc_retries == (counts.alloc_retries or 0) + 1
+    del held
+
+
+def test_a_peak_outlives_the_laps_within_it() -> None:
+    base = memory.allocated_bytes(DEVICE) or 0
+    for mib in (40, 10):
+        memory.begin_lap(DEVICE)
+        block(mib)
+        assert memory.read_counts(DEVICE).peak_bytes == base + mib * MIB
+    assert memory.peak_bytes(DEVICE) == base + 40 * MIB
+    memory.reset_peak(DEVICE)
+    assert memory.peak_bytes(DEVICE) == base
+
+
+def test_capacity_is_what_is_free_or_cached_within_the_share() -> None:
+    assert memory.total_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 16 * GIB
+    block(100)  # in the cache now
+    assert memory.capacity_bytes(DEVICE) == 16 * GIB
+    torch.ops.standin.set_occupied(0, GIB)  # by somebody else
+    assert memory.capacity_bytes(DEVICE) == 15 * GIB
+    with memory.limit_memory("25%", DEVICE):
+        assert memory.capacity_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 4 * GIB
+        with pytest.raises(torch.OutOfMemoryError):
+            block(4 * 1024 + 2)
+    assert memory.usable_bytes(DEVICE) == 16 * GIB
+
+
+def test_a_limit_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"the limit of 17.00 GiB exceeds the 16.00 GiB of standin"
+    ):
+        memory.limit_memory("17GiB", DEVICE)
+    monkeypatch.delattr(standin, "set_per_process_memory_fraction")
+    with pytest.raises(ValueError, match="cannot limit the memory of standin:0"):
+        memory.limit_memory("1GiB", DEVICE)
+    monkeypatch.delattr(standin, "get_device_properties")
+    assert memory.total_bytes(DEVICE) is memory.usable_bytes(DEVICE) is None
+    with pytest.raises(ValueError, match="has no memory of its own"):
+        memory.limit_bytes("50%", DEVICE)
+    monkeypatch.undo()
+
+
+def test_a_device_that_counts_one_thing_at_a_time_is_read_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = block(30)
+    expected = memory.read_counts(DEVICE)
+    monkeypatch.delattr(standin, "memory_stats_as_nested_dict")
+    assert memory.read_counts(DEVICE) == expected
+    # As MPS, which has another name, and no more.
+    monkeypatch.setattr(standin, "current_allocated_memory", lambda: 7, raising=False)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats"):
+        monkeypatch.delattr(standin, name)
+    assert memory.read_counts(DEVICE) == memory.Counts(allocated_bytes=7)
+    assert memory.capacity_bytes(DEVICE) is memory.peak_bytes(DEVICE) is None
+    monkeypatch.delattr(standin, "current_allocated_memory")
+    monkeypatch.delattr(standin, "reset_peak_memory_stats")
+    assert memory.read_counts(DEVICE) == memory.NO_COUNTS
+    assert memory.begin_lap(DEVICE) == memory.NO_COUNTS
+    monkeypatch.undo()
+    del held
+
+
+def test_an_allocator_without_statistics_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(device: Any) -> Any:
+        asked.append(device)
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(standin, "memory_stats_as_nested_dict", refuse)
+    for _ in range(3):
+        assert memory.read_counts(DEVICE) == memory.NO_COUNTS
+    assert len(asked) == 1
+    assert memory.capacity_bytes(DEVICE) is None
+    assert memory.usable_bytes(DEVICE) == 16 * GIB  # of such an allocator no share is asked for
+    monkeypatch.undo()
+
+
+def test_copies_overlap_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.copies_overlap(DEVICE)
+    monkeypatch.delattr(standin, "Stream")
+    assert not memory.copies_overlap(DEVICE)
+    monkeypatch.undo()
+
+
+def test_a_device_is_chosen_and_described() -> None:
+    assert choose_device("auto") == DEVICE
+    assert choose_device("standin:1") == torch.device("standin:1")
+    assert describe_device(DEVICE, None) == "standin:0 (stand-in 0)"
+    assert describe_device(DEVICE, "25%") == "standin:0 (stand-in 0) limited to 4.00 GiB"
+    with pytest.raises(ValueError, match=r"did you mean standin:0\?"):
+        choose_device("gpu:0")
+    with pytest.raises(ValueError, match="cannot be used here"):
+        choose_device("cuda:0")
