@@ -57,11 +57,8 @@ def verdict(report: Mapping[str, Any]) -> str:
     for part in parts:
         outcomes.update(part.get("outcomes", {}))
     bad = [part["name"] for part in parts if not is_well(part)]
-    said = [
-        f"{sum(outcomes.values())} tests in {report['seconds']:.0f} s: "
-        + (", ".join(f"{count} {name}" for name, count in sorted(outcomes.items())) or "none")
-        + "."
-    ]
+    counted = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items())) or "none"
+    said = [f"{sum(outcomes.values())} tests in {report['seconds']:.0f} s: {counted}."]
     if report["is_rehearsal"]:
         said.append("No second and no rate on this page is a GPU's.")
     if not report["is_whole"]:
@@ -137,7 +134,7 @@ def trouble(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
                 said = "cut off, or it ended the process"
                 state = said if test["outcome"] == "began" else test["outcome"]
                 yield f"{short(test['name'])}: {state}" + block(test.get("message", ""))
-        if part["state"] in ("died", "cut off", "interrupted"):
+        if part["state"] in ("failed", "died", "cut off", "interrupted"):
             yield f"exit code {part.get('exit_code')}; its last output:" + block(
                 part.get("output", "")
             )

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_page import is_well, page
+from benchmarks.gpu_page import is_well, page, verdict
 from tests.gpu.journal import read_journal
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -318,7 +318,8 @@ def run_part(
         if found["state"] == "running":
             # pytest: 0 all well, 1 a test failed, 5 none was asked for.
             has_ended = process.returncode in ((0, 1, 5) if part.tests else (0,))
-            found["state"] = "done" if has_ended else "died"
+            failed = "failed" if process.returncode == 1 else "died"
+            found["state"] = "done" if has_ended else failed
         if not is_well(found):
             output.seek(0)
             found["output"] = output.read().decode(errors="replace")[-_MOST_CHARACTERS:]
@@ -430,6 +431,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print("interrupted; what was found until now is written")
     shown = target.with_suffix(".md")
     shown.write_text(page(report.content) + "\n", encoding="utf-8")
+    print(verdict(report.content))
     print(f"written to {target}; to be read in {shown}")
     is_good = report.content["is_whole"] and all(map(is_well, report.content["parts"]))
     return 0 if is_good else 1

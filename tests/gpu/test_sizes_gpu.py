@@ -213,7 +213,7 @@ def test_seconds_that_are_compared_are_the_devices(waits: bool, record_property:
     """Without waiting they are those of the host, which hands the device its work."""
     side, times = (4096, 50) if DEVICE.type == "cuda" else (256, 20)
     a = torch.ones(side, side, device=DEVICE)
-    meter = Meter(DEVICE)
+    meter = Meter([DEVICE])
     measured = []
     for _ in range(3):  # the first makes what libraries keep for ever
         begin, end = (accelerator.Event(enable_timing=True) for _ in range(2))
