@@ -241,20 +241,30 @@ class Report:
 
 
 def machine(device: str) -> dict[str, Any]:
+    """What it runs on. The device is asked by a process of its own, whose context ends with it."""
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     settings = {name: os.environ[name] for name in os.environ if name.endswith("ALLOC_CONF")}
     found["allocator"] = settings or "default"
     if device != "cuda":
         return {"device": "the stand-in, which is none", **found}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name,
-        "device_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        **found,
-    }
+    command = [sys.executable, "-c", _DESCRIBE_DEVICE]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if said.returncode:
+        return {"device": said.stderr.strip()[-500:], **found}
+    return {**json.loads(said.stdout), **found}
+
+
+_DESCRIBE_DEVICE = """
+import json, torch
+properties = torch.cuda.get_device_properties(0)
+print(json.dumps({
+    "device": properties.name,
+    "device_bytes": properties.total_memory,
+    "capability": f"{properties.major}.{properties.minor}",
+    "cuda": torch.version.cuda,
+    "cudnn": torch.backends.cudnn.version(),
+}))
+"""
 
 
 def command_of(part: Part, target: pathlib.Path, *, standin: bool, expression: str) -> list[str]:
@@ -362,7 +372,9 @@ def run_all(
         left = seconds - report.seconds
         if standin and part.needs:
             found["state"] = f"left out: only CUDA has {part.needs}"
-        elif stop.is_set() or left < 1:
+        elif stop.is_set():
+            found["state"] = f"{NOT_STARTED}: the run was interrupted"
+        elif left < 1:
             found["state"] = f"{NOT_STARTED}: there was no time left"
         else:
             limit = part.seconds * (SLOWER if standin else 1)

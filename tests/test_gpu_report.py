@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu_page, gpu_peers, gpu_report
 from benchmarks.gpu_report import NOT_STARTED, PARTS, Part, Report
@@ -278,6 +279,15 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_report.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_a_device_that_cannot_be_described_has_its_error_in_the_report() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, which can be")
+    found = gpu_report.machine("cuda")
+    assert found["torch"] == torch.__version__
+    assert "CUDA" in found["device"] or "NVIDIA" in found["device"]
+    assert not torch.cuda.is_initialized()
 
 
 def test_a_journal_that_was_cut_in_a_line_is_read_until_there(tmp_path: pathlib.Path) -> None:
