@@ -12,7 +12,7 @@ from automicro.trainer.processes import Place, own_device
 from tests.standin import device as standin
 from tests.standin.hungry import MIB
 
-DEVICE = torch.device("standin:0")
+DEVICE = "standin:0"  # which torch knows only where it is installed
 GIB = 2**30
 
 
@@ -20,7 +20,7 @@ GIB = 2**30
 def nothing_known() -> Iterator[None]:
     memory.reset_peak(DEVICE)
     yield
-    memory._uncounted.discard(DEVICE)
+    memory._uncounted.discard(torch.device(DEVICE))
     memory.reset_peak(DEVICE)
 
 
@@ -126,10 +126,12 @@ def test_copies_overlap_where_there_are_streams(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_device_is_chosen_and_described() -> None:
-    assert choose_device("auto") == DEVICE
+    assert choose_device("auto") == torch.device(DEVICE)
     assert choose_device("standin:1") == torch.device("standin:1")
-    assert describe_device(DEVICE, None) == "standin:0 (stand-in 0)"
-    assert describe_device(DEVICE, "25%") == "standin:0 (stand-in 0) limited to 4.00 GiB"
+    assert describe_device(torch.device(DEVICE), None) == "standin:0 (stand-in 0)"
+    assert (
+        describe_device(torch.device(DEVICE), "25%") == "standin:0 (stand-in 0) limited to 4.00 GiB"
+    )
     with pytest.raises(ValueError, match=r"did you mean standin:0\?"):
         choose_device("gpu:0")
     with pytest.raises(ValueError, match="cannot be used here"):
