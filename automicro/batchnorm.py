@@ -86,11 +86,16 @@ def needs_two_rows(exception: BaseException) -> bool:
 
 def _layers(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
-        if _sees_the_batch(module):
+        if sees_the_batch(module):
             yield name, module
 
 
-def _sees_the_batch(module: nn.Module) -> bool:
+def sees_the_batch(module: nn.Module) -> bool:
+    """Return whether a layer normalises with statistics of the rows it sees at once.
+
+    >>> sees_the_batch(nn.BatchNorm1d(2)), sees_the_batch(nn.BatchNorm1d(2).eval())
+    (True, False)
+    """
     if isinstance(module, AnyBatchNorm):
         # Without running statistics there is nothing else to normalise with, in eval mode too.
         return module.training or (module.running_mean is None and module.running_var is None)

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec
 import torch.distributed as dist
 from torch import nn
 
-from automicro.model_modes import is_lazy
+from automicro.module_index import ModuleIndex
 from automicro.ranks import OneRank, Ranks
 from automicro.wrapped import is_parallel
 
@@ -28,7 +28,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
     from automicro.distributed import coordinate  # slow to import, and not needed by one process
 
     ranks = coordinate(modules)
-    if not ranks.is_alone and is_lazy(modules):
+    if not ranks.is_alone and ModuleIndex(modules).is_lazy:
         raise ValueError(
             "some module takes its shapes from its first input (a lazy module), which several "
             "ranks cannot do together; run the model once on one row before it is wrapped"

@@ -34,7 +34,7 @@ from automicro.inputs import cost_of_row
 from automicro.kept import Carrying, Where
 from automicro.memory import OccupiedDevice
 from automicro.metric_guard import MetricGuard, naming_metrics
-from automicro.model_modes import evaluation_mode, is_lazy
+from automicro.model_modes import evaluation_mode
 from automicro.observer import Observer
 from automicro.oom import once_more
 from automicro.optimization import OptimizerReservation
@@ -203,8 +203,9 @@ class Microbatcher:
         )
         self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
+        self._index = shared.index
         self._split_guard = SplitGuard(
-            self._modules, check_choice("batchnorm", batchnorm, BATCHNORM_MODES), reach.modules
+            self._index, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
         )
         convention = choose_convention(
             unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
@@ -262,6 +263,7 @@ class Microbatcher:
         )
         self._setup = Setup(
             passes=self._passes,
+            index=self._index,
             spare=self._spare,
             split_guard=self._split_guard,
             metric_guard=metric_guard,
@@ -400,17 +402,15 @@ class Microbatcher:
         with self._memory.limited(), self._split_guard.explaining_memory():
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
-                # Once, however many modules hold them.
-                parameters = list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
-                self._ranks.settle(parameters)
+                self._index.refresh()
+                self._ranks.settle(self._index.parameters)
                 step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
                 could_split = self._split_guard.could_split(step.policy, step.rows)
                 if could_split and not self._prober.is_done and batches:
                     with self._ranks.looking_alone():
                         self._prober.look(batches[0], step.rows[0])
-            work = TrainingWork(
-                self._setup, self._train, step, metrics, kept, parameters=parameters, accept=accept
-            )
+                    self._index.refresh()  # a forward may have made layers
+            work = TrainingWork(self._setup, self._train, step, metrics, kept, accept)
             finished = run(step, work, self._train)
         if finished.result is None:
             return untrained(stops=finished.plan.stops)
@@ -482,6 +482,7 @@ class Microbatcher:
         kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with telling(self._ranks):
+                self._index.refresh()
                 self._ranks.settle()
                 batches = self._spare.given(batch)
                 policy = self._eval.policy
@@ -489,6 +490,7 @@ class Microbatcher:
                 if not predicts and batches and self._split_guard.could_split(policy, step.rows):
                     with self._ranks.looking_alone():
                         self._prober.look_at_evaluation(batches[0], step.rows[0])
+                    self._index.refresh()
             work = EvaluationWork(self._setup, self._eval, step, metrics, kept, predicts=predicts)
             finished = run(step, work, self._eval)
         if finished.result is None:
@@ -516,9 +518,10 @@ class Microbatcher:
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
             denominators = self._passes.denominators(batches, rows)
-        elif is_lazy(self._modules):
+        elif self._index.is_lazy:
             with self._train.initializing():
                 self._passes.materialize(batches[0])
+            self._index.refresh()
         return Step(
             batches=read,
             policy=policy,

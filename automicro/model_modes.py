@@ -1,11 +1,9 @@
-"""Modules in evaluation mode for a while; lazy modules that have yet to see an input."""
+"""Modules in evaluation mode for a while."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-
-from automicro.torch_private import is_uninitialized
 
 
 @contextlib.contextmanager
@@ -45,12 +43,3 @@ def _put_modes_back(before: Sequence[tuple[nn.Module, bool]]) -> None:
     for each, training in before:
         if each.training != training:  # it overrides train() to stay as it is
             each.training = training
-
-
-def is_lazy(modules: Sequence[nn.Module]) -> bool:
-    """Whether some parameter or buffer gets its shape from the first input."""
-    return any(
-        is_uninitialized(tensor)
-        for module in modules
-        for tensor in [*module.parameters(), *module.buffers()]
-    )

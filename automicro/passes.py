@@ -115,9 +115,12 @@ class Passes:
             cuts: the rows of each batch's microbatches.
             sizes_change: whether other sizes may come; code is then compiled for any size.
         """
+        self._row_dims = {}
+        is_compiled = sizes_change and compiler_is_used()
+        if not is_compiled and all(len(sizes) == 1 for sizes in cuts):
+            return list(map(self._cut_one, batches, cuts))
         with on_host():
-            self._row_dims = {}
-            if sizes_change and compiler_is_used():
+            if is_compiled:
                 for batch in batches:
                     self._row_dims |= self.layout.row_dims(batch)
             return once_more(

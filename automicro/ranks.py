@@ -326,13 +326,20 @@ class OneRank:
         return value
 
 
-@contextlib.contextmanager
-def telling(ranks: Ranks) -> Iterator[None]:
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def telling(ranks: Ranks) -> contextlib.AbstractContextManager[None]:
     """Tell the other ranks of an error of this one, before it has begun to agree with them.
 
     >>> with telling(OneRank()):
     ...     pass
     """
+    return _NOTHING if ranks.is_alone else _telling(ranks)
+
+
+@contextlib.contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:

@@ -1,13 +1,13 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
-from automicro.batchnorm import batchnorm_buffers, batchnorm_message, find_batchnorm
+from automicro.batchnorm import batchnorm_buffers, batchnorm_message, sees_the_batch
 from automicro.errors import BatchNormWarning, BufferWarning, UnsplittableModelError, add_note
+from automicro.module_index import ModuleIndex
 from automicro.policy import Fixed, Policy
 from automicro.transaction import Buffers
 from automicro.warn import warn
@@ -19,20 +19,13 @@ class SplitGuard:
     """Layers that average over the batch, and buffers that count microbatches.
 
     Args:
-        modules: every module that takes part in the forward.
+        index: of every module that takes part in the forward.
         mode: one of `BATCHNORM_MODES`.
-        reached: gives modules by name that are not among them, but take part all the same.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        mode: str,
-        reached: Callable[[], Mapping[str, nn.Module]] = dict,
-    ) -> None:
-        self._modules = modules
+    def __init__(self, index: ModuleIndex, mode: str) -> None:
+        self._index = index
         self._mode = mode
-        self._reached = reached
         self._has_warned = False
         self._named_buffers: set[str] = set()
 
@@ -42,8 +35,10 @@ class SplitGuard:
         Raises:
             UnsplittableModelError: BatchNorm forbids what the policy might propose.
         """
+        if self._mode not in ("error", "disable"):
+            return policy
         whole = Fixed(None)
-        if self._mode not in ("error", "disable") or policy.state_dict() == whole.state_dict():
+        if policy.state_dict() == whole.state_dict():
             return policy
         names = self._batchnorm_names()
         if not names:
@@ -69,13 +64,16 @@ class SplitGuard:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]
 
-    @contextlib.contextmanager
-    def explaining_memory(self) -> Iterator[None]:
+    def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         """Add to an out-of-memory error that splitting was disabled, where it was."""
+        return self._explaining() if self._mode == "disable" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            names = self._batchnorm_names() if self._mode == "disable" else []
+            names = self._batchnorm_names()
             if names:
                 add_note(
                     error,
@@ -107,23 +105,22 @@ class SplitGuard:
             self._warn_of_buffers(moved, len(sizes))
 
     def _warn_of_buffers(self, changed: Sequence[str], num_microbatches: int) -> None:
-        known = set(self._named(batchnorm_buffers))
+        known = set(self._batchnorm_buffers())
         others = [name for name in changed if name not in known]
         if others:
             warn(_buffer_message(others, num_microbatches), BufferWarning)
         self._named_buffers |= {*changed, *known}
 
     def _batchnorm_names(self) -> list[str]:
-        return self._named(find_batchnorm)
+        return [name for name, layer in self._index.batchnorms if sees_the_batch(layer)]
 
-    def _named(self, names_in: Callable[[nn.Module], Iterable[str]]) -> list[str]:
-        """Names in all modules, those of further modules told apart as `Buffers` does."""
-        roots = {
-            "" if index == 0 else f"modules[{index - 1}].": root
-            for index, root in enumerate(self._modules)
-        }
-        roots |= {f"{name}.": root for name, root in self._reached().items()}
-        return [prefix + name for prefix, module in roots.items() for name in names_in(module)]
+    def _batchnorm_buffers(self) -> list[str]:
+        """By every name of layers that are shared, told apart as `Buffers` does."""
+        return [
+            prefix + name
+            for prefix, root in self._index.roots.items()
+            for name in batchnorm_buffers(root)
+        ]
 
 
 def _buffer_message(names: Sequence[str], num_microbatches: int) -> str:

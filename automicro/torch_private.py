@@ -5,10 +5,12 @@ name of ours, so that a new version of torch can break one file only.
 """
 
 import contextlib
+import operator
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ __all__ = [
     "FakeTensorMode",
     "Hooks",
     "OperationMode",
+    "all_versions",
+    "are_tables_of",
     "buffer_table",
     "calls_step_hooks",
     "can_record_memory",
@@ -42,6 +46,7 @@ __all__ = [
     "dump_memory_snapshot",
     "forget_workers",
     "gradient_hooks",
+    "have_buffers",
     "inductor_is_deterministic",
     "is_accumulation",
     "is_collective",
@@ -49,6 +54,7 @@ __all__ = [
     "is_uninitialized",
     "is_wrapper",
     "mark_dynamic",
+    "module_tables",
     "node_hooks",
     "overflows",
     "record_memory_history",
@@ -284,6 +290,38 @@ def set_inductor_deterministic(value: bool) -> None:
         config.deterministic = value
 
 
+_BUFFERS = operator.attrgetter("_buffers")
+_VERSION = operator.attrgetter("_version")
+_TABLES = operator.itemgetter("_parameters", "_buffers", "_modules")
+_WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
+
+
+def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
+    """Where a module has its parameters, buffers and children; None where it walks in its own way.
+
+    >>> [list(table) for table in module_tables(nn.Linear(2, 2))]
+    [['weight', 'bias'], [], []]
+    """
+    kind, space = type(module), vars(module)
+    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WALKS):
+        return None
+    tables: tuple[dict[str, Any], ...] = _TABLES(space)
+    return tables if all(isinstance(table, dict) for table in tables) else None
+
+
+def are_tables_of(
+    spaces: Sequence[dict[str, Any]], tables: Sequence[tuple[dict[str, Any], ...]]
+) -> bool:
+    """Whether modules still have these tables, given what ``vars`` says of each module.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> are_tables_of([vars(linear)], [module_tables(linear)])
+    True
+    """
+    now = chain.from_iterable(map(_TABLES, spaces))
+    return all(map(operator.is_, now, chain.from_iterable(tables)))
+
+
 def is_uninitialized(tensor: Tensor) -> bool:
     """Tell whether a lazy module's tensor still waits for its shape.
 
@@ -309,6 +347,15 @@ def version_of(tensor: Tensor) -> int:
     1
     """
     return tensor._version
+
+
+def all_versions(tensors: Iterable[Tensor]) -> list[int]:
+    """The versions of many tensors, quickly.
+
+    >>> all_versions([torch.zeros(2).add_(1)])
+    [1]
+    """
+    return list(map(_VERSION, tensors))
 
 
 Hooks = dict[int, Any]
@@ -382,6 +429,15 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
     2
     """
     return [tensor._indices(), tensor._values()]
+
+
+def have_buffers(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of them holds a buffer itself, asked quickly.
+
+    >>> have_buffers([nn.Linear(2, 2)]), have_buffers([nn.BatchNorm1d(2)])
+    (False, True)
+    """
+    return any(map(_BUFFERS, modules))
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:

@@ -14,6 +14,7 @@ from automicro.filling import SpareRows
 from automicro.kept import Kept
 from automicro.memory import OccupiedDevice, ResidentMemory
 from automicro.metric_guard import MetricGuard
+from automicro.module_index import ModuleIndex
 from automicro.observer import Tell
 from automicro.optimization import OptimizerReservation
 from automicro.passes import Keep, Losses, Passes
@@ -35,6 +36,7 @@ class Setup:
     """What a Microbatcher was made with, and has learned; the work of each step uses it.
 
     Attributes:
+        index: of all parameters and buffers that take part.
         passes: run one microbatch.
         spare: rows for microbatches that count for nothing.
         split_guard: warns where splitting changes the model.
@@ -45,6 +47,7 @@ class Setup:
         reservation: for the optimizer's first step.
     """
 
+    index: ModuleIndex
     passes: Passes
     spare: SpareRows
     split_guard: SplitGuard
@@ -81,14 +84,11 @@ class _Work:
         self._passes = setup.passes
         self._ranks = phase.ranks
         self._metrics, self._kept = metrics, kept
-        self._updated = phase.metrics(metrics)
+        self._updated = [] if metrics is None else [phase.metrics(metrics)]
+        self._keeps = [] if kept.is_nothing else [kept]
         self._watch = phase.watch([each.contents for each in step.batches])
         self._buffers = phase.buffers()
         self.narrator = phase.narrator()
-
-    @property
-    def _batches(self) -> list[Any]:
-        return [each.batch for each in self._step.batches]
 
     def _changing(self) -> list[Part]:
         """What looks have shown that forwards change beside tensors; nothing, as a rule."""
@@ -97,13 +97,13 @@ class _Work:
 
     def _cut(self, plan: Plan) -> list[CutBatch]:
         self._setup.metric_guard.expect(self._metrics, plan.cuts)
-        return self._passes.cut(self._batches, plan.cuts, sizes_change=self._phase.adapts)
+        return self._passes.cut(self._step.raw, plan.cuts, sizes_change=self._phase.adapts)
 
     def _shared_inputs(self) -> list[Tensor]:
         """What lies on the device with every microbatch: of several batches, the most of one."""
         each: list[list[Tensor]] = []
         with contextlib.suppress(Exception):  # it is for words, where memory has run out
-            each = [self._passes.layout.shared(batch) for batch in self._batches]
+            each = [self._passes.layout.shared(batch) for batch in self._step.raw]
         return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
 
     def _run_all(
@@ -131,11 +131,12 @@ class _Work:
                 watch.compare(passes.tensors(microbatches[index]), used)
             if tell is not None:
                 tell("microbatch_end")
-        self._kept.join()
+        if self._keeps:
+            self._kept.join()
 
     def _keeping(self, cuts: Sequence[CutBatch]) -> Callable[[int], Keep] | None:
         """What keeps the output of a microbatch, by its index; None where nothing is kept."""
-        if self._kept.is_nothing:
+        if not self._keeps:
             return None
         batch = [tensor for cut in cuts for tensor in self._passes.tensors(cut.batch)]
         sizes = [size for cut in cuts for size in cut.sizes]
@@ -151,7 +152,6 @@ class TrainingWork(_Work):
         step: what it brings.
         metrics: updated with every row; None for none.
         kept: what the caller asked for of each forward.
-        parameters: of all modules, each once.
         accept: given the loss, says whether to keep the step; None for yes.
     """
 
@@ -162,39 +162,38 @@ class TrainingWork(_Work):
         step: Step,
         metrics: Any,
         kept: Kept,
-        *,
-        parameters: Sequence[Tensor],
         accept: Accept | None = None,
     ) -> None:
         super().__init__(setup, phase, step, metrics, kept)
-        self._parameters = parameters
         self._accept = accept
-        self._gradients = Gradients(parameters, setup.gradients, inputs=self._watch.requiring_grad)
+        self._gradients = Gradients(
+            setup.index.known, setup.gradients, inputs=self._watch.requiring_grad
+        )
         self._shared = SharedLosses(phase.device, at_once=accept is not None)
 
     def parts(self) -> list[Part]:
         return [
-            Parameters(self._parameters),
+            Parameters(self._setup.index.parameters),
             self._watch,
             *self._changing(),
             self._setup.reservation,
-            self._kept,
+            *self._keeps,
             self._buffers,
             self._gradients,  # hooks at its commit may change all others before it
             self._phase.random_state(),
-            self._updated,
+            *self._updated,
         ]
 
     def attempt(self, plan: Plan) -> Losses:
         passes, ranks, gradients = self._passes, self._ranks, self._gradients
-        for batch, sizes in zip(self._batches, plan.cuts, strict=True):
+        for batch, sizes in zip(self._step.raw, plan.cuts, strict=True):
             if len(sizes) > 1:
                 check_history(passes.layout.leaves(batch))
         cuts = self._cut(plan)
         weights = passes.weights(cuts, plan.totals)
         if plan.totals is not None:
             passes.check_counts(weights, self._step.denominators)
-        fillers = self._setup.spare.fillers(plan, self._batches, self._phase)
+        fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
         gradients.expect(plan.num_microbatches)
         losses: list[Losses] = []
         is_alone = ranks.is_alone  # one process pays for nothing that several need
@@ -269,17 +268,17 @@ class EvaluationWork(_Work):
         return [
             self._watch,
             *self._changing(),
-            self._kept,
+            *self._keeps,
             self._buffers,
             self._phase.random_state(),
-            self._updated,
+            *self._updated,
         ]
 
     def attempt(self, plan: Plan) -> Evaluated:
         passes, ranks = self._passes, self._ranks
         forward = passes.predict if self._predicts else passes.evaluate
         cuts = self._cut(plan)
-        fillers = self._setup.spare.fillers(plan, self._batches, self._phase)
+        fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
         weights: BatchWeights | None = None
         losses: list[Losses] = []
 

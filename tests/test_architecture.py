@@ -33,6 +33,7 @@ LAYERS = (
         "duration",
         "extra_passes",
         "memory",
+        "module_index",
         "observer",
         "oom",
         "ranks",

@@ -22,6 +22,7 @@ from automicro import (
     find_batchnorm,
 )
 from automicro.model_modes import evaluation_mode
+from automicro.module_index import ModuleIndex
 from automicro.reach import Reach
 from automicro.transaction import BufferMemory, Buffers
 
@@ -412,7 +413,7 @@ def test_two_phases_share_what_is_known_of_large_buffers() -> None:
 
 def test_reached_modules_are_among_the_owners_of_buffers() -> None:
     extra = nn.BatchNorm1d(2)
-    memory = BufferMemory([nn.Linear(2, 2)], lambda: {"teacher": extra})
+    memory = BufferMemory(ModuleIndex([nn.Linear(2, 2)], lambda: {"teacher": extra}))
     buffers = Buffers(memory)
     buffers.begin()
     extra(torch.randn(3, 2))

@@ -11,6 +11,7 @@ from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import RollbackError
+from automicro.module_index import ModuleIndex
 from automicro.transaction import (
     BufferMemory,
     Buffers,
@@ -141,7 +142,7 @@ def fill(module: nn.Module) -> None:
 def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], None]) -> None:
     module = Buffered()
     before = dict(module._buffers)
-    buffers = Buffers(BufferMemory([module]))
+    buffers = Buffers(BufferMemory(ModuleIndex([module])))
     buffers.begin()
     change(module)
     assert buffers.changed_names() != []
@@ -152,7 +153,7 @@ def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], Non
 
 
 def committed(module: nn.Module) -> BufferMemory:
-    memory = BufferMemory([module])
+    memory = BufferMemory(ModuleIndex([module]))
     buffers = Buffers(memory)
     buffers.begin()
     buffers.prepare()
@@ -216,6 +217,7 @@ def test_the_copy_of_a_large_buffer_goes_with_it() -> None:
     memory = committed(module)
     assert len(memory._stable) == 1
     module.register_buffer("large", None)
+    memory.index.refresh()  # as the next step does
     assert len(memory._stable) == 0
 
 

@@ -15,6 +15,7 @@ from automicro.attempts.recollection import Recollection
 from automicro.attempts.step import Step
 from automicro.inputs import InputGuard, InputWatch
 from automicro.memory import Meter, use_libraries
+from automicro.module_index import ModuleIndex
 from automicro.observer import Narrator, Observer
 from automicro.policy import Policy
 from automicro.ranks import OneRank, Ranks, telling
@@ -69,9 +70,14 @@ class Shared:
     repeatable: bool = False
 
     @functools.cached_property
+    def index(self) -> ModuleIndex:
+        """All that the modules hold."""
+        return ModuleIndex(self.modules, self.reach.modules)
+
+    @functools.cached_property
     def buffers(self) -> BufferMemory:
         """What is known of the modules' buffers."""
-        return BufferMemory(self.modules, self.reach.modules)
+        return BufferMemory(self.index)
 
     @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
@@ -163,7 +169,7 @@ class Phase:
 
     def undoing(self) -> Transaction:
         """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
-        return Transaction([self.buffers(), self.random_state()])
+        return Transaction([Buffers(self._shared.buffers), self.random_state()])
 
     @contextlib.contextmanager
     def initializing(self) -> Iterator[None]:
@@ -173,7 +179,7 @@ class Phase:
         """
         ready = [
             TensorCopy(buffer)
-            for _, module in self._shared.buffers.owners()
+            for _, module in self._shared.index.owners
             for buffer in module.buffers(recurse=False)
             if not is_uninitialized(buffer)
         ]
@@ -187,8 +193,8 @@ class Phase:
                 copy.put_back()
 
     def buffers(self) -> Buffers:
-        """The buffers of the modules, for one step."""
-        return Buffers(self._shared.buffers)
+        """The buffers of the modules, for a step that begins with an index of them."""
+        return Buffers(self._shared.buffers, is_fresh=True)
 
     def random_state(self) -> RandomState:
         """Every generator that a step may draw from."""

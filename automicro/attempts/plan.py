@@ -115,14 +115,19 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         rule.cut(each.num_rows, _propose(each, step.policy, rule), multiple_of=unit)
         for each in step.batches
     ]
-    # The batch with the largest slice, in elements, speaks for the step.
-    sizes, cost = max(
-        zip(cuts, step.costs, strict=True),
-        key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
-    )
+    if len(cuts) == 1:
+        [sizes], [cost] = cuts, step.costs
+        size = sizes[0]
+    else:
+        # The batch with the largest slice, in elements, speaks for the step.
+        sizes, cost = max(
+            zip(cuts, step.costs, strict=True),
+            key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
+        )
+        size = max(sizes[0] for sizes in cuts)
     return Plan(
         cuts=cuts,
-        size=max(sizes[0] for sizes in cuts),
+        size=size,
         num_microbatches=sum(map(len, cuts)),
         num_rows=sum(sizes),
         cost=cost,

@@ -1,5 +1,6 @@
 """What one optimization batch brings to any attempt at it."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +42,17 @@ class Step:
     denominators: Mapping[str, float] = field(default_factory=dict)
     wants_to_stop: bool = False
 
-    @property
+    @functools.cached_property
+    def raw(self) -> list[Any]:
+        """The batches as the caller gave them."""
+        return [each.batch for each in self.batches]
+
+    @functools.cached_property
     def rows(self) -> list[int]:
         """Of each batch."""
         return [each.num_rows for each in self.batches]
 
-    @property
+    @functools.cached_property
     def costs(self) -> list[float | None]:
         """Of one row of each batch."""
         return [each.cost for each in self.batches]

@@ -49,13 +49,18 @@ class OccupiedDevice:
             limit = limit_memory(memory_limit, device)
             self._budget = limit if isinstance(limit, MemoryBudget) else None
 
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
+    def limited(self) -> contextlib.AbstractContextManager[None]:
         """The limit, entered, with everything that lies on the device counted.
 
         Raises:
             torch.OutOfMemoryError: that alone exceeds the limit.
         """
+        if self._memory_limit is None and active_budget() is None:
+            return contextlib.nullcontext()
+        return self._limited()
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._budget is not None:
                 stack.enter_context(self._budget)

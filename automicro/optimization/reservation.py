@@ -7,8 +7,10 @@ on the device.
 """
 
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from automicro.optimization.prediction import StepMemory, predict_step_memory
 from automicro.torch_private import calls_step_hooks
 
 logger = logging.getLogger(__name__)
+
+_WANTS = operator.attrgetter("requires_grad")
 
 
 class OptimizerReservation:
@@ -50,13 +54,15 @@ class OptimizerReservation:
         self._stepped: set[int] = set()  # with a gradient
         self._needed = StepMemory()
         self._needed_for: list[int] = []
+        self._settled: tuple[list[object], list[bool]] | None = None  # while nothing is needed
         if optimizer is not None:
             this = weakref.ref(self)  # the hook must not keep the placeholders' owner alive
 
             def give_back(*_: Any) -> None:
                 if (reservation := this()) is not None:
                     reservation.roll_back()
-                    reservation._find_idle()
+                    if reservation._settled is None:
+                        reservation._find_idle()
 
             optimizer.register_step_pre_hook(give_back)
 
@@ -73,8 +79,28 @@ class OptimizerReservation:
         return self._needed.state_bytes if is_current else []
 
     def begin(self) -> None:
+        if self._optimizer is None or self._is_settled():
+            return
         self._find_stateless()
         self._hold_for(self._waiting())
+        if not self._idle and not self._placeholders:
+            self._settled = self._parameters_and_state()
+
+    def _is_settled(self) -> bool:
+        """Whether nothing was needed, and the optimizer has the parameters and states of then."""
+        if self._settled is None:
+            return False
+        (known, wanting), (now, wants) = self._settled, self._parameters_and_state()
+        is_same = len(known) == len(now) and all(map(operator.is_, known, now)) and wanting == wants
+        if not is_same:
+            self._settled = None
+        return is_same
+
+    def _parameters_and_state(self) -> tuple[list[object], list[bool]]:
+        assert self._optimizer is not None
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        parameters = list(chain.from_iterable(groups))
+        return [*parameters, None, *self._optimizer.state], list(map(_WANTS, parameters))
 
     def prepare(self) -> None:
         """Show that the step's temporaries fit beside parameters, gradients and state."""

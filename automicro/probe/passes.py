@@ -13,6 +13,7 @@ from automicro.checks import check_loss
 from automicro.compilation import uncompiled
 from automicro.extra_passes import extra_pass
 from automicro.forward import Convention, Output
+from automicro.module_index import ModuleIndex
 from automicro.oom import Failure, classify
 from automicro.probe.silence import Silence
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
@@ -97,7 +98,7 @@ class ExtraPasses:
             modules = self._modules
             self._again = Transaction(
                 [
-                    Buffers(BufferMemory(modules)),
+                    Buffers(BufferMemory(ModuleIndex(modules))),
                     RandomState(
                         devices_of(modules, self.probed.device), self.probed.reach.generators
                     ),

@@ -26,6 +26,25 @@ from automicro.slicing.unknown import refuse_rows_in
 _WORDS = ("shared", "items", "fields")
 
 
+_MOST_PARTS = 16
+
+
+def _plain_form(batch: Any) -> Any:
+    """Types, keys and shapes of a batch of dense tensors, from which its rows follow; else None."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        is_dense = batch.layout is torch.strided and not batch.is_nested
+        return (batch.shape, batch.dtype) if is_dense else None
+    if kind is dict and len(batch) <= _MOST_PARTS:
+        keys, parts = tuple(batch), batch.values()
+    elif (kind is tuple or kind is list) and len(batch) <= _MOST_PARTS:
+        keys, parts = (), batch
+    else:
+        return None
+    forms = [_plain_form(part) for part in parts]
+    return None if None in forms else (kind, keys, forms)
+
+
 class BatchLayout:
     """How rows lie in batches: what was declared, and what earlier batches showed about lists.
 
@@ -51,6 +70,8 @@ class BatchLayout:
         self._dim, self._declared = _parse(batch_layout)
         self._decisions: Decisions = {}
         self._matched: set[str] = set()
+        # Form and rows of the batch that was read last: one of the same form has as many.
+        self._last: tuple[Any, int] | None = None
         self.holds_rows = False
         """Whether the batch that was read last is itself a list of rows, not of parts."""
 
@@ -60,7 +81,12 @@ class BatchLayout:
         Raises:
             BatchError: its parts disagree, allow more than one reading, or hold no rows.
         """
-        return self._read(batch)[1]
+        form = _plain_form(batch)
+        if form is not None and self._last is not None and form == self._last[0]:
+            return self._last[1]
+        num_rows = self._read(batch)[1]
+        self._last = None if form is None else (form, num_rows)
+        return num_rows
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cut `batch` into consecutive microbatches of `sizes` rows, which must sum to its rows.
@@ -162,6 +188,7 @@ class BatchLayout:
         shown: Decisions = {}
         decide(root, counts[0], decisions, shown)
         self._decisions.update(shown)
+        self._last = None
         self.holds_rows = decisions.get("") == "items"
         return root, counts[0], decisions
 

@@ -5,12 +5,13 @@ touching its version, and so does anything that writes through ``.data``), so bu
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
-from automicro.torch_private import buffer_table, is_uninitialized
+from automicro.module_index import ModuleIndex
+from automicro.torch_private import buffer_table, have_buffers, is_uninitialized
 from automicro.transaction.tensors import (
     LARGE_BYTES,
     TensorCopy,
@@ -28,38 +29,15 @@ class BufferMemory:
     where that happens in an attempt that fails, the copy is put back.
 
     Args:
-        modules: the model first, then further ones.
-        reached: gives modules by name that are not among them, but take part all the same.
+        index: of all modules that may hold some.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        reached: Callable[[], Mapping[str, nn.Module]] = dict,
-    ) -> None:
-        self._modules = list(modules)
-        self._reached = reached
+    def __init__(self, index: ModuleIndex) -> None:
+        self.index = index
         # By id of a large, unchanging buffer: the buffer, as ids are used again, its version and
         # its copy.
         self._stable: dict[int, tuple[weakref.ref[Tensor], int | None, Tensor]] = {}
         self._changing: dict[int, weakref.ref[Tensor]] = {}
-
-    def owners(self) -> list[tuple[str, nn.Module]]:
-        """Every module that may hold buffers, each once, by name."""
-        roots = {
-            "" if index == 0 else f"modules[{index - 1}].": root
-            for index, root in enumerate(self._modules)
-        }
-        reached = self._reached()
-        if reached:
-            roots |= {f"{name}.": root for name, root in reached.items()}
-        return list(
-            {
-                id(module): ((prefix + name).rstrip("."), module)
-                for prefix, root in roots.items()
-                for name, module in root.named_modules()
-            }.values()
-        )
 
     def kept(self, buffer: Tensor) -> Tensor | None:
         """The copy of a large buffer that has not changed; None for one that has to be copied."""
@@ -90,22 +68,32 @@ class BufferMemory:
 
 
 class Buffers:
-    """The buffers of modules: changed in place, replaced, added or removed, all is undone."""
+    """The buffers of modules: changed in place, replaced, added or removed, all is undone.
 
-    def __init__(self, memory: BufferMemory) -> None:
+    Args:
+        memory: of the modules.
+        is_fresh: whether nothing has changed since the modules were indexed, so that the first
+            `begin` need not look.
+    """
+
+    def __init__(self, memory: BufferMemory, *, is_fresh: bool = False) -> None:
         self._memory = memory
-        self._tables: list[tuple[str, nn.Module, dict[str, Tensor | None]]] = []
+        self._is_fresh = is_fresh
+        # Also of modules without buffers, for a forward may register some.
+        self._tables: Sequence[tuple[str, nn.Module, Mapping[str, Tensor | None]]] = ()
+        self._without: Sequence[tuple[str, nn.Module]] = ()
         self._copies: dict[int, TensorCopy] = {}
         self._kept: list[tuple[str, TensorCopy]] = []
         self._learned: tuple[list[TensorCopy], list[TensorCopy]] | None = None
 
     def begin(self) -> None:
-        memory = self._memory
+        memory, index = self._memory, self._memory.index
+        if not self._is_fresh:
+            index.refresh()
+        self._is_fresh = False
+        self._tables, self._without = index.buffer_tables, index.without_buffers
         found: dict[int, tuple[str, Tensor]] = {}
-        for name, module in memory.owners():
-            # The table itself is remembered, also where it is empty: a forward may register one.
-            table = dict(buffer_table(module))
-            self._tables.append((name, module, table))
+        for name, _, table in self._tables:
             for key, buffer in table.items():
                 if buffer is not None and not is_uninitialized(buffer):
                     found.setdefault(id(buffer), (f"{name}.{key}".lstrip("."), buffer))
@@ -141,6 +129,9 @@ class Buffers:
             if not _same_objects(now, table):
                 now.clear()
                 now.update(table)
+        if self._gained_buffers():
+            for _, module in self._without:
+                buffer_table(module).clear()
         kept = {id(copy) for _, copy in self._kept}
         for copy in self._copies.values():
             if id(copy) not in kept or copy.has_moved:
@@ -167,10 +158,14 @@ class Buffers:
 
     def _names_where(self, is_changed: Callable[[TensorCopy], bool]) -> list[str]:
         names = []
+        if self._gained_buffers():
+            names = [
+                f"{owner}.{name}".lstrip(".")
+                for owner, module in self._without
+                for name in buffer_table(module)
+            ]
         for owner, module, table in self._tables:
             table_now = buffer_table(module)
-            if not table and not table_now:
-                continue
             for name in {**table, **table_now}:
                 before, now = table.get(name), table_now.get(name)
                 copy = None if now is None else self._copies.get(id(now))
@@ -178,12 +173,16 @@ class Buffers:
                     names.append(f"{owner}.{name}".lstrip("."))
         return names
 
+    def _gained_buffers(self) -> bool:
+        """Whether modules that had no buffers have some now."""
+        return have_buffers(module for _, module in self._without)
+
     def _forget(self) -> None:
-        self._tables.clear()
+        self._tables, self._without = (), ()
         self._copies.clear()
         self._kept.clear()
         self._learned = None
 
 
-def _same_objects(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:
+def _same_objects(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
     return one.keys() == other.keys() and all(one[name] is other[name] for name in one)

@@ -14,7 +14,7 @@ On several ranks wrappers have hooks and ways of their own, so there all of it i
 
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,20 +68,24 @@ class Gradients:
     ``gradient_as_bucket_view``) may write into it during the attempt.
 
     Args:
-        parameters: any of them twice, too.
+        parameters: any of them twice, too; or by their ids.
         memory: what is known of them from one batch to the next.
         inputs: tensors of the batch that gather a gradient.
     """
 
     def __init__(
         self,
-        parameters: Iterable[Tensor],
+        parameters: Iterable[Tensor] | Mapping[int, Tensor],
         memory: GradientMemory | None = None,
         *,
         inputs: Iterable[Tensor] = (),
     ) -> None:
         self._memory = memory or GradientMemory()
-        self._known = {id(each): each for each in parameters}
+        self._known = (
+            dict(parameters)
+            if isinstance(parameters, Mapping)
+            else {id(each): each for each in parameters}
+        )
         self._parameters = list(self._known)
         self._inputs = {id(each): each for each in inputs}
         self._known |= self._inputs
@@ -109,7 +113,8 @@ class Gradients:
 
     def begin(self) -> None:
         self._attempts += 1
-        self._forget()
+        if self._attempts > 1:
+            self._forget()
         if self._attempts == 1:
             self._memory.next_batch(self._parameters)
         for leaf in self._memory.outside():

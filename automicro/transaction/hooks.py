@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ class HeldHooks:
         leaves: of which those are chosen that have hooks.
     """
 
-    def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
-        self.leaves = with_hooks(leaves)
+    def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
+        self.leaves = with_hooks(leaves) if leaves else []
         self._order: dict[int, Tensor] = {}
         self._away: list[tuple[Tensor, tuple[Any, Any], tuple[Any, Any]]] = []
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from automicro.errors import RollbackError
-from automicro.torch_private import version_of
+from automicro.torch_private import all_versions
 
 
 class Parameters:
@@ -20,7 +20,7 @@ class Parameters:
         self._versions: list[int] | None = None
 
     def begin(self) -> None:
-        self._versions = [version_of(parameter) for parameter in self._parameters]
+        self._versions = all_versions(self._parameters)
 
     def prepare(self) -> None:
         self._require_unchanged()
@@ -34,7 +34,7 @@ class Parameters:
         self._versions = None
 
     def _require_unchanged(self) -> None:
-        if self._versions != [version_of(parameter) for parameter in self._parameters]:
+        if self._versions != all_versions(self._parameters):
             self._versions = None
             raise RollbackError(
                 "the forward or backward changed parameters, and such a change cannot be rolled "

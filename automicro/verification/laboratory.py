@@ -16,7 +16,7 @@ from automicro.batchnorm import find_batchnorm
 from automicro.checks import check_loss
 from automicro.forward import choose_convention
 from automicro.microbatcher import Microbatcher
-from automicro.model_modes import is_lazy
+from automicro.module_index import ModuleIndex
 from automicro.probe.measured import Measured
 from automicro.probe.silence import Silence
 from automicro.slicing import BatchLayout, map_tensors
@@ -115,7 +115,7 @@ class Laboratory:
         self.dtype = None if self.why_in_place else dtype
         self._batch = batch
         self._device = device
-        if is_lazy(list(subject.roots.values())):
+        if ModuleIndex(subject.roots.values()).is_lazy:
             self._materialize()
 
     @property
@@ -213,7 +213,7 @@ class Laboratory:
         modules += [each for root in self.subject.captured() for each in root.modules()]
         return [
             Gradients(p for module in modules for p in module.parameters(recurse=False)),
-            Buffers(BufferMemory(modules)),
+            Buffers(BufferMemory(ModuleIndex(modules))),
             Surroundings(modules),
             OwnGenerators([each for _, each in own_generators(self.subject.roots)]),
         ]
@@ -228,7 +228,7 @@ class Laboratory:
         generators.begin()
         resets += [generators.roll_back, generators.begin]
         if conditions.buffers:
-            buffers = Buffers(BufferMemory(roots.values()))
+            buffers = Buffers(BufferMemory(ModuleIndex(roots.values())))
             buffers.begin()
             resets += [buffers.roll_back, buffers.begin]
         if conditions.attributes:

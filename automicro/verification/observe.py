@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from automicro.batchnorm import batchnorm_buffers, find_batchnorm
+from automicro.module_index import ModuleIndex
 from automicro.probe.measured import Measured
 from automicro.slicing import tensor_leaves
 from automicro.transaction import BufferMemory, Buffers
@@ -56,7 +57,7 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
     with laboratory.stage(conditions) as stage:
         roots = stage.roots
         batch = laboratory.on_device(laboratory.batch())
-        buffers = Buffers(BufferMemory(roots.values()))
+        buffers = Buffers(BufferMemory(ModuleIndex(roots.values())))
         buffers.begin()
         frozen = Frozen(batch)
         leaves = {path: Frozen(leaf) for path, leaf in tensor_leaves(batch)}

@@ -1,0 +1,185 @@
+"""The index of modules: whatever changes in them, it finds what a walk would find."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from automicro.module_index import ModuleIndex
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), inner, nn.LSTM(4, 4))
+
+
+def overwrite(model: nn.Module) -> None:
+    future = torch.__future__
+    before = future.get_overwrite_module_params_on_conversion()
+    future.set_overwrite_module_params_on_conversion(True)
+    model.to(torch.float64)
+    future.set_overwrite_module_params_on_conversion(before)
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def rename(model: Any) -> None:
+    model[0]._parameters["renamed"] = model[0]._parameters.pop("weight")
+
+
+def reorder(model: Any) -> None:
+    model[0]._parameters["weight"] = model[0]._parameters.pop("weight")
+
+
+def other_table(model: Any) -> None:
+    model[0]._parameters = {"weight": nn.Parameter(torch.ones(4, 4)), "bias": None}
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda m: None,
+    "a parameter is added": lambda m: m[0].register_parameter("more", nn.Parameter(torch.ones(1))),
+    "an attribute is set to another parameter": lambda m: setattr(
+        m[0], "weight", nn.Parameter(torch.ones(4, 4))
+    ),
+    "a table is written to": lambda m: m[0]._parameters.__setitem__(
+        "weight", nn.Parameter(torch.ones(4, 4))
+    ),
+    "a parameter is deleted": lambda m: delattr(m[0], "bias"),
+    "a parameter is set to None": lambda m: setattr(m[0], "bias", None),
+    "a buffer is added": lambda m: m[2][0].register_buffer("b", torch.ones(1)),
+    "a buffer is replaced": lambda m: setattr(m[1], "running_mean", torch.ones(4)),
+    "a buffer is set to None": lambda m: setattr(m[1], "running_mean", None),
+    "a module is added": lambda m: m.add_module("new", nn.Linear(1, 1)),
+    "a module is replaced": lambda m: m.__setitem__(0, nn.Linear(4, 4)),
+    "a module is deleted": lambda m: m.__delitem__(3),
+    "a module is added to a leaf": lambda m: m[0].add_module("lora", nn.Linear(4, 1)),
+    "two weights are tied": lambda m: setattr(m[2][0], "weight", m[0].weight),
+    "a parameter is frozen": lambda m: m[0].weight.requires_grad_(False),
+    "all are frozen": lambda m: m.requires_grad_(False),
+    "it moves": lambda m: m.to("meta"),
+    "it changes its type": lambda m: m.to(torch.float64),
+    "it changes its type, by other parameters": overwrite,
+    "weight norm": lambda m: parametrizations.weight_norm(m[0]),
+    "pruning": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+    "another table": other_table,
+    "a key is renamed": rename,
+    "a key moves to the end": reorder,
+    "a state is assigned": assign,
+    "a child is swapped for another of its kind": lambda m: m.__setitem__(2, copy.deepcopy(m[2])),
+    "an empty place is filled": lambda m: m[2].register_buffer("later", torch.zeros(1)),
+}
+
+
+def walked(model: nn.Module) -> tuple[list[Any], ...]:
+    return (
+        [id(each) for each in dict.fromkeys(model.parameters())],
+        [(name, id(module)) for name, module in model.named_modules()],
+        [(name, id(buffer)) for name, buffer in model.named_buffers()],
+    )
+
+
+def indexed(index: ModuleIndex) -> tuple[list[Any], ...]:
+    seen: dict[int, str] = {}
+    for name, _, table in index.buffer_tables:
+        for key, buffer in table.items():
+            if buffer is not None:
+                seen.setdefault(id(buffer), f"{name}.{key}".lstrip("."))
+    return (
+        [id(each) for each in index.parameters],
+        [(name, id(module)) for name, module in index.owners],
+        [(name, number) for number, name in seen.items()],
+    )
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_changes_it_finds_what_a_walk_finds(name: str) -> None:
+    model = net()
+    index = ModuleIndex([model])
+    before = walked(model)
+    CHANGES[name](model)
+    has_changed = index.refresh()
+    assert indexed(index) == walked(model)
+    assert has_changed or walked(model) == before
+    assert not index.refresh()
+
+
+def test_nothing_is_walked_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    index = ModuleIndex([model])
+    walks: list[int] = []
+
+    def walk(*_: Any, **__: Any) -> Iterator[Any]:
+        walks.append(1)
+        return iter(())
+
+    monkeypatch.setattr(nn.Module, "named_modules", walk)
+    for _ in range(3):
+        assert not index.refresh()
+    assert not walks
+
+
+class OwnWalk(nn.Module):
+    """Shows its child to some walks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = True
+        self.child = nn.Linear(2, 2)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        found = super().named_modules(*args, **kwargs)
+        return (each for each in found if self.shown or each[1] is not self.child)
+
+
+def test_a_module_with_a_walk_of_its_own_is_walked_each_time() -> None:
+    inner = OwnWalk()
+    model = nn.Sequential(inner)
+    index = ModuleIndex([model])
+    assert len(index.parameters) == 2
+    inner.shown = False
+    assert index.refresh()
+    assert index.parameters == []
+
+
+def test_a_lazy_module_is_walked_until_it_has_its_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    index = ModuleIndex([model])
+    assert index.is_lazy
+    model(torch.ones(1, 3))
+    index.refresh()
+    assert not index.is_lazy
+    assert not index.refresh()
+
+
+def test_modules_that_are_only_reached_are_owners_and_lend_no_parameters() -> None:
+    teachers: dict[str, nn.Module] = {}
+    index = ModuleIndex([net()], lambda: teachers)
+    parameters = list(index.parameters)
+    teachers["teacher"] = nn.BatchNorm1d(2)
+    assert index.refresh()
+    assert index.owners[-1][0] == "teacher"
+    assert index.parameters == parameters
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
+def test_a_scripted_module_is_walked_each_time() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x)
+            return out
+
+    index = ModuleIndex([torch.jit.script(Scripted())])
+    index.refresh()
+    assert len(index.parameters) == 2
