@@ -4,8 +4,8 @@
 
 Counted are calls of Python functions of this package, generators and comprehensions among them,
 without those of torch and of the model: of `Microbatcher.backward`, whole and in eight
-microbatches, with a fixed size and with "auto", and of a batch of `Trainer.fit`. With each, the frames of this
-package above the model's `forward`. The same on every machine.
+microbatches, with a fixed size and with "auto", and of a batch of `Trainer.fit`. With each, the
+frames of this package above the model's `forward`. The same on every machine.
 """
 
 import argparse
