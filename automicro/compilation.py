@@ -17,14 +17,14 @@ from torch import nn
 
 from automicro.memory import active_budget
 from automicro.slicing import tensor_leaves
-from automicro.torch_private import (
+from automicro.torch_private import is_wrapper
+from automicro.torch_private_compiler import (
     compile_in_place,
     compile_modes,
     compile_options,
     compiler_config,
     compiler_is_loaded,
     is_compiled,
-    is_wrapper,
     mark_dynamic,
     unmark,
 )

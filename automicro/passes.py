@@ -26,7 +26,7 @@ from automicro.observer import WHILE_UPDATING, Tell
 from automicro.oom import once_more
 from automicro.ranks import OneRank, Ranks
 from automicro.slicing import BatchLayout, map_tensors
-from automicro.torch_private import compiler_is_used
+from automicro.torch_private_compiler import compiler_is_used
 from automicro.transaction import Gradients
 from automicro.transfer import on_device, on_host
 from automicro.warn import warn

@@ -24,6 +24,7 @@ LAYERS = (
         "showing",
         "synonyms",
         "torch_private",
+        "torch_private_compiler",
         "torch_private_distributed",
         "version",
     ),
@@ -77,7 +78,11 @@ GATHERING = ("__init__", "__main__")
 ONLY_IN = {"omegaconf": "cli"}
 NEVER_AT_MODULE_TOP_OUTSIDE_DEMO = ("matplotlib", "sklearn", "transformers")
 # Where everything stands that a new version of torch may take away.
-PRIVATE_NAMES_OF_TORCH_IN = ("torch_private", "torch_private_distributed")
+PRIVATE_NAMES_OF_TORCH_IN = (
+    "torch_private",
+    "torch_private_compiler",
+    "torch_private_distributed",
+)
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 MOST_LINES = 600

@@ -227,8 +227,8 @@ def broken(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("automicro.attempts.phases", "describe_run"),
-        ("automicro.attempts.phases", "describe_shapes"),
+        ("automicro.microbatcher", "describe_run"),
+        ("automicro.microbatcher", "describe_shapes"),
         ("automicro.attempts.recollection.SizeMemory", "settle"),
         ("automicro.attempts.recollection.SizeMemory", "see"),
         ("automicro.attempts.recollection.SizeMemory", "__init__"),

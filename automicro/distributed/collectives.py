@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from automicro.distributed.entrance import Call
 from automicro.distributed.warm_up import Use
-from automicro.torch_private import is_compiled
+from automicro.torch_private_compiler import is_compiled
 
 
 class CollectivesGuard:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from automicro.torch_private import is_compiled
+from automicro.torch_private_compiler import is_compiled
 
 
 def refuse_compiled(module: nn.Module) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from automicro.memory import usable_bytes
 from automicro.size_cache.key import RunKey, sha256_of
 from automicro.slicing import BatchLayout
-from automicro.torch_private import is_compiled, is_uninitialized
+from automicro.torch_private import is_uninitialized
+from automicro.torch_private_compiler import is_compiled
 from automicro.version import __version__
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from automicro.errors import DeterminismWarning, add_note, text_of
-from automicro.torch_private import inductor_is_deterministic, set_inductor_deterministic
+from automicro.torch_private_compiler import inductor_is_deterministic, set_inductor_deterministic
 from automicro.warn import warn
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
