@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from automicro.weighting import BatchWeights, CutBatch, Weight, add_up
 
 Accept = Callable[[Tensor], bool]
 Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +57,22 @@ class Setup:
     reservation: OptimizerReservation
 
 
-class _RunOne(Protocol):
-    """Runs one microbatch, and keeps of it what is to be kept."""
+class _Each(NamedTuple):
+    """One microbatch, on the device.
 
-    def __call__(self, index: int, microbatch: Any, tell: Tell | None, keep: Keep | None) -> None:
-        """Run it."""
+    Attributes:
+        number: among those of this rank, from 0.
+        rows: of it.
+        is_filler: whether it counts for nothing.
+        tell: of its events; None where nobody listens.
+        keep: of its output what is asked for; None for nothing.
+    """
+
+    number: int
+    rows: Any
+    is_filler: bool = False
+    tell: Tell | None = None
+    keep: Keep | None = None
 
 
 class _Work:
@@ -106,12 +116,11 @@ class _Work:
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]
         return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
 
-    def _run_all(
-        self, cuts: Sequence[CutBatch], fillers: Sequence[Any], run: _RunOne
-    ) -> Iterator[tuple[int, Any]]:
-        """Run every microbatch of this rank, and give those that count for nothing to the caller.
+    def _each(self, cuts: Sequence[CutBatch], fillers: Sequence[Any]) -> Iterator[_Each]:
+        """Every microbatch of this rank, with what comes before and after it.
 
-        Yields the index and the rows of each filler, on the device.
+        What runs one stands in the loop of the caller and not in a function that is handed over:
+        after an error its frame would keep the function, and that all tensors that it refers to.
         """
         passes, watch, narrator = self._passes, self._watch, self.narrator
         microbatches = [each for cut in cuts for each in cut.microbatches]
@@ -120,13 +129,14 @@ class _Work:
         moved = on_device([*microbatches, *fillers], passes.device, isolate=watch.isolate)
         for index, microbatch in enumerate(moved):
             if index >= num_real:
-                yield index, microbatch
+                yield _Each(index, microbatch, is_filler=True)
                 continue
             tell = None if narrator is None else narrator.microbatch(index, microbatch)
             if tell is not None:
                 tell("microbatch_start")
             used = passes.tensors(microbatch) if watch.compares else ()
-            run(index, microbatch, tell, None if keeping is None else keeping(index))
+            keep = None if keeping is None else keeping(index)
+            yield _Each(index, microbatch, tell=tell, keep=keep)
             if watch.compares:
                 watch.compare(passes.tensors(microbatches[index]), used)
             if tell is not None:
@@ -197,18 +207,18 @@ class TrainingWork(_Work):
         gradients.expect(plan.num_microbatches)
         losses: list[Losses] = []
         is_alone = ranks.is_alone  # one process pays for nothing that several need
-
-        def train(index: int, microbatch: Any, tell: Tell | None, keep: Keep | None) -> None:
-            given = microbatch, weights, index, self._metrics, gradients, tell, keep
+        for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
+            if is_filler:
+                with fillers.undone(), ranks.microbatch(index, weightless=True):
+                    losses.append(passes.fill(rows))
+                continue
+            given = rows, weights, index, self._metrics, gradients, tell, keep
             if is_alone:
                 losses.append(passes.train(*given))
             else:
                 with ranks.microbatch(index, weightless=weights.is_nothing(index)):
                     losses.append(passes.train(*given))
-
-        for index, filler in self._run_all(cuts, fillers.rows, train):
-            with fillers.undone(), ranks.microbatch(index, weightless=True):
-                losses.append(passes.fill(filler))
+            del given
         if cuts and not gradients.is_reached:
             refuse_constant()
         gradients.require_untouched()
@@ -281,23 +291,22 @@ class EvaluationWork(_Work):
         fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
         weights: BatchWeights | None = None
         losses: list[Losses] = []
-
-        def evaluate(index: int, microbatch: Any, tell: Tell | None, keep: Keep | None) -> None:
-            nonlocal weights
+        for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
+            if is_filler:
+                with fillers.undone(), ranks.microbatch(index):
+                    forward(rows, None)
+                continue
             with ranks.microbatch(index):
-                output = forward(microbatch, self._metrics, tell)
+                output = forward(rows, self._metrics, tell)
             if output.loss is not None:
                 weights = weights or passes.weights(cuts)
                 loss = weights.apply(index, output.loss, output.losses, has_total=output.has_total)
                 losses.append(loss)
             if keep is not None:
                 keep(output)
-
-        for index, filler in self._run_all(cuts, fillers.rows, evaluate):
-            with fillers.undone(), ranks.microbatch(index):
-                forward(filler, None)
-        loss, parts = add_up(losses) if losses else (None, {})
-        return loss, parts, {} if weights is None else weights.totals
+            del output  # before the next forward
+        total, parts = add_up(losses) if losses else (None, {})
+        return total, parts, {} if weights is None else weights.totals
 
     def numbers(self, result: Evaluated) -> Sequence[float]:
         return ()

@@ -1,6 +1,7 @@
 """What a Microbatcher does with sizes, failures and evaluations."""
 
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from automicro import (
     Policy,
     SampleTooLargeError,
 )
+from automicro.weighting import BatchWeights
 from tests.callback_runs import Scripted
 from tests.cases import difference, gradients
 from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
@@ -466,3 +468,35 @@ def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None,
     ):
         microbatcher.backward(batch)  # a warning would be an error
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("call", ["backward", "evaluate"])
+def test_an_error_that_the_caller_keeps_holds_nothing_of_the_attempt(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Noted(BatchWeights):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(weakref.ref(self))
+
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.calls = nn.Linear(3, 2), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            out: Tensor = self.net(x)
+            return out
+
+    monkeypatch.setattr("automicro.passes.BatchWeights", Noted)
+    step = on(Third(), microbatch_size=2, eval_microbatch_size=2)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        getattr(step, call)((torch.randn(8, 3), torch.randint(2, (8,))))
+    assert caught.value.__traceback__ is not None
+    assert made
+    assert not any(each() for each in made)
