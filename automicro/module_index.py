@@ -56,7 +56,6 @@ class ModuleIndex:
     ) -> None:
         self._modules = list(modules)
         self._reached = reached
-        self._last_reached: list[tuple[str, nn.Module]] = []
         self._walk(reached())
 
     def refresh(self) -> bool:

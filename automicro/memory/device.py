@@ -215,9 +215,7 @@ def total_bytes(device: torch.device | str) -> int | None:
     >>> total_bytes("cpu") is None
     True
     """
-    device = torch.device(device)
-    properties = _ability(device, "get_device_properties")
-    found = None if properties is None else getattr(properties(device), "total_memory", None)
+    found = _property(torch.device(device), "total_memory")
     return None if found is None else int(found)
 
 
@@ -227,9 +225,7 @@ def device_identity(device: torch.device | str) -> str | None:
     >>> device_identity("cpu") is None
     True
     """
-    device = torch.device(device)
-    properties = _ability(device, "get_device_properties")
-    found = None if properties is None else getattr(properties(device), "uuid", None)
+    found = _property(torch.device(device), "uuid")
     return None if found is None else str(found)
 
 
@@ -355,6 +351,12 @@ def _share(device: torch.device) -> float:
     if read is None or device in _uncounted:
         return 1.0
     return float(read(device))
+
+
+def _property(device: torch.device, name: str) -> Any:
+    """What a device's properties say; None where they do not."""
+    read = _ability(device, "get_device_properties")
+    return None if read is None else getattr(read(device), name, None)
 
 
 def _ability(device: torch.device, name: str) -> Callable[..., Any] | None:

@@ -7,27 +7,19 @@ their streams and events; what comes back is made up, and the same each time.
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automicro import Fixed, Halving
 from automicro.distributed import setup
 from automicro.distributed.exchange import AloneExchange
 from automicro.distributed.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, accelerator, differences, room, to_device
-from tests.gpu.subjects import ROWS, batch, microbatcher, model
-from tests.gpu.test_oom_gpu import PHASES, ROOM
-from tests.gpu.test_ranks_gpu import PLENTY
-from tests.gpu.wrappers import WITH_FSDP, whole_snapshot
+from tests.gpu.device import DEVICE, GPU, accelerator, differences
+from tests.gpu.test_oom_gpu import PHASES
+from tests.gpu.wrappers import WITH_FSDP, ends_with_and_without_failure, wrapped
 
 pytestmark = [*GPU, WITH_FSDP]
-
-HALF = ROWS // 2
 
 
 class TwoExchange(AloneExchange):
@@ -64,39 +56,16 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return kinds
 
 
-def sharded(hungry: nn.Module) -> nn.Module:
-    net = model(hungry)
-    mesh = init_device_mesh(DEVICE.type, (2,))
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return net
-
-
 @pytest.mark.parametrize("failing_step", [0, 2], ids=["guarded", "replayed"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("deterministic")
 def test_a_sharded_model_that_ran_out_of_memory_ends_with_the_same_bits(
     phase: str, failing_step: int, guarded: list[str], record_property: Record
 ) -> None:
-    found = []
-    for is_scripted in (True, False):
-        net = sharded(PHASES[phase])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        policy = Halving(refine=False, grow=False)
-        step = microbatcher(net, policy, optimizer=optimizer, probe=False)
-        torch.manual_seed(3)
-        failures = []
-        for index in range(3):
-            is_short = index >= failing_step
-            if is_scripted:
-                step._train.policy = Fixed(HALF if is_short else ROWS)
-            with room(ROOM if is_short and not is_scripted else PLENTY):
-                failures.append(step.backward(to_device(batch(seed=index))).ooms)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert sum(failures) == failures[failing_step] == (not is_scripted)
-        found.append(whole_snapshot(net))
+    mesh = init_device_mesh(DEVICE.type, (2,))
+    found = ends_with_and_without_failure(
+        lambda: wrapped("fsdp", PHASES[phase], mesh=mesh), failing_step=failing_step, num_batches=3
+    )
     counts = {kind: guarded.count(kind) for kind in dict.fromkeys(guarded)}
     record_property("guarded", counts)
     assert len(counts) >= 2

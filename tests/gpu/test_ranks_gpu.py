@@ -19,13 +19,15 @@ from automicro.distributed.exchange import TreeExchange
 from automicro.memory import device_identity
 from automicro.ranks import Status
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB, accelerator, differences, only_cuda, room, to_device
+from tests.gpu.device import DEVICE, GPU, accelerator, differences, only_cuda, room, to_device
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
 from tests.gpu.test_oom_gpu import PHASES, ROOM
 from tests.gpu.traces import traced
 from tests.gpu.wrappers import (
+    HALF,
     KINDS,
     WITH_NCCL,
+    ends_with_and_without_failure,
     exchange_over_gloo,
     group_of_one,
     votes_of,
@@ -35,9 +37,6 @@ from tests.gpu.wrappers import (
 )
 
 pytestmark = [*GPU, WITH_NCCL]
-
-HALF = ROWS // 2
-PLENTY = 64 * 1024 * MIB
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,24 +57,9 @@ def votes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrapped_model_that_ran_out_of_memory_ends_with_the_same_bits(
     kind: str, phase: str, failing_step: int
 ) -> None:
-    found = []
-    for is_scripted in (True, False):
-        net = wrapped(kind, PHASES[phase])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        policy = Halving(refine=False, grow=False)
-        step = microbatcher(net, policy, optimizer=optimizer, probe=False)
-        torch.manual_seed(3)
-        failures = []
-        for index in range(4):
-            has_little_room = index >= failing_step
-            if is_scripted:
-                step._train.policy = Fixed(HALF if has_little_room else ROWS)
-            with room(ROOM if has_little_room and not is_scripted else PLENTY):
-                failures.append(step.backward(to_device(batch(seed=index))).ooms)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert sum(failures) == failures[failing_step] == (not is_scripted)
-        found.append(whole_snapshot(net))
+    found = ends_with_and_without_failure(
+        lambda: wrapped(kind, PHASES[phase]), failing_step=failing_step, num_batches=4
+    )
     assert differences(*found) == []
 
 

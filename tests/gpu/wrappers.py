@@ -2,22 +2,27 @@
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from automicro import Microbatcher
+from automicro import Fixed, Halving, Microbatcher
 from automicro.distributed import CoordinatedRanks
 from automicro.distributed.exchange import TreeExchange
 from automicro.distributed.groups import GlooGroup
 from automicro.torch_private_distributed import HashStore
-from tests.gpu.device import DEVICE, accelerator, snapshot
-from tests.gpu.subjects import Blocks, model
+from tests.gpu.device import DEVICE, MIB, accelerator, room, snapshot, to_device
+from tests.gpu.subjects import ROWS, Blocks, batch, microbatcher, model
+from tests.gpu.test_oom_gpu import ROOM
+
+HALF = ROWS // 2
+PLENTY = 64 * 1024 * MIB
 
 WITH_NCCL = pytest.mark.skipif(
     DEVICE.type == "cuda" and not dist.is_nccl_available(),
@@ -54,13 +59,13 @@ def exchange_over_gloo() -> TreeExchange:
     return TreeExchange([group], height=1, rank=0, world_size=1)
 
 
-def wrapped(kind: str, *hungry: nn.Module) -> nn.Module:
+def wrapped(kind: str, *hungry: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     net = model(*hungry)
     if kind == "ddp":
         return DistributedDataParallel(net, device_ids=[DEVICE.index])
     for block in net.blocks:
-        fully_shard(block)
-    fully_shard(net)
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
     return net
 
 
@@ -74,6 +79,31 @@ def whole_snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
     found = snapshot(net)
     local = {name: getattr(value, "_local_tensor", value) for name, value in found.items()}
     return {name: value.to("cpu", copy=True) for name, value in local.items()}
+
+
+def ends_with_and_without_failure(
+    make: Callable[[], nn.Module], *, failing_step: int, num_batches: int
+) -> list[dict[str, torch.Tensor]]:
+    """What training ends with at given sizes, and where room is short from one batch on."""
+    found = []
+    for is_scripted in (True, False):
+        net = make()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        policy = Halving(refine=False, grow=False)
+        step = microbatcher(net, policy, optimizer=optimizer, probe=False)
+        torch.manual_seed(3)
+        failures = []
+        for index in range(num_batches):
+            has_little_room = index >= failing_step
+            if is_scripted:
+                step._train.policy = Fixed(HALF if has_little_room else ROWS)
+            with room(ROOM if has_little_room and not is_scripted else PLENTY):
+                failures.append(step.backward(to_device(batch(seed=index))).ooms)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sum(failures) == failures[failing_step] == (not is_scripted)
+        found.append(whole_snapshot(net))
+    return found
 
 
 def votes_of(step: Microbatcher) -> int:
