@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from automicro.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from automicro.batchnorm import find_batchnorm
-    from automicro.checkpoints import CheckpointConfig
+    from automicro.batch.layout import num_rows, split_batch
+    from automicro.batch.structure import register_batch_type
+    from automicro.checkpoints.store import CheckpointConfig
     from automicro.errors import (
         AutomicroError,
         AutomicroWarning,
@@ -37,16 +38,21 @@ if TYPE_CHECKING:
         SizeCacheWarning,
         UnsplittableModelError,
     )
-    from automicro.events import Callback, Run
-    from automicro.extra_passes import is_extra_pass
-    from automicro.memory import MemoryBudget
+    from automicro.events.callback import Callback
+    from automicro.events.run import Run
+    from automicro.loss.passes import is_extra_pass
+    from automicro.memory.budget import MemoryBudget
+    from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
-    from automicro.oom import is_out_of_memory
-    from automicro.policy import Fixed, Halving, Outcome, Policy
-    from automicro.results import EvalResult, StepResult
-    from automicro.slicing import num_rows, register_batch_type, split_batch
-    from automicro.trainer import Evaluator, FitSummary, Trainer
-    from automicro.verification import VerifyReport, verify
+    from automicro.policy.halving import Halving
+    from automicro.policy.policy import Fixed, Outcome, Policy
+    from automicro.step.results import EvalResult, StepResult
+    from automicro.step.split_guard import find_batchnorm
+    from automicro.trainer.evaluators import Evaluator
+    from automicro.trainer.report import FitSummary
+    from automicro.trainer.trainer import Trainer
+    from automicro.verification.report import VerifyReport
+    from automicro.verification.verify import verify
 
 # Imported when they are first asked for: torch takes seconds, and whoever runs the command line may
 # want to stop it meanwhile.
@@ -56,45 +62,45 @@ _HOMES = {
     "BatchError": "automicro.errors",
     "BatchNormWarning": "automicro.errors",
     "BufferWarning": "automicro.errors",
-    "Callback": "automicro.events",
-    "CheckpointConfig": "automicro.checkpoints",
+    "Callback": "automicro.events.callback",
+    "CheckpointConfig": "automicro.checkpoints.store",
     "CheckpointError": "automicro.errors",
     "CheckpointWarning": "automicro.errors",
     "ConfigError": "automicro.errors",
     "DataLoaderError": "automicro.errors",
-    "EvalResult": "automicro.results",
-    "Evaluator": "automicro.trainer",
-    "FitSummary": "automicro.trainer",
-    "Fixed": "automicro.policy",
+    "EvalResult": "automicro.step.results",
+    "Evaluator": "automicro.trainer.evaluators",
+    "FitSummary": "automicro.trainer.report",
+    "Fixed": "automicro.policy.policy",
     "DeterminismWarning": "automicro.errors",
     "GradientWarning": "automicro.errors",
-    "Halving": "automicro.policy",
+    "Halving": "automicro.policy.halving",
     "LoggerWarning": "automicro.errors",
     "LossAverageWarning": "automicro.errors",
     "LossError": "automicro.errors",
     "MetricWarning": "automicro.errors",
-    "MemoryBudget": "automicro.memory",
+    "MemoryBudget": "automicro.memory.budget",
     "Microbatcher": "automicro.microbatcher",
     "NonFiniteLossError": "automicro.errors",
     "OptimizerStepError": "automicro.errors",
-    "Outcome": "automicro.policy",
-    "Policy": "automicro.policy",
+    "Outcome": "automicro.policy.policy",
+    "Policy": "automicro.policy.policy",
     "RollbackError": "automicro.errors",
-    "Run": "automicro.events",
+    "Run": "automicro.events.run",
     "SampleTooLargeError": "automicro.errors",
     "SchedulerWarning": "automicro.errors",
     "SizeCacheWarning": "automicro.errors",
-    "StepResult": "automicro.results",
-    "Trainer": "automicro.trainer",
+    "StepResult": "automicro.step.results",
+    "Trainer": "automicro.trainer.trainer",
     "UnsplittableModelError": "automicro.errors",
-    "VerifyReport": "automicro.verification",
-    "find_batchnorm": "automicro.batchnorm",
-    "is_extra_pass": "automicro.extra_passes",
-    "is_out_of_memory": "automicro.oom",
-    "num_rows": "automicro.slicing",
-    "register_batch_type": "automicro.slicing",
-    "split_batch": "automicro.slicing",
-    "verify": "automicro.verification",
+    "VerifyReport": "automicro.verification.report",
+    "find_batchnorm": "automicro.step.split_guard",
+    "is_extra_pass": "automicro.loss.passes",
+    "is_out_of_memory": "automicro.memory.oom",
+    "num_rows": "automicro.batch.layout",
+    "register_batch_type": "automicro.batch.structure",
+    "split_batch": "automicro.batch.layout",
+    "verify": "automicro.verification.verify",
 }
 
 __all__ = [

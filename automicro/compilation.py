@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from automicro.memory import active_budget
-from automicro.slicing import tensor_leaves
+from automicro.batch.tensors import tensor_leaves
+from automicro.memory.budget import active_budget
 from automicro.torch_private import is_wrapper
 from automicro.torch_private_compiler import (
     compile_in_place,

@@ -37,10 +37,16 @@ Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``.
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
 before the step. Their texts are quoted by `text_of` and `describe_error`, and notes are added by
 `add_note`, which work whatever the class of somebody else's error does.
+
+Warnings that point at the caller's own line and are never lost.
 """
 
 import contextlib
+import sys
 import traceback
+import warnings
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -229,3 +235,46 @@ else:
             name, (AutomicroError, torch.OutOfMemoryError), {"__doc__": doc, "__module__": __name__}
         )
         return globals().setdefault(name, made)
+
+
+_PACKAGE = Path(__file__).parent
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line that called into automicro.
+
+    ``warnings.warn`` shows one text once per line of code in a process. Whoever calls this keeps
+    count for an object of its own, so a second object with the same trouble is heard too.
+
+    Args:
+        message: what is wrong, with its remedy.
+        category: a subclass of ``Warning``.
+
+    Raises:
+        Warning: filters turn the category into an error.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("default")
+        ...     for _ in range(2):
+        ...         warn("mind the gap", UserWarning)
+        >>> len(caught)
+        2
+    """
+    here = sys._getframe(1)
+    frame: FrameType | None = here
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    frame = frame or here
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry={},
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _PACKAGE in Path(frame.f_code.co_filename).parents

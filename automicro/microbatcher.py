@@ -12,8 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.attempts import Phase, ReadBatch, Recollection, Shared, Step, run
-from automicro.checks import (
+from automicro.batch.device import cost_of_row
+from automicro.batch.tensors import Contents
+from automicro.compilation import refuse_cuda_graphs
+from automicro.loss.averages import LossAverage, is_declared, read_average
+from automicro.loss.conventions import choose_convention
+from automicro.loss.passes import Probed
+from automicro.loss.probe import Prober
+from automicro.memory.oom import once_more
+from automicro.memory.residents import OccupiedDevice
+from automicro.modules import evaluation_mode
+from automicro.optimizer.reservation import OptimizerReservation
+from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
     check_choice,
@@ -26,30 +36,24 @@ from automicro.checks import (
     resolve_device,
     unwrapped,
 )
-from automicro.compilation import refuse_cuda_graphs
-from automicro.filling import SpareRows
-from automicro.finding_ranks import find_ranks, telling_of_failure
-from automicro.forward import choose_convention
-from automicro.inputs import cost_of_row
-from automicro.kept import Carrying, Where
-from automicro.memory import OccupiedDevice
-from automicro.metric_guard import MetricGuard, naming_metrics
-from automicro.model_modes import evaluation_mode
-from automicro.observer import Observer
-from automicro.oom import once_more
-from automicro.optimization import OptimizerReservation
-from automicro.passes import Passes
-from automicro.policy import Policy, make_policy
-from automicro.probe import Probed, Prober
-from automicro.ranks import Ranks, telling
+from automicro.policy.choose import make_policy
+from automicro.policy.policy import Policy
+from automicro.ranks.discovery import find_ranks, telling_of_failure
+from automicro.ranks.interface import Ranks, telling
 from automicro.reach import Reach
-from automicro.results import EvalResult, StepResult, unevaluated, untrained
-from automicro.size_cache.describing import describe_run, describe_shapes
-from automicro.slicing import Contents
-from automicro.splitting import BATCHNORM_MODES, SplitGuard
-from automicro.transaction import GradientMemory
-from automicro.weighting import LossAverage, is_declared, read_average
-from automicro.work import EvaluationWork, Setup, TrainingWork
+from automicro.remembered.key import describe_run, describe_shapes
+from automicro.step.events import Observer
+from automicro.step.fillers import SpareRows
+from automicro.step.metrics import MetricGuard, naming_metrics
+from automicro.step.outputs import Carrying, Where
+from automicro.step.passes import Passes
+from automicro.step.phase import Phase, Recollection, Shared
+from automicro.step.results import EvalResult, StepResult, unevaluated, untrained
+from automicro.step.run import run
+from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
+from automicro.step.step import ReadBatch, Step
+from automicro.step.work import EvaluationWork, Setup, TrainingWork
+from automicro.transaction.gradients import GradientMemory
 
 
 class Microbatcher:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from automicro.duration import Duration, Unit
+from automicro.units import Duration, Unit
 
 Steps: TypeAlias = int | str | Duration
 

@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Halving, Microbatcher
-from automicro.distributed import CoordinatedRanks
+from automicro.ranks.coordinated import CoordinatedRanks
 from benchmarks.overhead import Transformer, median_with_interval
 
 GOAL = 1.05

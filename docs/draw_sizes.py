@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, Trainer
-from automicro.events import Callback, Run
-from automicro.memory import read_counts
-from automicro.results import StepResult
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.memory.device import read_counts
+from automicro.step.results import StepResult
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "images" / "sizes.json"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from automicro import FitSummary, Trainer
 from automicro.cli.size_table import as_markdown
 from automicro.demo import digits, topics
-from automicro.size_cache import SizeCache
+from automicro.remembered.cache import SizeCache
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "sizes_table.md"

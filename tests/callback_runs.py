@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Trainer
-from automicro.events import Callback, Run
-from automicro.policy import Outcome, Policy
-from automicro.results import StepResult
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.policy.policy import Outcome, Policy
+from automicro.step.results import StepResult
 from tests.trainer_runs import make_loader, make_model, make_trainer
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Trainer
-from automicro.checkpoints import CheckpointConfig
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
 from tests.trainer_runs import CLASSES, FEATURES, make_loader, make_trainer
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
-from automicro.attempts import CutRule, Finished, Phase, Plan, ReadBatch, Shared, Step
-from automicro.attempts import run as run_step
-from automicro.memory import ResidentMemory
-from automicro.observer import Narrator
-from automicro.policy import Policy
-from automicro.transaction import Part
+from automicro.memory.residents import ResidentMemory
+from automicro.policy.policy import Policy
+from automicro.step.events import Narrator
+from automicro.step.phase import Phase, Shared
+from automicro.step.plan import CutRule, Finished, Plan
+from automicro.step.run import run as run_step
+from automicro.step.step import ReadBatch, Step
+from automicro.transaction.transaction import Part
 
 
 def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
@@ -214,7 +216,7 @@ def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("automicro.attempts.trial.release", interrupted)
+    monkeypatch.setattr("automicro.step.attempt.release", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(fits(2, []), 4, Halving(), parts=[part])
     assert not part.is_open

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro import BatchError, Microbatcher, RollbackError
-from automicro.content import same_content
-from automicro.slicing import tensor_leaves
+from automicro.batch.tensors import tensor_leaves
+from automicro.values import same_content
 from tests.batch_structures import STRUCTURES, Text, numbers_of
 from tests.batch_training import Waves, forward, gradient, spoiling
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import BatchEncoding, BatchFeature
 
-from automicro.slicing import balanced_sizes, concat_rows, num_rows, split_batch, tensor_leaves
+from automicro.batch.cutting import concat_rows
+from automicro.batch.layout import balanced_sizes, num_rows, split_batch
+from automicro.batch.tensors import tensor_leaves
 from tests.batch_structures import Text, numbers_of
 from tests.batch_training import Waves, forward, gradient, spoiling
 

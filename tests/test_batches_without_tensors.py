@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from automicro import BatchError, MemoryBudget, Microbatcher, Trainer
-from automicro.inputs import cost_of_row
-from automicro.slicing import Contents
+from automicro.batch.device import cost_of_row
+from automicro.batch.tensors import Contents
 from tests.batch_structures import Text
 from tests.cases import difference, gradients
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.batchnorm import (
+from automicro.step.split_guard import (
     batchnorm_buffers,
     batchnorm_message,
     find_batchnorm,

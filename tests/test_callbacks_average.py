@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget
 from automicro.callbacks import ExponentialMovingAverage
-from automicro.events import Callback, LoopState, Run
-from automicro.memory import active_budget
-from automicro.results import StepResult
+from automicro.events.callback import Callback
+from automicro.events.run import LoopState, Run
+from automicro.memory.budget import active_budget
+from automicro.step.results import StepResult
 from tests.callback_runs import Weights, assert_equal, copy_of, trainer_with
 from tests.trainer_runs import CLASSES, FEATURES, make_loader, make_model
 

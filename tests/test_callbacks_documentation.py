@@ -4,7 +4,8 @@ import inspect
 from pathlib import Path
 
 import automicro.callbacks
-from automicro.events import EVENTS, Callback, Run
+from automicro.events.callback import EVENTS, Callback
+from automicro.events.run import Run
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "callbacks.md").read_text("utf-8")
 FOR_THE_TRAINER = "For the trainer"

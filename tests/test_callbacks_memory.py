@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Halving, Microbatcher, Trainer
+from automicro.batch.device import on_host
 from automicro.callbacks import (
     FreezeSchedule,
     GrowthSchedule,
     ImageSizeSchedule,
     SequenceLengthSchedule,
 )
-from automicro.callbacks.images import resize_images
-from automicro.callbacks.sequences import cut_tokens
-from automicro.events import Callback, LoopState, Run
-from automicro.results import StepResult
-from automicro.transfer import on_host
+from automicro.callbacks.growth import cut_tokens, resize_images
+from automicro.events.callback import Callback
+from automicro.events.run import LoopState, Run
+from automicro.step.results import StepResult
 from tests.callback_runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
 from tests.trainer_runs import CLASSES, FEATURES, make_loader, make_model
 
@@ -354,7 +354,7 @@ def test_a_schedule_may_have_a_function_of_ones_own() -> None:
     ("options", "message"),
     [
         ({"start": 8, "end": 4}, "swap them"),
-        ({"start": 0, "end": 4}, "start=0 is below 1"),
+        ({"start": 0, "end": 4}, "start=0 must be at least 1"),
         ({"start": 2, "end": 4, "over": "0ba"}, "over='0ba'"),
         ({"start": 2, "end": 4, "steps": 0}, "steps=0"),
     ],

@@ -8,8 +8,9 @@ import torch
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro.callbacks import EarlyStopping, LearningRateMonitor, MemoryMonitor, SpeedMonitor
-from automicro.events import Callback, ExpectedValues, Run
-from automicro.results import StepResult
+from automicro.events.callback import Callback
+from automicro.events.run import ExpectedValues, Run
+from automicro.step.results import StepResult
 from tests.callback_runs import Logged, trainer_with
 from tests.trainer_runs import CLASSES, make_loader, make_model, schedule
 
@@ -165,7 +166,7 @@ def test_counting_goes_on_from_its_state() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": 0}, "patience=0 is below 1"),
+        ({"patience": 0}, "patience=0 must be at least 1"),
         ({"mode": "mim"}, "did you mean 'min'"),
         ({"min_delta": -1.0}, "mode says the direction"),
         ({"monitor": ""}, "is no name"),

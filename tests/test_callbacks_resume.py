@@ -16,9 +16,10 @@ from automicro.callbacks import (
     OutOfMemoryReport,
     SpeedMonitor,
 )
-from automicro.checkpoints import CheckpointConfig
-from automicro.events import Callback, Run
-from automicro.results import StepResult
+from automicro.checkpoints.store import CheckpointConfig
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.step.results import StepResult
 from tests.callback_runs import assert_equal, copy_of, trainer_with
 from tests.trainer_runs import FEATURES, make_loader, make_model
 

@@ -11,14 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 
-from automicro.checkpoints import (
-    CheckpointStore,
-    FoundCheckpoint,
-    differences,
-    files,
-    find_newest,
-)
-from automicro.checkpoints.structure import put_together, take_apart
+from automicro.checkpoints import files
+from automicro.checkpoints.reading import FoundCheckpoint, differences, find_newest
+from automicro.checkpoints.state import put_together, take_apart
+from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError
 
 

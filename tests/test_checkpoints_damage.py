@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from automicro.checkpoints import CheckpointStore, files, load_checkpoint
-from automicro.checkpoints.files import FileSum, NewFolder
-from automicro.checkpoints.manifest import MANIFEST, write_manifest
+from automicro.checkpoints import files
+from automicro.checkpoints.files import MANIFEST, FileSum, NewFolder, write_manifest
+from automicro.checkpoints.reading import load_checkpoint
+from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 
 FILES = (".metadata", "__0_0.distcp", "tensors.json", "state.pt", "manifest.json")

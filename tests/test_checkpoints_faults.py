@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.checkpoints import CheckpointStore, files, leftovers
+from automicro.checkpoints import files
+from automicro.checkpoints import writing as leftovers
+from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning
 from tests.checkpoint_faults import KILLED, Faults, fail, in_child, kill
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from automicro.checkpoints import CheckpointStore, restore_rng_state, rng_state
+from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning
 
 

@@ -13,7 +13,7 @@ import pytest
 import automicro
 from automicro.cli import main
 from automicro.cli.commands import COMMANDS
-from automicro.trainer import Trainer
+from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
 

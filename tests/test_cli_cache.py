@@ -15,8 +15,9 @@ from automicro.cli import main
 from automicro.cli.caching import parse_age
 from automicro.cli.size_table import as_markdown
 from automicro.errors import ConfigError
-from automicro.size_cache import Entry, RememberedSize, RunKey, SizeCache
-from automicro.size_cache.files import write_entry
+from automicro.remembered.cache import SizeCache
+from automicro.remembered.entry import Entry, RememberedSize, write_entry
+from automicro.remembered.key import RunKey
 from tests.test_remembering import KEY, SIZE
 
 DAY = 86400

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.checkpoints import CheckpointStore
+from automicro.checkpoints.store import CheckpointStore
 from automicro.cli import main
-from automicro.trainer.summary import TIME_IS_OVER
+from automicro.trainer.report import TIME_IS_OVER
 from tests.cli_jobs import enter_folder_with_job
 
 # Sends a signal in the middle of a batch, once.
@@ -167,7 +167,7 @@ def test_a_run_whose_time_was_over_goes_on(
 ) -> None:
     command = ["run_dir=a", "checkpoint={}", "--json"]
     with monkeypatch.context() as patch:
-        patch.setattr("automicro.trainer.clock.TimeLimit.is_over", True)
+        patch.setattr("automicro.units.TimeLimit.is_over", True)
         assert train(*command, "max_time=1h") == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["steps"], summary["stop_reason"]) == (1, TIME_IS_OVER)

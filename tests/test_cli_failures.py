@@ -12,7 +12,7 @@ import torch
 from automicro.cli import main
 from automicro.cli.failures import summarize_error
 from automicro.cli.wording import as_yaml
-from automicro.trainer import Trainer
+from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
 MODULE = """\

@@ -9,8 +9,8 @@ import pytest
 
 from automicro.cli.commands import COMMANDS
 from automicro.cli.commands.torture import CALLS, QUICK_PLANS
-from automicro.torture import CALLS as ALL_CALLS
 from automicro.torture.torture import QUICK_PLANS as PLANS
+from automicro.torture.trials import CALLS as ALL_CALLS
 
 HEAVY = ("torch", "torchmetrics", "numpy", "omegaconf", "yaml", "transformers", "matplotlib")
 LIGHT = (

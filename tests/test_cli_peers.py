@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.checkpoints import CheckpointConfig, CheckpointStore
+from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.cli.continuing import telling_how_to_go_on
 from automicro.cli.failures import show_failure
 from automicro.errors import ConfigError, DesyncError, PeerFailedError, PeerLostError

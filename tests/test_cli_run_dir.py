@@ -12,7 +12,8 @@ from torch import nn
 from automicro.cli import main
 from automicro.cli.loading import load_config
 from automicro.cli.run_dir import Folder
-from automicro.trainer import FitSummary, Trainer
+from automicro.trainer.report import FitSummary
+from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"

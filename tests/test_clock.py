@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.trainer.clock import TimeLimit, parse_time
+from automicro.units import TimeLimit, parse_time
 
 
 @pytest.mark.parametrize(

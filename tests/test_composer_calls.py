@@ -7,7 +7,7 @@ import torch
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import CheckpointConfig, CheckpointError, Trainer
-from automicro.checkpoints import load_checkpoint
+from automicro.checkpoints.reading import load_checkpoint
 from automicro.trainer.composer import ATTRIBUTES, METHODS
 from tests.composer_classes import Time
 from tests.trainer_runs import CLASSES, assert_same, make_loader, make_model, make_trainer

@@ -9,9 +9,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import automicro
 from automicro import Trainer
-from automicro.duration import Duration, read_duration
-from automicro.trainer.composer_data import MatchingMetrics, read_evaluations
+from automicro.trainer.composer import MatchingMetrics, read_evaluations
 from automicro.trainer.evaluators import INHERITED
+from automicro.units import Duration, read_duration
 from tests.composer_classes import DataSpec, Evaluator, Time, every
 from tests.trainer_runs import (
     CLASSES,

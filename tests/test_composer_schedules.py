@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 from automicro import Trainer
-from automicro.trainer.composer_schedules import ComposerSchedule
+from automicro.trainer.composer import ComposerSchedule
 from tests.composer_classes import Time, of_composer
 from tests.resume_runs import check_resumes, linear
 from tests.test_scheduler_interval import rates_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.checkpoints import CheckpointConfig
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config import RunConfig
 from automicro.cli.key_names import GROUPS, KEYS
 from automicro.cli.keys import defaults, defaults_inside, keys_inside, type_in_words
@@ -14,9 +14,9 @@ from automicro.cli.loading import load_config
 from automicro.cli.reference import documentation, markdown_page, read_entries
 from automicro.cli.training import build_trainer
 from automicro.microbatcher import Microbatcher
-from automicro.trainer import Trainer
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.trainer import Trainer
 from tests.config_jobs import JOB
 
 ROOT = Path(__file__).resolve().parent.parent

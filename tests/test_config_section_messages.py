@@ -174,7 +174,7 @@ def test_there_is_no_place_in_an_empty_list() -> None:
 
 def test_arguments_that_a_callback_refuses_are_noted_with_its_key() -> None:
     config = job(f"callbacks=[{{call: {STOPPING}, args: {{patience: -3}}}}]")
-    with pytest.raises(ValueError, match="patience=-3 is below 1") as caught:
+    with pytest.raises(ValueError, match="patience=-3 must be at least 1") as caught:
         build_trainer(config)
     assert caught.value.__notes__ == [f"while making callbacks.0 ({STOPPING}) with patience=-3"]
 

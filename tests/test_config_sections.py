@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from automicro.callbacks import EarlyStopping
-from automicro.checkpoints import CheckpointConfig
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config import CallConfig, EvaluatorConfig
 from automicro.cli.loading import load_config, read_config
 from automicro.cli.merging import merge

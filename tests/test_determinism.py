@@ -11,7 +11,7 @@ from torch import nn
 
 from automicro import DeterminismWarning
 from automicro.torch_private_compiler import inductor_is_deterministic
-from automicro.trainer.determinism import (
+from automicro.trainer.surroundings import (
     CUBLAS_VARIABLE,
     deterministic_algorithms,
     prepare_cublas,

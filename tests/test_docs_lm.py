@@ -26,7 +26,7 @@ from automicro.demo.topics import (
     pieces,
     topics_of,
 )
-from automicro.trainer.parameter_groups import group_parameters
+from automicro.trainer.optimizer import group_parameters
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "docs_lm.yaml"
 SPLITS = ("train", "eval")

@@ -116,7 +116,7 @@ def test_bf16_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
 def test_autocast_around_the_call_stays_where_something_in_the_process_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("automicro.passes.compiler_is_used", lambda: True)
+    monkeypatch.setattr("automicro.step.passes.compiler_is_used", lambda: True)
     model, plain, batches = small()
     loss_fn = nn.CrossEntropyLoss()
     microbatcher = Microbatcher(model, loss_fn=loss_fn, probe=False)

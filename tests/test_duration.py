@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.duration import Duration, Unit
+from automicro.units import Duration, Unit
 
 
 @pytest.mark.parametrize(

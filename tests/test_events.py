@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Callback, Evaluator, Run, StepResult
-from automicro.events import EVENTS, STEP_EVENTS
+from automicro.events.callback import EVENTS, STEP_EVENTS
 from tests.trainer_runs import make_loader, make_model, make_trainer
 
 PER_MICROBATCH = (

@@ -18,12 +18,13 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from automicro.checkpoints import CheckpointStore, restore_rng_state, rng_state
+from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointWarning, DataLoaderError
-from automicro.memory import MemoryBudget
-from automicro.trainer.feed import Feed
-from automicro.trainer.generators import find_generators, generator_states, restore_generators
-from automicro.trainer.loading import fetch
+from automicro.memory.budget import MemoryBudget
+from automicro.trainer.data.feed import Feed
+from automicro.trainer.data.generators import find_generators, generator_states, restore_generators
+from automicro.trainer.data.loading import fetch
 
 ROWS, BATCH_SIZE = 8, 2
 BATCHES = ROWS // BATCH_SIZE
@@ -432,7 +433,7 @@ def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("automicro.trainer.feed.announce_epoch", interrupt)
+        patch.setattr("automicro.trainer.data.feed.announce_epoch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(later.batches(0))
     assert list(later.batches(0)) == [3]

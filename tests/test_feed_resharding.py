@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from automicro.errors import CheckpointError
-from automicro.trainer.feed import Feed
+from automicro.trainer.data.feed import Feed
+from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.processes import Place
-from automicro.trainer.sharing import LoaderSharing
 from tests.distributed.resharding_runs import PER_BATCH, SAMPLERS, make_loader
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from automicro import BatchError, LossError, Microbatcher
-from automicro.forward import choose_convention, outputs_with_rows
+from automicro.loss.conventions import choose_convention, outputs_with_rows
 from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.torture.faults import Boom, Fault, FaultMode
-from automicro.transaction import Gradients, Transaction
+from automicro.transaction.gradients import Gradients
+from automicro.transaction.transaction import Transaction
 
 
 def none(parameter: nn.Parameter) -> Tensor | None:

@@ -21,10 +21,9 @@ from automicro import (
     Trainer,
     find_batchnorm,
 )
-from automicro.model_modes import evaluation_mode
-from automicro.module_index import ModuleIndex
+from automicro.modules import ModuleIndex, evaluation_mode
 from automicro.reach import Reach
-from automicro.transaction import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferMemory, Buffers
 
 GLOBAL_NOISE: Any = None
 GLOBAL_TEACHER: Any = None

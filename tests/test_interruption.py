@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from automicro.trainer.interruption import Interruption, catching_signals
+from automicro.trainer.signals import Interruption, catching_signals
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -204,7 +204,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 # The module alone: the whole package takes seconds to import.
 ALONE = """
         import multiprocessing, os, runpy, signal, time
-        module = runpy.run_path("automicro/trainer/interruption.py")
+        module = runpy.run_path("automicro/trainer/signals.py")
         catching_signals = module["catching_signals"]
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import BatchError, LossError, MemoryBudget, Microbatcher, SampleTooLargeError
-from automicro.observer import Microbatch, Subject
+from automicro.step.events import Microbatch, Subject
 
 ROWS, STEPS, FEATURES = 6, 5, 3
 SIZES = [6, 4, 3, 1]

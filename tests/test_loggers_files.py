@@ -14,7 +14,7 @@ from pytest_mock import MockerFixture
 
 from automicro.errors import LoggerWarning
 from automicro.loggers import CSVLogger, JSONLinesLogger, LoggerGroup, TensorBoardLogger
-from automicro.loggers.append_file import AppendFile
+from automicro.loggers.lines import AppendFile
 from tests.logged import (
     FORMATS,
     LINES,
@@ -206,7 +206,7 @@ def test_a_line_without_a_step_is_not_cut_away(form: Format, tmp_path: Path) -> 
 def test_a_full_disk_costs_what_did_not_fit_and_nothing_else(
     form: Format, tmp_path: Path, mocker: MockerFixture
 ) -> None:
-    mocker.patch("automicro.loggers.append_file.FileIO", Disk)
+    mocker.patch("automicro.loggers.lines.FileIO", Disk)
     for room in range(0, 300, 7):
         path = tmp_path / str(room)
         group = LoggerGroup([form.make(path)])
@@ -235,7 +235,7 @@ def test_a_full_disk_costs_what_did_not_fit_and_nothing_else(
 def test_a_disk_that_is_full_from_the_start_is_tried_again(
     form: Format, tmp_path: Path, mocker: MockerFixture
 ) -> None:
-    mocker.patch("automicro.loggers.append_file.FileIO", Disk)
+    mocker.patch("automicro.loggers.lines.FileIO", Disk)
     mocker.patch.object(Disk, "room", 5)
     group = LoggerGroup([form.make(tmp_path / "log")])
     with pytest.warns(LoggerWarning, match=r"could not start \(OSError: .* the run goes on"):
@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_from_the_start_is_tried_again(
 def test_half_a_record_that_cannot_be_taken_back_at_once_is_later(
     tmp_path: Path, mocker: MockerFixture
 ) -> None:
-    mocker.patch("automicro.loggers.append_file.FileIO", Disk)
+    mocker.patch("automicro.loggers.lines.FileIO", Disk)
     mocker.patch.object(Disk, "room", None)
     file = AppendFile(tmp_path / "file")
     file.write(b"one\n")

@@ -17,7 +17,7 @@ from pytest_mock import MockerFixture
 
 from automicro.cli import main
 from automicro.loggers import LightningLogger, LoggerGroup, MLflowLogger, WandbLogger
-from automicro.loggers.given_once import GivenOnce
+from automicro.loggers.servers import GivenOnce
 from tests.cli_jobs import enter_folder_with_job
 
 Rows = list[tuple[int, str, float]]

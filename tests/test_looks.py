@@ -12,15 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import (
-    FitSummary,
-    LossAverageWarning,
-    Microbatcher,
-    Trainer,
-    is_extra_pass,
-    verify,
-)
-from automicro.probe.silence import CollectiveError, Silence
+from automicro import FitSummary, LossAverageWarning, Microbatcher, Trainer, is_extra_pass, verify
+from automicro.loss.silence import CollectiveError, Silence
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:

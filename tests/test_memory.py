@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automicro.memory import MemoryBudget
+from automicro.memory.budget import MemoryBudget
 
 KIB = 1024
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from automicro import Microbatcher
-from automicro.trainer.memory_format import FORMATS, to_channels_last
+from automicro.trainer.surroundings import FORMATS, to_channels_last
 
 ROWS, SIDE = 6, 8
 

@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.memory import (
-    MemoryBudget,
-    Meter,
-    active_budget,
+from automicro.memory.budget import MemoryBudget, active_budget, refuse_compiled
+from automicro.memory.device import (
     allocated_bytes,
+    capacity_bytes,
     limit_memory,
     peak_bytes,
     read_counts,
-    refuse_compiled,
     reset_peak,
 )
-from automicro.memory.device import capacity_bytes
+from automicro.memory.meter import Meter
 from automicro.torch_private import can_record_memory
 
 KIB = 1024

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.memory import MemoryBudget
-from automicro.oom import release
+from automicro.memory.budget import MemoryBudget
+from automicro.memory.oom import release
 
 KIB = 1024
 

@@ -7,13 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.memory import (
-    MemoryBudget,
-    format_bytes,
-    limit_bytes,
-    parse_bytes,
-    parse_share,
-)
+from automicro.memory.budget import MemoryBudget
+from automicro.memory.device import limit_bytes
+from automicro.units import format_bytes, parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 from torchmetrics.regression import PearsonCorrCoef, R2Score
 
 from automicro.errors import CheckpointError
-from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.metrics import MetricSet
 
 CPU = torch.device("cpu")
 

@@ -20,14 +20,9 @@ from torchmetrics import classification as of_classes
 from torchmetrics import image as of_images
 from torchmetrics import regression as of_numbers
 
-from automicro import (
-    Evaluator,
-    Halving,
-    MetricWarning,
-    Microbatcher,
-    Trainer,
-)
-from automicro.transaction import Growth, Metrics, flatten_metrics
+from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
+from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.transaction.remembering import Growth
 
 ROWS = 12
 

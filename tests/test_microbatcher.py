@@ -21,7 +21,7 @@ from automicro import (
     Policy,
     SampleTooLargeError,
 )
-from automicro.weighting import BatchWeights
+from automicro.loss.weights import BatchWeights
 from tests.callback_runs import Scripted
 from tests.cases import difference, gradients
 from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
@@ -493,7 +493,7 @@ def test_an_error_that_the_caller_keeps_holds_nothing_of_the_attempt(
             out: Tensor = self.net(x)
             return out
 
-    monkeypatch.setattr("automicro.passes.BatchWeights", Noted)
+    monkeypatch.setattr("automicro.step.passes.BatchWeights", Noted)
     step = on(Third(), microbatch_size=2, eval_microbatch_size=2)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         getattr(step, call)((torch.randn(8, 3), torch.randint(2, (8,))))

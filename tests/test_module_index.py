@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from automicro.module_index import ModuleIndex
+from automicro.modules import ModuleIndex
 
 
 def net() -> nn.Sequential:

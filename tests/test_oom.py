@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError
-from automicro.memory import MemoryBudget
-from automicro.oom import Failure, classify, empty_cache, is_out_of_memory, release
+from automicro.memory.budget import MemoryBudget
+from automicro.memory.oom import Failure, classify, empty_cache, is_out_of_memory, release
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 CUDNN_NOT_SUPPORTED = (

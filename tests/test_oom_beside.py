@@ -20,9 +20,9 @@ from automicro import (
     Trainer,
 )
 from automicro.callbacks import OutOfMemoryReport
-from automicro.checkpoints import CheckpointConfig
-from automicro.observer import Attempt, OutOfMemory
-from automicro.oom import once_more
+from automicro.checkpoints.store import CheckpointConfig
+from automicro.memory.oom import once_more
+from automicro.step.events import Attempt, OutOfMemory
 
 STEP = ["attempt_start", "microbatch_start", "forward_start", "forward_end", "loss_end"]
 STEP += ["backward_start", "backward_end", "microbatch_end", "attempt_end"]
@@ -170,7 +170,7 @@ def test_a_transform_that_runs_out_is_named() -> None:
 def test_a_checkpoint_is_gathered_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from automicro.trainer.snapshot import Snapshot
+    from automicro.trainer.resume.snapshot import Snapshot
 
     gather, calls = Snapshot.gather, []
 
@@ -345,7 +345,7 @@ def test_a_shared_part_beside_rows_that_do_not_fit_is_named_first() -> None:
 
 
 def test_nothing_shared_is_told_of_where_all_has_rows() -> None:
-    from automicro.slicing import BatchLayout
+    from automicro.batch.layout import BatchLayout
 
     rows = [{"x": torch.randn(2), "w": torch.randn(3)} for _ in range(4)]
     assert BatchLayout().shared((torch.randn(4, 3), torch.randn(4))) == []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError
 from automicro.errors import add_note, describe_error, text_of
-from automicro.oom import Failure, classify, first_line, unquoted_shortage
+from automicro.memory.oom import Failure, classify, first_line, unquoted_shortage
 
 NOTHING: dict[str, str] = {}
 

@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Microbatcher, Trainer
-from automicro.checks import check_optimizer, innermost_optimizer
-from automicro.optimization import OptimizerReservation, predict_step_memory
+from automicro.optimizer.reservation import OptimizerReservation, predict_step_memory
+from automicro.options import check_optimizer, innermost_optimizer
 
 Make = Callable[[nn.Module], Any]
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from automicro import OptimizerStepError
-from automicro.optimization import step_optimizer
+from automicro.optimizer.step import step_optimizer
 from automicro.torture.faults import Boom, Fault, FaultMode
-from automicro.torture.states import freeze
+from automicro.torture.subject import freeze
 
 CPU = torch.device("cpu")
 

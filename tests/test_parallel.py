@@ -25,15 +25,10 @@ from automicro.checkpoints.rng import rng_state
 from automicro.cli.loading import load_config
 from automicro.errors import ConfigError
 from automicro.torch_private_distributed import HashStore
+from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
-from automicro.trainer.processes import (
-    Place,
-    own_device,
-    place_in_environment,
-    require_own_device,
-)
-from automicro.trainer.sharing import LoaderSharing
+from automicro.trainer.processes import Place, own_device, place_in_environment, require_own_device
 
 ROWS = TensorDataset(torch.arange(11))
 TWO = Place(rank=0, world_size=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.trainer.parameter_groups import check_group_options, group_parameters
+from automicro.trainer.optimizer import check_group_options, group_parameters
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from automicro.policy import Halving
+from automicro.policy.halving import Halving
 from tests.policy.memory_functions import FAMILIES, Run, make_device, train
 
 ALL = 1000

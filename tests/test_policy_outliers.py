@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from automicro.policy import Halving, Outcome
+from automicro.policy.halving import Halving
+from automicro.policy.policy import Outcome
 
 
 def run(policy: Halving, num_rows: int, most: int, *, cost: float | None = None) -> tuple[int, int]:

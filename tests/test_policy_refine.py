@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automicro.policy import Halving, Outcome, cut_size
+from automicro.policy.halving import Halving
+from automicro.policy.policy import Outcome, cut_size
 
 ROWS = st.integers(1, 300)
 RESIDENT = 100

@@ -20,8 +20,8 @@ from automicro import (
     is_extra_pass,
     register_batch_type,
 )
-from automicro.probe.rows import Choice, choose_rows
-from automicro.slicing import BatchLayout
+from automicro.batch.layout import BatchLayout
+from automicro.loss.informative_rows import Choice, choose_rows
 from tests.cases import contrastive, count_boxes, detection_batch, detection_forward, masked_mean
 from tests.models import (
     CLASS_WEIGHT,

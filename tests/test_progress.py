@@ -11,15 +11,15 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import FitSummary, Trainer
-from automicro.events.state import GlobalBatch, LoopState
+from automicro.events.run import GlobalBatch, LoopState
 from automicro.trainer.progress import (
     PLAIN_SECONDS,
     LiveProgress,
     PlainProgress,
+    RecentSpeed,
     SilentProgress,
     make_progress,
 )
-from automicro.trainer.speed import RecentSpeed
 
 
 class Clock:

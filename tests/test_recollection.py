@@ -12,10 +12,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from automicro import Evaluator, Halving, Microbatcher, SizeCacheWarning, Trainer
-from automicro.checkpoints import CheckpointConfig
-from automicro.results import StepResult
-from automicro.size_cache import Entry, RememberedSize, SizeCache
-from automicro.trainer.summary import FitSummary
+from automicro.checkpoints.store import CheckpointConfig
+from automicro.remembered.cache import SizeCache
+from automicro.remembered.entry import Entry, RememberedSize
+from automicro.step.results import StepResult
+from automicro.trainer.report import FitSummary
 from tests.callback_runs import Sizes, trainer_with
 from tests.trainer_runs import make_loader, make_model
 
@@ -229,9 +230,9 @@ def broken(*_: Any, **__: Any) -> Any:
     [
         ("automicro.microbatcher", "describe_run"),
         ("automicro.microbatcher", "describe_shapes"),
-        ("automicro.attempts.recollection.SizeMemory", "settle"),
-        ("automicro.attempts.recollection.SizeMemory", "see"),
-        ("automicro.attempts.recollection.SizeMemory", "__init__"),
+        ("automicro.step.phase.SizeMemory", "settle"),
+        ("automicro.step.phase.SizeMemory", "see"),
+        ("automicro.step.phase.SizeMemory", "__init__"),
     ],
 )
 def test_nothing_about_remembering_can_stop_a_run(

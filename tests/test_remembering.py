@@ -17,15 +17,10 @@ import torch
 from torch import nn
 
 from automicro import Halving, MemoryBudget, Microbatcher, SizeCacheWarning
-from automicro.size_cache import (
-    RememberedSize,
-    RunKey,
-    SizeCache,
-    SizeMemory,
-    sizes_folder,
-)
-from automicro.size_cache.describing import describe_run, describe_shapes
-from automicro.slicing import BatchLayout
+from automicro.batch.layout import BatchLayout
+from automicro.remembered.cache import SizeCache, SizeMemory, sizes_folder
+from automicro.remembered.entry import RememberedSize
+from automicro.remembered.key import RunKey, describe_run, describe_shapes
 
 CPU = torch.device("cpu")
 KEY = RunKey(

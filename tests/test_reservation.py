@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from automicro import MemoryBudget, Microbatcher
-from automicro.optimization import OptimizerReservation, predict_step_memory
+from automicro.optimizer.reservation import OptimizerReservation, predict_step_memory
 
 GRANULE = 512  # what a budget rounds to
 NAMES = ["AdamW", "Adam", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop"]

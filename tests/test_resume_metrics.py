@@ -19,7 +19,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import Running
 
 from automicro.errors import CheckpointError, CheckpointWarning
-from automicro.trainer.metric_set import MetricSet
+from automicro.trainer.metrics import MetricSet
 from tests.resume_runs import check_resumes, linear, trainer
 from tests.trainer_runs import CLASSES, make_loader
 

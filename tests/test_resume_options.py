@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from automicro import Trainer
-from automicro.checkpoints import CheckpointStore
+from automicro.checkpoints.store import CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointError, CheckpointWarning
-from automicro.events import Callback, Run
-from automicro.results import StepResult
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.step.results import StepResult
 from tests.resume_runs import linear, trainer
 from tests.trainer_runs import make_loader
 

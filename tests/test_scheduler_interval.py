@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim import lr_scheduler as torch_schedules
 
 from automicro import CheckpointError, SchedulerWarning, Trainer
-from automicro.duration import Duration
-from automicro.events import Callback, Run
+from automicro.events.callback import Callback
+from automicro.events.run import Run
 from automicro.schedules import cosine_with_warmup
-from automicro.trainer.pace import Pace, describe_haste
+from automicro.trainer.optimizer import Pace, describe_haste
+from automicro.units import Duration
 from tests.resume_runs import check_resumes, linear, trainer
 from tests.trainer_runs import make_loader, make_model, make_trainer
 

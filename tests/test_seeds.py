@@ -15,9 +15,9 @@ from automicro.cli import main
 from automicro.memory import meter as metering
 from automicro.memory.device import Counts
 from automicro.memory.meter import Meter
-from automicro.observer import Attempt
-from automicro.size_cache import SizeCache
-from automicro.trainer.outline import outline_options
+from automicro.remembered.cache import SizeCache
+from automicro.step.events import Attempt
+from automicro.trainer.same_on_all_ranks import outline_options
 
 LIMIT = "256KiB"
 SMALL = "170KiB"  # in which one peak does not tell how many rows fit

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from automicro import Microbatcher
-from automicro.trainer.samplers import SharedBatchSampler, SharedSampler
+from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler
 
 
 def parts_of(

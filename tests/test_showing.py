@@ -19,10 +19,15 @@ import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
 from automicro.cli.results import print_yaml
-from automicro.torture.table import Row
-from automicro.torture.torture import TortureReport
-from automicro.trainer.progress import LiveProgress, NotebookProgress, PlainProgress, make_progress
-from automicro.trainer.status import Status, TimeLeft
+from automicro.torture.torture import Row, TortureReport
+from automicro.trainer.progress import (
+    LiveProgress,
+    NotebookProgress,
+    PlainProgress,
+    Status,
+    TimeLeft,
+    make_progress,
+)
 
 STATUS = Status(
     line="epoch 3/12, batch 1/3 · loss 0.5000",

@@ -18,7 +18,7 @@ from automicro.cli.training import build_trainer
 from automicro.memory import device as memory_device
 from automicro.memory import meter
 from automicro.memory.device import Counts
-from automicro.results import StepResult
+from automicro.step.results import StepResult
 from tests.callback_runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
 from tests.config_jobs import complaint, job
 

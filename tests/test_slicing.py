@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from automicro.errors import BatchError
-from automicro.slicing import (
+from automicro.batch.layout import (
     BatchLayout,
     balanced_sizes,
     check_microbatch_size,
     num_rows,
     split_batch,
-    tensor_leaves,
 )
+from automicro.batch.tensors import tensor_leaves
+from automicro.errors import BatchError
 from tests.batch_structures import (
     ROWS,
     SIZES,

@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from automicro.batch.layout import BatchLayout, num_rows, split_batch
 from automicro.errors import BatchError
-from automicro.slicing import (
-    BatchLayout,
-    num_rows,
-    split_batch,
-)
 from tests.batch_structures import ROWS, Frozen, Pair, sequences, x, y
 
 

@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from automicro.slicing import (
-    BatchLayout,
-    concat_rows,
-    split_batch,
-)
+from automicro.batch.cutting import concat_rows
+from automicro.batch.layout import BatchLayout, split_batch
 from tests.batch_structures import ROWS, SIZES, jagged, rows_of, sequences, x, y
 
 

@@ -4,14 +4,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+from automicro.batch.cutting import concat_rows
+from automicro.batch.layout import BatchLayout, split_batch
+from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError
-from automicro.slicing import (
-    BatchLayout,
-    concat_rows,
-    map_tensors,
-    split_batch,
-    tensor_leaves,
-)
 from tests.batch_structures import ROWS, STRUCTURES, Pair, assert_partition, sequences, x, y
 
 

@@ -3,17 +3,11 @@
 import pytest
 import torch
 
+from automicro.batch.cutting import concat_rows
+from automicro.batch.layout import BatchLayout, balanced_sizes, num_rows, split_batch
+from automicro.batch.structure import register_batch_type
+from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError
-from automicro.slicing import (
-    BatchLayout,
-    balanced_sizes,
-    concat_rows,
-    map_tensors,
-    num_rows,
-    register_batch_type,
-    split_batch,
-    tensor_leaves,
-)
 from tests.batch_structures import ROWS, SIZES, Colour, Graphs, x, y
 
 

@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from automicro.checks import PRECISIONS, check_precision_name
 from automicro.cli import main
 from automicro.cli.key_names import KEYS
 from automicro.cli.loading import load_config
-from automicro.synonyms import PRECISION_SYNONYMS, SYNONYMS, synonym_of
-from automicro.trainer import Trainer
+from automicro.migration import PRECISION_SYNONYMS, SYNONYMS, synonym_of
+from automicro.options import PRECISIONS, check_precision_name
 from automicro.trainer.composer import refuse_unknown
+from automicro.trainer.trainer import Trainer
 from tests.config_jobs import JOB, complaint
 
 NAMES = [name for names, _ in SYNONYMS for name in names]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from automicro import MemoryBudget
-from automicro.duration import Duration
-from automicro.trainer.tokens import TokenCounter
+from automicro.trainer.step import TokenCounter
+from automicro.units import Duration
 
 IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])

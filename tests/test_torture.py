@@ -8,7 +8,8 @@ from torch import nn
 
 from automicro import Microbatcher
 from automicro.cli import main
-from automicro.torture import Subject, torture
+from automicro.torture.subject import Subject
+from automicro.torture.torture import torture
 
 MODULE = """\
 import torch

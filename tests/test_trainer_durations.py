@@ -184,7 +184,7 @@ def test_what_the_loader_gave_is_let_go_before_it_gives_more() -> None:
         for _ in range(6):
             yield Held()
 
-    from automicro.trainer.loading import fetch, grouped
+    from automicro.trainer.data.loading import fetch, grouped
 
     for _group in grouped(fetch(give(), "train_dataloader"), 2):
         pass

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from automicro import (
-    BatchError,
-    DataLoaderError,
-    NonFiniteLossError,
-    Trainer,
-)
+from automicro import BatchError, DataLoaderError, NonFiniteLossError, Trainer
 from tests.trainer_runs import (
     Scripted,
     adam,

@@ -13,8 +13,9 @@ from torchmetrics import SumMetric
 
 from automicro import CheckpointConfig, Evaluator
 from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
-from automicro.checkpoints import CheckpointStore
-from automicro.events import Callback, Run
+from automicro.checkpoints.store import CheckpointStore
+from automicro.events.callback import Callback
+from automicro.events.run import Run
 from automicro.loggers import JSONLinesLogger
 from tests.logged import read_json_lines
 from tests.trainer_runs import assert_same, make_data, make_loader, make_model, make_trainer

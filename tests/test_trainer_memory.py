@@ -7,12 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import (
-    MemoryBudget,
-    OptimizerStepError,
-    SampleTooLargeError,
-    Trainer,
-)
+from automicro import MemoryBudget, OptimizerStepError, SampleTooLargeError, Trainer
 from tests.trainer_runs import (
     CLASSES,
     FEATURES,

@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Callback, Evaluator, FitSummary, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping
-from automicro.events import Run
-from automicro.weighting import LossMean
+from automicro.events.run import Run
+from automicro.loss.weights import LossMean
 from tests.trainer_runs import make_data, make_loader, make_model, make_trainer
 
 

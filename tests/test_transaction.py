@@ -11,17 +11,12 @@ from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import RollbackError
-from automicro.module_index import ModuleIndex
-from automicro.transaction import (
-    BufferMemory,
-    Buffers,
-    Metrics,
-    Parameters,
-    RandomState,
-    Transaction,
-    find_generators,
-    flatten_metrics,
-)
+from automicro.modules import ModuleIndex
+from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.transaction.parameters import Parameters
+from automicro.transaction.rng import RandomState, find_generators
+from automicro.transaction.transaction import Transaction
 
 
 class FakePart:

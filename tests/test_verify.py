@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from automicro import BatchError, LossError, VerifyReport, verify
-from automicro.probe.measured import Measured, relative_errors
-from automicro.probe.silence import Silence
+from automicro.loss.look import Measured, relative_errors
+from automicro.loss.silence import Silence
 from automicro.reach import captured_modules
 from tests.cases import MODELS, STRUCTURES, Case
 from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y

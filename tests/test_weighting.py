@@ -10,17 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import LossAverageWarning, LossError, Microbatcher
-from automicro.weighting import (
-    BatchWeights,
-    Counted,
-    CutBatch,
-    LossMean,
-    Samples,
-    Sum,
-    Tokens,
-    microbatch_weights,
-    read_average,
-)
+from automicro.loss.averages import Counted, Samples, Sum, Tokens, read_average
+from automicro.loss.weights import BatchWeights, CutBatch, LossMean, microbatch_weights
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import (
     CLASS_WEIGHT,

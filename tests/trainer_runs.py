@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from automicro import (
-    Trainer,
-)
+from automicro import Trainer
 
 FEATURES, CLASSES, ROWS = 12, 3, 50
 

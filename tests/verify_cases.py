@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from automicro.verification import VerifyReport, verify
+from automicro.verification.report import VerifyReport
+from automicro.verification.verify import verify
 from tests.models import (
     CLASSES,
     IMAGE,

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from automicro.callbacks.arguments import read_duration
-from automicro.duration import Duration, Unit
-from automicro.events import Callback, Run
-from automicro.memory import active_budget
-from automicro.results import StepResult
-from automicro.shards import is_sharded, local
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.memory.budget import active_budget
+from automicro.options import read_duration
+from automicro.sharding import is_sharded, local
+from automicro.step.results import StepResult
 from automicro.torch_private import is_uninitialized
+from automicro.units import Duration, Unit
 
 _DECAY = 0.999
 

@@ -5,12 +5,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from automicro.callbacks.arguments import read_count
-from automicro.checks import check_choice
-from automicro.events import Callback, Run
-from automicro.events.expected import IN_EVALUATION, IN_TRAINING, NO_EVALUATION
-from automicro.results import StepResult
-from automicro.warn import warn
+from automicro.errors import warn
+from automicro.events.callback import Callback
+from automicro.events.run import IN_EVALUATION, IN_TRAINING, NO_EVALUATION, Run
+from automicro.options import check_choice, read_count
+from automicro.step.results import StepResult
 
 
 class EarlyStopping(Callback):

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from automicro.callbacks.arguments import read_duration
-from automicro.duration import Duration
-from automicro.events import Callback, LoopState, Run
+from automicro.events.callback import Callback
+from automicro.events.run import LoopState, Run
+from automicro.options import read_duration
+from automicro.units import Duration
 
 logger = logging.getLogger(__name__)
 

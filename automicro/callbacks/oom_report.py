@@ -8,14 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from automicro.callbacks.arguments import read_count
-from automicro.errors import AutomicroWarning, describe_error
-from automicro.events import Callback, Run
-from automicro.memory import allocated_bytes
+from automicro.batch.tensors import tensor_leaves
+from automicro.errors import AutomicroWarning, describe_error, warn
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.memory.device import allocated_bytes
 from automicro.memory.residents import measure_residents
-from automicro.observer import Attempt, OutOfMemory, Resize
-from automicro.results import EvalResult, StepResult
-from automicro.slicing import tensor_leaves
+from automicro.options import read_count
+from automicro.step.events import Attempt, OutOfMemory, Resize
+from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import (
     can_record_memory,
     dump_memory_snapshot,
@@ -24,7 +25,6 @@ from automicro.torch_private import (
     tell_no_more,
     tell_of_shortage,
 )
-from automicro.warn import warn
 
 _LARGEST = 10  # parameters in a report
 

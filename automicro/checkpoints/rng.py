@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from automicro.errors import CheckpointError, CheckpointWarning
-from automicro.memory import active_budget
-from automicro.warn import warn
+from automicro.errors import CheckpointError, CheckpointWarning, warn
+from automicro.memory.budget import active_budget
 
 
 def rng_state() -> dict[str, Any]:

@@ -1,15 +1,27 @@
-"""A folder of checkpoints: saving, finding, loading, keeping the last and the best."""
+"""A folder of checkpoints: saving, finding, loading, keeping the last and the best.
 
+Which checkpoints stay: the last few, and the best few by a metric.
+
+What a `Trainer` is told about checkpoints.
+
+One piece of work at a time, beside the training.
+
+A folder of checkpoints: saving, finding, loading, keeping the last and the best.
+"""
+
+import difflib
 import logging
+import math
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
-from automicro.checkpoints import leftovers
-from automicro.checkpoints.background import Background
-from automicro.checkpoints.config import CheckpointConfig
-from automicro.checkpoints.manifest import Manifest, verify
+from automicro.checkpoints import writing as leftovers
+from automicro.checkpoints.files import Manifest, verify
 from automicro.checkpoints.peers import ALONE, Peers, decide_together, from_first, together
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
@@ -19,18 +31,196 @@ from automicro.checkpoints.reading import (
     load_checkpoint,
     open_checkpoint,
 )
-from automicro.checkpoints.retention import Retention
-from automicro.checkpoints.share import Share
+from automicro.checkpoints.state import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
 from automicro.errors import (
     CheckpointError,
     CheckpointWarning,
     DamagedCheckpointError,
     RankError,
+    text_of,
+    warn,
 )
-from automicro.warn import warn
+from automicro.options import check_choice
+from automicro.units import read_duration
+
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How many checkpoints stay.
+
+    Args:
+        keep_last: the newest ones, at least 1; None keeps all.
+        keep_best: besides, those with the best value of a metric.
+        best_metric: its name.
+        best_mode: ``"min"`` where less is better, ``"max"`` where more is.
+
+    Raises:
+        ValueError: a number is too small, or a mode is not known.
+
+    >>> keep = Retention(keep_last=1, keep_best=1, best_metric="loss", best_mode="min")
+    >>> saved = {Path("c"): {"loss": 0.5}, Path("b"): {"loss": 0.2}, Path("a"): {"loss": 0.9}}
+    >>> [str(path) for path in keep.choose(saved)]
+    ['c', 'b']
+    """
+
+    keep_last: int | None = 3
+    keep_best: int = 0
+    best_metric: str = "eval/loss"
+    best_mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and not (_is_int(self.keep_last) and self.keep_last >= 1):
+            raise ValueError(
+                f"keep_last={self.keep_last!r} would leave nothing to go on from; give a number "
+                "from 1, or None to keep all"
+            )
+        if not (_is_int(self.keep_best) and self.keep_best >= 0):
+            raise ValueError(
+                f"keep_best={self.keep_best!r} is no number of checkpoints; give a number from 0"
+            )
+        if not self.best_metric:
+            raise ValueError(
+                "best_metric='' is no name; give that of a metric, such as 'eval/loss'"
+            )
+        check_choice("best_mode", self.best_mode, MODES)
+
+    def choose(self, saved: Mapping[Path, Mapping[str, float]]) -> list[Path]:
+        """Which of the checkpoints stay.
+
+        Args:
+            saved: the metrics of all good ones, the newest first.
+        """
+        newest = list(saved)
+        best = self.ranked(saved)[: self.keep_best]
+        kept = set(newest[: self.keep_last]) | set(best)
+        return [path for path in newest if path in kept]
+
+    def ranked(self, saved: Mapping[Path, Mapping[str, float]]) -> Sequence[Path]:
+        """Those that have the metric, the best first; of equal ones the newer.
+
+        Args:
+            saved: the metrics of all good ones, the newest first.
+        """
+        sign = 1 if self.best_mode == "min" else -1
+        values = {
+            path: sign * metrics[self.best_metric]
+            for path, metrics in saved.items()
+            if self.best_metric in metrics and not math.isnan(metrics[self.best_metric])
+        }
+        return sorted(values, key=values.__getitem__)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+RESUME = ("auto", "never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints go, how often they are saved, which stay, and whether a run goes on.
+
+    Args:
+        folder: in which they lie; made by the first save.
+        interval: a duration, such as ``"1ep"`` or ``"500ba"``; None for the end only.
+        keep_last: how many of the newest stay; None keeps all.
+        keep_best: how many stay besides, by the best value of a metric.
+        best_metric: its name.
+        best_mode: ``"min"`` where less is better, ``"max"`` where more is.
+        asynchronous: write in the background, from a copy in the host's memory.
+        resume: ``"auto"`` goes on from the newest good one in the folder where there is one,
+            ``"never"`` starts anew, and a path does the same as ``"auto"`` but begins from that
+            checkpoint, or from the newest good one in that folder. A path of a checkpoint in
+            ``folder`` itself is taken in any case.
+
+    Raises:
+        TypeError: the interval is a bare number.
+        ValueError: an option is not known, or a number is too small.
+
+    >>> CheckpointConfig(folder="runs/a/checkpoints", interval="500ba").keep_last
+    3
+    """
+
+    folder: Path | str
+    interval: str | None = "1ep"
+    keep_last: int | None = 3
+    keep_best: int = 0
+    best_metric: str = "eval/loss"
+    best_mode: str = "min"
+    asynchronous: bool = False
+    resume: Path | str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_folder("folder", self.folder)
+        if self.interval is not None:
+            read_duration("interval", self.interval)
+        Retention(
+            keep_last=self.keep_last,
+            keep_best=self.keep_best,
+            best_metric=self.best_metric,
+            best_mode=self.best_mode,
+        )
+        _check_folder("resume", self.resume)
+        # A word that is no folder is a mistyped one; whether a path exists is seen when it is read.
+        if isinstance(self.resume, str) and self.resume not in RESUME:
+            is_word = not any(sign and sign in self.resume for sign in (os.sep, os.altsep))
+            if is_word and not Path(self.resume).exists():
+                near = difflib.get_close_matches(self.resume.lower(), RESUME, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(
+                    f"resume={self.resume!r} is not known{hint}; use 'auto', 'never' or the "
+                    "folder of a checkpoint"
+                )
+
+
+def _check_folder(name: str, value: object) -> None:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ValueError(f"{name}={value!r} is no path; give the path of a folder")
+
 
 logger = logging.getLogger(__name__)
+
+
+class Background:
+    """Runs one piece of work in a thread. The process does not end before the work has.
+
+    >>> background, done = Background(), []
+    >>> background.start(lambda: done.append("written"))
+    >>> background.finish() is None, done
+    (True, ['written'])
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin a piece of work. The one before must have been finished."""
+        assert self._thread is None, "the work before was not finished"
+        # No daemon: Python waits for it at exit, so the last save of a script is not lost.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="automicro-checkpoint")
+        self._thread.start()
+
+    def finish(self) -> BaseException | None:
+        """Wait for the work that was begun, if any. The error that ended it, told once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            # Whoever asks gets it. It is logged for a process that ends without asking.
+            logger.error("saving in the background failed: %s", text_of(error))
+            self._error = error
+
 
 T = TypeVar("T")
 _Metrics = Mapping[str, SupportsFloat] | None

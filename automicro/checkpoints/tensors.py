@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from automicro.checkpoints.files import NewFolder
-from automicro.checkpoints.share import Share
+from automicro.checkpoints.state import Share
 from automicro.errors import DamagedCheckpointError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
 
 INDEX = "tensors.json"
 

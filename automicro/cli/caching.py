@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from automicro.cli.results import to_json
 from automicro.cli.size_table import as_markdown, as_values, print_sizes
 from automicro.errors import ConfigError
-from automicro.size_cache import Entry, SizeCache
+from automicro.remembered.cache import SizeCache
+from automicro.remembered.entry import Entry
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _AGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")

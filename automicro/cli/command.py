@@ -12,7 +12,7 @@ from automicro.cli.results import one_rank_speaks
 from automicro.cli.subcommand import exit_code_lines
 from automicro.cli.suggestions import did_you_mean
 from automicro.cli.warning_lines import warnings_in_one_line
-from automicro.synonyms import synonym_of
+from automicro.migration import synonym_of
 from automicro.version import __version__
 
 DESCRIPTION = """\

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from automicro.checkpoints import CheckpointConfig
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import INHERITED
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from automicro.checkpoints import CheckpointConfig
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import PeerLostError, add_note
-from automicro.trainer.interruption import STOPPED, WITHOUT_CHECKPOINT, end_told_here
+from automicro.trainer.signals import STOPPED, WITHOUT_CHECKPOINT, end_told_here
 
 
 def goes_on(checkpoint: CheckpointConfig | None) -> bool:

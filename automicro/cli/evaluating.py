@@ -8,7 +8,7 @@ from functools import partial
 from automicro.cli.job import Job
 from automicro.cli.recipe import ONLY_FOR_TRAINING, Recipe
 from automicro.cli.results import results_alone, to_json, warn
-from automicro.trainer.lines import describe_number
+from automicro.trainer.progress import describe_number
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

@@ -183,7 +183,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ConfigError):
         # It may quote somebody else's error: nothing in it is rewritten.
         return MISUSED, _with_notes(error)
-    from automicro.oom import is_out_of_memory
+    from automicro.memory.oom import is_out_of_memory
 
     if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
         return FAILED, as_yaml(_with_notes(error))

@@ -10,14 +10,13 @@ from typing import Any
 
 import omegaconf
 
-from automicro.checks import GRADIENT_SUMS, PRECISIONS
 from automicro.cli.config import SECTIONS, CallConfig, RunConfig
 from automicro.cli.key_names import KEYS
 from automicro.cli.nodes import show
 from automicro.errors import ConfigError
-from automicro.splitting import BATCHNORM_MODES
-from automicro.trainer.finiteness import NON_FINITE_MODES
-from automicro.trainer.step import SCHEDULER_INTERVALS
+from automicro.options import GRADIENT_SUMS, PRECISIONS
+from automicro.step.split_guard import BATCHNORM_MODES
+from automicro.trainer.step import NON_FINITE_MODES, SCHEDULER_INTERVALS
 
 HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
     f"{section}.{name}": hint

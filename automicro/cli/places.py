@@ -74,7 +74,7 @@ def librarys_place(error: BaseException) -> str | None:
 def is_refusal(error: BaseException) -> bool:
     """Tell whether automicro raised an error itself, to say what is wrong with what it was given.
 
-    >>> from automicro.policy import make_policy
+    >>> from automicro.policy.choose import make_policy
     >>> try:
     ...     make_policy(0)
     ... except ValueError as error:
@@ -98,7 +98,7 @@ def is_bug_of_ours(error: BaseException) -> bool:
         return False
     if isinstance(error, AssertionError | NameError):
         return True
-    from automicro.observer import WHILE_UPDATING
+    from automicro.step.events import WHILE_UPDATING
 
     is_metrics = any(note.startswith(WHILE_UPDATING) for note in getattr(error, "__notes__", ()))
     return users_place(error) is None and not is_metrics and not _is_of_users_object(error)

@@ -18,13 +18,13 @@ from automicro.cli.shapes import SIZES
 from automicro.cli.values import check_values, read_checkpoint
 from automicro.cli.weights import check_weights_file, load_weights
 from automicro.errors import ConfigError
-from automicro.events import Callback
+from automicro.events.callback import Callback
 from automicro.loggers import Logger
-from automicro.policy import Policy
-from automicro.trainer import Trainer
+from automicro.policy.policy import Policy
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.trainer import Trainer
 
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],

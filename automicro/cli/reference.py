@@ -24,7 +24,7 @@ from automicro.cli.suggestions import did_you_mean
 from automicro.cli.writing import to_yaml
 from automicro.errors import ConfigError
 from automicro.microbatcher import Microbatcher
-from automicro.trainer import Trainer
+from automicro.trainer.trainer import Trainer
 
 UNSET = object()
 ELSEWHERE = "see `Microbatcher`"

@@ -17,8 +17,7 @@ from automicro.cli.results import to_json
 from automicro.cli.saved_summary import read_summary
 from automicro.cli.writing import to_yaml
 from automicro.errors import ConfigError
-from automicro.trainer import FitSummary
-from automicro.trainer.summary import TIME_IS_OVER
+from automicro.trainer.report import TIME_IS_OVER, FitSummary
 
 CONFIG, SUMMARY, WEIGHTS = "config.yaml", "summary.json", "weights.pt"
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"

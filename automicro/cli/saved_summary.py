@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 
-from automicro.events.state import GlobalBatch
-from automicro.trainer import FitSummary
+from automicro.events.run import GlobalBatch
+from automicro.trainer.report import FitSummary
 
 
 def read_summary(text: str) -> FitSummary:

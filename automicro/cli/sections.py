@@ -9,14 +9,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from automicro.cli.config import SECTIONS, CallConfig, EvaluatorConfig
 from automicro.cli.keys import keys_inside, wrong_type
 from automicro.cli.keys_meant import about
-from automicro.cli.nodes import (
-    FORM,
-    NODE_KEYS,
-    check_node,
-    is_interpolation,
-    is_node,
-    show,
-)
+from automicro.cli.nodes import FORM, NODE_KEYS, check_node, is_interpolation, is_node, show
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
 from automicro.trainer.evaluators import INHERITED

@@ -12,7 +12,7 @@ from automicro.cli.nodes import check_node, items_inside, show
 from automicro.cli.sections import check_checkpoint, check_eval_data, check_metrics, check_size
 from automicro.cli.suggestions import as_override, did_you_mean
 from automicro.errors import ConfigError
-from automicro.synonyms import synonym_of
+from automicro.migration import synonym_of
 
 OF_ANY_TYPE = {
     "batch_layout": (int, Mapping),

@@ -6,7 +6,7 @@ from typing import Any
 
 from automicro.cli.suggestions import did_you_mean
 from automicro.errors import ConfigError
-from automicro.synonyms import synonym_of
+from automicro.migration import synonym_of
 
 # Keys for functions that are called later, with what only training knows.
 TAKE_DATA = ("loss", "forward", "update_metric", "count_tokens", "loss_average")

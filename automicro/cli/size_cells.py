@@ -4,8 +4,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from automicro.byte_sizes import format_bytes
-from automicro.size_cache import Entry, RunKey
+from automicro.remembered.entry import Entry
+from automicro.remembered.key import RunKey
+from automicro.units import format_bytes
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _DTYPE = re.compile(r"\b(bfloat|float|uint|int|complex)(?=\d)")

@@ -10,7 +10,6 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from automicro.byte_sizes import format_bytes
 from automicro.cli.size_cells import (
     besides,
     device_cell,
@@ -19,7 +18,8 @@ from automicro.cli.size_cells import (
     parameter_counts,
     precision_cell,
 )
-from automicro.size_cache import Entry
+from automicro.remembered.entry import Entry
+from automicro.units import format_bytes
 
 # Title, and whether the column holds numbers.
 COLUMNS = {

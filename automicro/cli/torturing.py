@@ -6,10 +6,9 @@ import sys
 from automicro.cli.dotted import import_callable
 from automicro.cli.job import importing_beside
 from automicro.errors import ConfigError
-from automicro.torture import CALLS, TortureReport, torture
 from automicro.torture.subject import check_subject
-from automicro.torture.table import Row
-from automicro.torture.torture import QUICK_PLANS
+from automicro.torture.torture import QUICK_PLANS, Row, TortureReport, torture
+from automicro.torture.trials import CALLS
 
 
 def torture_subject(path: str, *, quick: bool, seed: int, calls: str) -> TortureReport:

@@ -12,9 +12,9 @@ from automicro.cli.results import print_yaml, results_alone, to_json, warn
 from automicro.cli.run_dir import open_run_dir
 from automicro.cli.waiting import saying
 from automicro.cli.writing import to_yaml
-from automicro.trainer import Trainer
 from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.processes import place_in_environment
+from automicro.trainer.trainer import Trainer
 
 
 def build_trainer(config: RunConfig) -> Trainer:

@@ -4,26 +4,30 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from automicro.checkpoints import CheckpointConfig
-from automicro.checks import GRADIENT_SUMS, check_choice, check_precision_name
+from automicro.batch.layout import BatchLayout
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config import EvaluatorConfig, RunConfig
 from automicro.cli.keys import LOSS_AVERAGES
 from automicro.cli.keys_meant import about
 from automicro.cli.nodes import is_node, show
 from automicro.cli.wording import as_yaml
 from automicro.compilation import check_compile
-from automicro.duration import read_duration
 from automicro.errors import ConfigError
-from automicro.memory import parse_bytes, parse_share
-from automicro.policy import make_policy
-from automicro.slicing import BatchLayout
-from automicro.splitting import BATCHNORM_MODES
-from automicro.trainer.arguments import read_count, read_norm, read_time
+from automicro.options import (
+    GRADIENT_SUMS,
+    check_choice,
+    check_precision_name,
+    read_count,
+    read_norm,
+    read_time,
+)
+from automicro.policy.choose import make_policy
+from automicro.step.split_guard import BATCHNORM_MODES
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
-from automicro.trainer.finiteness import NON_FINITE_MODES
 from automicro.trainer.parallel import read_parallel
-from automicro.trainer.step import SCHEDULER_INTERVALS
+from automicro.trainer.step import NON_FINITE_MODES, SCHEDULER_INTERVALS
+from automicro.units import parse_bytes, parse_share, read_duration
 
 
 def check_values(config: RunConfig) -> None:

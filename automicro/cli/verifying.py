@@ -3,7 +3,6 @@
 import argparse
 from functools import partial
 
-from automicro.checks import check_model
 from automicro.cli.config import RunConfig
 from automicro.cli.job import Job
 from automicro.cli.keys import LISTS
@@ -11,9 +10,11 @@ from automicro.cli.places import is_refusal
 from automicro.cli.recipe import Recipe
 from automicro.cli.wording import counting_as_node
 from automicro.errors import AutomicroError, DataLoaderError
+from automicro.options import check_model
 from automicro.trainer.device import choose_device
-from automicro.trainer.session import noting
-from automicro.verification import VerifyReport, verify
+from automicro.trainer.surroundings import noting
+from automicro.verification.report import VerifyReport
+from automicro.verification.verify import verify
 
 # What the gradient of one batch does not depend on.
 UNUSED = frozenset({"eval_data", "optimizer", "scheduler", "checkpoint", *LISTS})

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.checkpoints import load_checkpoint
+from automicro.checkpoints.reading import load_checkpoint
 from automicro.errors import CheckpointError, ConfigError
-from automicro.oom import first_line
+from automicro.memory.oom import first_line
 
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"

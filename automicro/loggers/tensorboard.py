@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automicro.loggers.append_file import AppendFile
-from automicro.loggers.json_lines import to_json
-from automicro.loggers.values import not_started
+from automicro.loggers.lines import AppendFile, to_json
+from automicro.loggers.logger import not_started
 
 _PREFIX = "events.out.tfevents."
 

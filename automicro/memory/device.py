@@ -2,18 +2,27 @@
 
 A CPU counts only inside a `MemoryBudget`. What an accelerator can do is asked of its module in
 torch (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not of its name.
+
+Libraries are used once before any size is tried, while the device still has memory.
+
+cuBLAS and cuDNN take memory of the device for themselves, past torch's allocator, when a thread
+first uses them: in the forward on the caller's thread, in the backward on autograd's own. Where the
+first attempt has filled the device, they fail in ways that are hard to tell from a broken device.
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from automicro.byte_sizes import format_bytes, parse_bytes, parse_share
 from automicro.memory.budget import MemoryBudget, active_budget
+from automicro.torch_private import without_modes
+from automicro.units import format_bytes, parse_bytes, parse_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,3 +377,55 @@ def _reset_counter(device: torch.device) -> None:
     reset = _ability(device, "reset_peak_memory_stats")
     if reset is not None:
         reset(device)
+
+
+# Of these cuDNN may compute some; MIOpen the same on ROCm.
+_CONVOLVING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+)  # fmt: skip
+_used: set[tuple[torch.device, str]] = set()
+
+
+def use_libraries(devices: Iterable[torch.device], modules: Sequence[nn.Module]) -> None:
+    """Use the libraries that modules will need, forward and backward, once on each accelerator.
+
+    What fails here is left to the step, which says more.
+
+    Args:
+        devices: that modules lie on.
+        modules: everything that takes part.
+
+    >>> use_libraries([torch.device("cpu")], [nn.Linear(2, 2)])  # there is nothing to do
+    """
+    for device in devices:
+        if device.type == "cpu":
+            continue
+        _use(device, "products")
+        if any(isinstance(each, _CONVOLVING) for root in modules for each in root.modules()):
+            _use(device, "convolutions")
+
+
+def _use(device: torch.device, library: str) -> None:
+    if (device, library) in _used:
+        return
+    _used.add((device, library))
+    try:
+        with without_modes(), torch.inference_mode(False), torch.enable_grad():
+            _WORK[library](device).sum().backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, MemoryError) as error:
+        logger.debug("%s were not tried on %s: %s", library, device, error)
+
+
+def _multiply(device: torch.device) -> Tensor:
+    one = torch.ones(16, 16, device=device, requires_grad=True)
+    return one @ one
+
+
+def _convolve(device: torch.device) -> Tensor:
+    weight = torch.ones(1, 1, 3, 3, device=device, requires_grad=True)
+    return F.conv2d(torch.ones(1, 1, 8, 8, device=device), weight)
+
+
+_WORK = {"products": _multiply, "convolutions": _convolve}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from automicro.byte_sizes import parse_bytes
 from automicro.errors import text_of
 from automicro.memory.device import (
     NO_COUNTS,
@@ -17,6 +16,7 @@ from automicro.memory.device import (
     read_counts,
     synchronize,
 )
+from automicro.units import parse_bytes
 
 _REQUEST = re.compile(r"(?:Tried to allocate|^Requested +:) ([\d.]+ ?\w+)", re.M)
 _SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is asked
@@ -62,7 +62,7 @@ class Meter:
     Attributes:
         is_repeatable: as given; nobody may then decide by seconds.
 
-    >>> from automicro.memory import MemoryBudget
+    >>> from automicro import MemoryBudget
     >>> meter = Meter([torch.device("cpu")])
     >>> with MemoryBudget("1MiB"):
     ...     meter.begin()

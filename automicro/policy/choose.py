@@ -1,8 +1,7 @@
 """From what users write as ``microbatch_size=`` to a policy."""
 
-from automicro.policy.base import Policy, require_size
-from automicro.policy.fixed import Fixed
 from automicro.policy.halving import Halving
+from automicro.policy.policy import Fixed, Policy, require_size
 
 ACCEPTED = (
     'give an int of at least 1, "auto" (found by halving), None (the whole batch), or a policy '

@@ -4,7 +4,10 @@ import logging
 import math
 from typing import Any
 
-from automicro.policy.base import (
+from automicro.policy.frontier import ROUNDING, Failed, Frontier
+from automicro.policy.pacing import Outlier, Patience, Thrash
+from automicro.policy.peaks import CAUTIOUS_ERROR, ERROR, Measured, Peaks
+from automicro.policy.policy import (
     Outcome,
     Policy,
     cut_size,
@@ -13,10 +16,6 @@ from automicro.policy.base import (
     require_rows,
     require_size,
 )
-from automicro.policy.frontier import ROUNDING, Failed, Frontier
-from automicro.policy.patience import Outlier, Patience
-from automicro.policy.peaks import CAUTIOUS_ERROR, ERROR, Measured, Peaks
-from automicro.policy.thrash import Thrash
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ SQLite is trusted because its tests fail the first allocation, then the second, 
 passes. This does the same to a step: before and after each operation that torch dispatches.
 """
 
-from automicro.torture.scene import CALLS
 from automicro.torture.subject import Subject
 from automicro.torture.torture import TortureReport, torture
 
-__all__ = ["CALLS", "Subject", "TortureReport", "torture"]
+__all__ = ["Subject", "TortureReport", "torture"]

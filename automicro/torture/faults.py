@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from automicro.memory.counting import CountingMode
+from automicro.memory.ledger import CountingMode
 from automicro.torch_private import FakeTensor
 
 

@@ -1,15 +1,159 @@
-"""Trials of one scene: runs without faults to compare with, and one run for each plan."""
+"""Trials of one scene: runs without faults to compare with, and one run for each plan.
 
+What is done, to whom, and after how many clean steps.
+
+What became of a trial, and what is wrong about it.
+"""
+
+import contextlib
 import functools
+import gc
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from automicro.policy import Halving
-from automicro.torture.faults import Fault, FaultMode
-from automicro.torture.scene import Scene
-from automicro.torture.states import objects, replaced, result_values, values
-from automicro.torture.subject import Run, check_subject
+from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError
+from automicro.memory.budget import MemoryBudget
+from automicro.optimizer.clipping import clip_gradients
+from automicro.policy.halving import Halving
+from automicro.policy.policy import Outcome, Policy
+from automicro.torture.faults import Boom, Fault, FaultMode
+from automicro.torture.subject import (
+    MakeSubject,
+    Run,
+    build,
+    check_subject,
+    differences,
+    objects,
+    replaced,
+    result_values,
+    values,
+    without_advice,
+)
+
+CALLS = ("backward", "evaluate", "unscale", "clip", "step")
+_LOOKS_OVER_AFTER = 3  # batches, and the one that is counted: looks are at 1, 2 and 4
+AFTER_THE_GRADIENT = ("unscale", "clip", "step")
+STEPS_AFTER = 2
+
+
+class Scripted(Policy):
+    """A policy that proposes what is written down, batch by batch."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return self._sizes[0]
+
+    def record(self, outcome: Outcome) -> None:
+        self._sizes = self._sizes[1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": self._sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sizes = state["sizes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """One call of a subject.
+
+    Attributes:
+        name: of the subject.
+        make: builds it.
+        call: ``"backward"``, ``"evaluate"``, ``"unscale"`` (of a loss scaler), ``"clip"`` (gradient
+            clipping) or ``"step"``.
+        warm_steps: clean steps before it, each with a batch of its own; before these, where there
+            are any, some on the first batch until the probe's looks are over.
+        in_budget: whether it runs on a simulated device.
+    """
+
+    name: str
+    make: MakeSubject
+    call: str = "backward"
+    warm_steps: int = 1
+    in_budget: bool = False
+
+    def __str__(self) -> str:
+        first = "" if self.warm_steps else ", first batch"
+        return f"{self.name}: {self.call}{first}{', in a budget' if self.in_budget else ''}"
+
+    @property
+    def is_transaction(self) -> bool:
+        """Whether the call is undone as a whole; the others write in place."""
+        return self.call not in AFTER_THE_GRADIENT
+
+    def place(self) -> contextlib.AbstractContextManager[object]:
+        """Where the call runs: on the CPU, or on a device simulated there."""
+        return MemoryBudget(None) if self.in_budget else contextlib.nullcontext()
+
+    def clean_policies(
+        self, first_size: int, size: int, keeps_gradient: bool
+    ) -> tuple[Policy, Policy]:
+        """For training and evaluation without faults: smaller from the disturbed call on."""
+        batches_before = len(self._warm_batches) + self._has_gradient(keeps_gradient)
+        batches_before += self.call in AFTER_THE_GRADIENT
+        later = size if self.call == "backward" else first_size
+        return Scripted([first_size] * batches_before + [later] * 9), Scripted([size] * 9)
+
+    def prepare(self, policy: Policy, eval_policy: Policy) -> Run:
+        """A run up to the call that is to be disturbed."""
+        run = build(self.make, policy, eval_policy)
+        with without_advice():
+            for index in self._warm_batches:
+                run.microbatcher.backward(run.batches[index], metrics=run.metrics)
+                run.step()
+                run.zero_grad()
+            if self._has_gradient(run.keeps_gradient):
+                run.microbatcher.backward(run.batches[0], metrics=run.metrics)
+            if self.call in AFTER_THE_GRADIENT:
+                run.microbatcher.backward(run.batches[1], metrics=run.metrics)
+        if self.call == "clip" and run.scaler is not None:
+            run.scaler.unscale(run.optimizer)
+        return run
+
+    def play(self, run: Run) -> Any:
+        """The call that is disturbed."""
+        batch = run.batches[self.warm_steps]
+        device = next(run.model.parameters()).device
+        with without_advice():
+            if self.call == "backward":
+                return run.microbatcher.backward(batch, metrics=run.metrics)
+            if self.call == "evaluate":
+                return run.microbatcher.evaluate(batch, metrics=run.metrics, return_outputs=True)
+        if self.call == "unscale" and run.scaler is not None:
+            run.scaler.unscale(run.optimizer)
+        elif self.call == "clip":
+            clip_gradients(run.optimizer, run.clip_norm, device)
+        else:
+            run.step()
+        return None
+
+    def go_on(self, run: Run) -> dict[str, Any]:
+        """A few more steps, where anything that was left wrong would show."""
+        if self.call not in ("evaluate", "step"):
+            run.step()
+        with without_advice():
+            for index in range(STEPS_AFTER):
+                run.zero_grad()
+                run.microbatcher.backward(run.batches[2 + index], metrics=run.metrics)
+                run.step()
+        return values(run)
+
+    def draw(self, *seed: object) -> random.Random:
+        """Chance of its own, the same in every process."""
+        return random.Random(f"{self} {seed}")
+
+    @property
+    def _warm_batches(self) -> list[int]:
+        settling = [0] * _LOOKS_OVER_AFTER if self.warm_steps else []
+        return [*settling, *range(self.warm_steps)]
+
+    def _has_gradient(self, keeps_gradient: bool) -> bool:
+        return keeps_gradient and self.warm_steps > 0
 
 
 @dataclass(frozen=True)
@@ -91,3 +235,175 @@ class Trials:
 def _count_reservation(run: Run, mode: FaultMode) -> None:
     """Know the placeholders that are there: an attempt that fails gives them back and takes new."""
     mode.ledger.see(run.microbatcher._setup.reservation._placeholders, [])
+
+
+COMMITTED = "automicro: the batch was committed"
+HALF_APPLIED = "half applied"
+
+# Functions of automicro that may go on without what failed in them.
+PROBE, DRY_RUN = "probe", "dry run of the optimizer"
+ABSORBED = {
+    "predict_step_memory": DRY_RUN,
+    "look": PROBE,
+    "look_at_evaluation": PROBE,
+    "_unless_it_always_fails": "look at a metric",
+    "_copy_totals": "copy to earlier gradients",
+    "_finish_backward": "clean-up",
+    "_try_roll_back": "rollback",
+}
+
+
+@dataclass
+class Verdict:
+    """What became of one plan.
+
+    Attributes:
+        outcome: what happened.
+        faults: what is wrong about it; nothing, if all is well.
+        survivors: storages of failed attempts that are alive.
+        bytes_alive: more bytes than after the same call without faults.
+    """
+
+    outcome: str
+    faults: list[str] = field(default_factory=list)
+    survivors: int = 0
+    bytes_alive: int = 0
+
+
+def attempt(trials: Trials, plan: Sequence[Fault]) -> Verdict:
+    """Run a plan of faults and compare everything."""
+    trial = trials.disturb(plan)
+    if not trial.mode.raised_at:
+        return Verdict("not reached", [f"operation {plan[0].index} never ran"])
+    if trial.raised is None:
+        return _judge_success(trials, trial)
+    if any(COMMITTED in note for note in getattr(trial.raised, "__notes__", ())):
+        return _judge_committed(trials, trial, trial.raised)
+    return _judge_refusal(trials, trial, trial.raised)
+
+
+def _judge_success(trials: Trials, trial: Trial) -> Verdict:
+    run, result, mode = trial.run, trial.result, trial.mode
+    size, ooms = trials.first_size, 1
+    if result is not None:
+        size, ooms = result.microbatch_size, result.ooms
+    clean = trials.reference(size)
+    verdict = Verdict("recovered" if ooms else f"no attempt lost: {_absorbed_by(mode)}")
+    if ooms:
+        verdict.survivors = mode.survivors(_end_of_last_failed_attempt(mode))
+        if _absorbed_by(mode) != PROBE:
+            verdict.bytes_alive = mode.ledger.allocated_bytes - clean.allocated_bytes
+    after = {**values(run), **result_values(result)}
+    verdict.faults += [f"differs: {name}" for name in differences(clean.after_call, after)]
+    changed = replaced(trial.before_objects, objects(run))
+    if changed != clean.replaced:
+        verdict.faults.append(f"other objects replaced: {changed}, not {clean.replaced}")
+    if not all(isinstance(error, Boom) and _is_experiment(mode) for error in mode.foreign):
+        verdict.faults.append(f"{mode.foreign} was swallowed")
+    verdict.faults += _differs_later(clean, trials, trial)
+    if verdict.survivors or verdict.bytes_alive > 0:
+        verdict.faults.append(f"{verdict.survivors} storages, {verdict.bytes_alive} bytes alive")
+    return verdict
+
+
+def _differs_later(clean: Reference, trials: Trials, trial: Trial) -> list[str]:
+    at_end = trials.scene.go_on(trial.run)
+    return [f"differs later: {name}" for name in differences(clean.at_end, at_end)]
+
+
+def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> Verdict:
+    # The call gave no result: the size is the one of the last attempt.
+    lost = bool(trial.mode.out_of_memory)
+    clean = trials.reference(trials.retry_size if lost else trials.first_size)
+    verdict = Verdict("committed, then raised")
+    if not any(raised is error for error in trial.mode.foreign):
+        verdict.faults.append(f"raised {raised!r} in place of the error itself")
+    verdict.faults += [
+        f"differs: {name}"
+        for name in differences(clean.after_call, values(trial.run))
+        if not name.startswith("result")
+    ]
+    return verdict
+
+
+def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> Verdict:
+    run, mode = trial.run, trial.mode
+    if isinstance(raised, OptimizerStepError) and HALF_APPLIED in str(raised):
+        return _judge_half_applied(trials, trial)
+    verdict = Verdict("state as before: " + type(raised).__name__)
+    if mode.foreign:
+        if not any(raised is error for error in mode.foreign):
+            verdict.faults.append(f"raised {raised!r} in place of {mode.foreign}")
+    elif isinstance(raised, RollbackError):
+        verdict.outcome = "RollbackError"
+        verdict.faults.append(f"cannot roll back: {raised}")
+    elif (
+        not isinstance(raised, SampleTooLargeError | OptimizerStepError) or len(mode.raised_at) < 2
+    ):
+        verdict.outcome = f"refused: {type(raised).__name__} at {mode.names[mode.raised_at[0]]}"
+        verdict.faults.append("one fault is to be recovered from")
+    verdict.faults += [f"differs: {name}" for name in differences(trial.before, values(run))]
+    changed = replaced(trial.before_objects, objects(run))
+    verdict.faults += [f"replaced: {name}" for name in changed]
+    _let_go(raised)
+    verdict.survivors = 0 if mode.foreign else mode.survivors(mode.raised_at[-1])
+    if verdict.survivors:
+        verdict.faults.append(f"{verdict.survivors} storages alive")
+    # And a second call goes through, as if nothing had been.
+    with trials.scene.place():
+        again = trials.scene.play(run)
+    clean = trials.reference(again.microbatch_size if again is not None else trials.first_size)
+    after = {**values(run), **result_values(again)}
+    verdict.faults += [f"differs later: {name}" for name in differences(clean.after_call, after)]
+    return verdict
+
+
+def _judge_half_applied(trials: Trials, trial: Trial) -> Verdict:
+    """A step may have changed anything it writes to; what comes before it only gradients."""
+    verdict = Verdict(f"OptimizerStepError: {trials.scene.call} {HALF_APPLIED}")
+    may_change: tuple[str, ...] = ("parameter", "optimizer")
+    if trials.scene.call in ("unscale", "clip"):
+        may_change = ("gradient",)
+    elif trial.run.scaler is not None:
+        may_change += ("gradient", "scaler")
+    verdict.faults += [
+        f"differs: {name}"
+        for name in differences(trial.before, values(trial.run))
+        if not name.startswith(may_change)
+    ]
+    return verdict
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Forget the frames of an error, as its handler does in the end.
+
+    Those of functions with closures (the recomputation of a checkpoint is one) keep what is closed
+    over even when they are cleared.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def _end_of_last_failed_attempt(mode: FaultMode) -> int:
+    ends = [
+        index
+        for index, stack in zip(mode.raised_at, mode.raised_in, strict=True)
+        if not any(name in ABSORBED for name in stack)
+    ]
+    return max(ends, default=0)
+
+
+def _is_experiment(mode: FaultMode) -> bool:
+    """Whether the last fault hit a trial of automicro's own, on stand-ins or in another mode.
+
+    If the optimizer fails on stand-ins, nothing is reserved; if the model fails on two rows in
+    evaluation mode, they are tried in training mode. Neither may end a training that works.
+    """
+    return _absorbed_by(mode) in (DRY_RUN, PROBE)
+
+
+def _absorbed_by(mode: FaultMode) -> str:
+    """The innermost part of automicro around the last fault that may go on without it."""
+    return next((ABSORBED[name] for name in reversed(mode.raised_in[-1]) if name in ABSORBED), "?")

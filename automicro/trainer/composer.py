@@ -1,17 +1,29 @@
-"""For users of Composer: the metrics of its models, and where its Trainer's arguments went."""
+"""For users of Composer: the metrics of its models, and where its Trainer's arguments went.
+
+Composer's ways to hand over data: a DataSpec, an Evaluator, several of them in a list.
+
+Composer's schedules, which are functions of its state: run as its Trainer runs them.
+"""
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from automicro.duration import Duration, read_duration
-from automicro.origins import comes_from
-from automicro.synonyms import synonym_of
+from automicro.events.run import LoopState, Run
+from automicro.migration import comes_from, synonym_of
+from automicro.trainer.evaluators import INHERITED, Evaluator
+from automicro.units import Duration, Unit, read_duration
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -464,3 +476,304 @@ def _refuse_values(arguments: Mapping[str, object]) -> None:
             raise ValueError(
                 f"{name}={given!r} is Composer's name for {ours!r}; pass {name}={ours!r}"
             )
+
+
+_SPEC, _EVALUATOR = "composer.DataSpec", "composer.Evaluator"
+
+# What a DataSpec may have of its own, and what stands for it here.
+_OF_A_SPEC: Mapping[str, str] = {
+    "batch_transforms": "change the rows where they are collated (collate_fn), or in training by a "
+    "Callback with transform(run, batch)",
+    "microbatch_transforms": "call it in the model's forward, which gets every microbatch on the "
+    "device",
+    "split_batch": "batches are cut row by row here: say where the rows are with batch_layout=, or "
+    "how a class is cut with register_batch_type",
+    "get_num_samples_in_batch": "rows are counted here: say where they are with batch_layout=, or "
+    "how a class counts them with register_batch_type",
+}
+
+
+@dataclass(frozen=True)
+class MatchingMetrics:
+    """Those of the trainer's metrics that patterns name, as Composer's Evaluator has them.
+
+    Args:
+        patterns: found anywhere in a name, whatever the case.
+
+    >>> MatchingMetrics(["acc"]).among({"Accuracy": 1, "F1": 2})
+    {'Accuracy': 1}
+    """
+
+    patterns: Sequence[str]
+
+    def among(self, metrics: Any) -> dict[str, Any]:
+        """The metrics by name.
+
+        Args:
+            metrics: as the `Trainer` takes them, or as the model has them.
+
+        Raises:
+            ValueError: a pattern that is in no name.
+        """
+        named = _by_name(metrics)
+        found: dict[str, Any] = {}
+        for pattern in self.patterns:
+            matching = {
+                name: each for name, each in named.items() if re.search(pattern, name, re.I)
+            }
+            if not matching:
+                raise ValueError(
+                    f"an Evaluator of Composer's names the metric {pattern!r}, and there is "
+                    f"{', '.join(map(repr, named)) or 'no metric'}; pass metrics=… with it, or let "
+                    "get_metrics(is_train=False) give it"
+                )
+            found |= matching
+        return {name: each for name, each in named.items() if name in found}
+
+
+def read_loader(name: str, given: Any) -> Any:
+    """The loader in a DataSpec of Composer's; anything else as it is.
+
+    Args:
+        name: of the argument, for errors.
+        given: a loader, or a DataSpec.
+
+    Raises:
+        ValueError: the DataSpec has functions that would change what is trained on.
+
+    >>> read_loader("train_dataloader", [1, 2])
+    [1, 2]
+    """
+    if not comes_from(given, _SPEC):
+        return given
+    own = [each for each in _OF_A_SPEC if not _is_default(getattr(given, each))]
+    if own:
+        raise ValueError(
+            f"{name} is a DataSpec of Composer's with functions of its own, which nobody would "
+            "call here. Pass its dataloader, and\n  "
+            + "\n  ".join(f"for {each}: {_OF_A_SPEC[each]}" for each in own)
+        )
+    return given.dataloader
+
+
+def read_token_counter(given: Any) -> Callable[[Any], int] | None:
+    """How a DataSpec of Composer's counts the tokens of a batch; None where it says nothing.
+
+    Args:
+        given: a loader, or a DataSpec.
+    """
+    if not comes_from(given, _SPEC) or _is_default(given._get_num_tokens_in_batch):
+        return None
+    count: Callable[[Any], int] = given.get_num_tokens_in_batch
+    return count
+
+
+def read_evaluations(name: str, given: Any) -> Any:
+    """Evaluators and DataSpecs of Composer's as ours, by name; anything else as it is.
+
+    Args:
+        name: of the argument, for errors.
+        given: as the `Trainer` takes it, or a sequence of Composer's Evaluators.
+
+    Raises:
+        TypeError: a sequence of loaders, which have no names.
+        ValueError: what cannot be taken over as it is.
+
+    >>> read_evaluations("eval_dataloader", {"seen": [1]})
+    {'seen': [1]}
+    """
+    if isinstance(given, Mapping):
+        return {key: _read_evaluator(f"{name}[{key!r}]", each) for key, each in given.items()}
+    if comes_from(given, _EVALUATOR):
+        given = [given]
+    if not _are(given, _EVALUATOR):
+        return _read_evaluator(name, given)
+    labels = [each.label for each in given]
+    if len(set(labels)) < len(labels):
+        raise ValueError(
+            f"{name} has Evaluators of the labels {labels}; give each one of its own, by which its "
+            "values are logged"
+        )
+    return {each.label: _read_evaluator(f"{name}[{each.label!r}]", each) for each in given}
+
+
+def _read_evaluator(name: str, given: Any) -> Any:
+    if not comes_from(given, _EVALUATOR):
+        return read_loader(name, given)
+    loader = read_loader(name, given.dataloader)
+    subset = given.subset_num_batches
+    rows: Any = given.device_eval_microbatch_size
+    if rows == getattr(loader, "batch_size", None):  # also where none was given
+        rows = INHERITED
+    return Evaluator(
+        dataloader=loader,
+        metrics=INHERITED if given.metric_names is None else MatchingMetrics(given.metric_names),
+        microbatch_size="auto" if given.auto_microbatching else rows,
+        max_batches=None if subset in (None, -1) else subset,
+        interval=_read_interval(name, given.eval_interval),
+    )
+
+
+def _read_interval(name: str, function: Any) -> str | Duration | None:
+    """The interval that an Evaluator was given, which it keeps in a function alone."""
+    if function is None:
+        return INHERITED
+    every: Any = inspect.getclosurevars(function).nonlocals.get("time_interval")
+    if not comes_from(every, "composer.Time"):
+        raise ValueError(
+            f"{name} is an Evaluator of Composer's whose eval_interval is a function of a state "
+            "that is not here; give it an interval such as '100ba', or pass "
+            "automicro.Evaluator(dataloader=…, interval=None) and call Trainer.eval() where you "
+            "want it"
+        )
+    return None if every.value <= 0 else Duration.parse(every)
+
+
+def _are(given: Any, name: str) -> bool:
+    # Not of a subclass, which may be a loader that counts its passes.
+    is_sequence = type(given) in (list, tuple) and bool(given)
+    return is_sequence and all(comes_from(each, name) for each in given)
+
+
+def _is_default(function: Any) -> bool:
+    """Whether a function of a DataSpec is the one that it has where none was given."""
+    home = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__name__", "")
+    return home.partition(".")[0] == "composer" and name.startswith("_default")
+
+
+def _by_name(metrics: Any) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping | nn.ModuleDict):  # a MetricCollection is one, too
+        return dict(metrics.items())
+    return {type(metrics).__name__: metrics}
+
+
+_TIMES = "composer.core.time"
+
+
+class ComposerSchedule:
+    """Sets learning rates by a schedule of Composer's.
+
+    Composer computes the rate of a batch when the one before is not counted yet, so that the first
+    two have the same. So does this, and a schedule goes over as it is.
+
+    Args:
+        optimizer: the one to schedule.
+        schedule: gives the factor on the base rates, of a state.
+        state: where training stands.
+        run: knows how long it takes.
+        count_batches: gives the optimizer steps of an epoch; None where nobody knows.
+
+    Raises:
+        ValueError: Composer, whose times it counts in, was not imported.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedule: Callable[..., float],
+        state: LoopState,
+        run: Run,
+        count_batches: Callable[[], int | None],
+    ) -> None:
+        times: Any = sys.modules.get(_TIMES)
+        if times is None:
+            raise ValueError(
+                f"{type(schedule).__name__} says that it is of Composer, and {_TIMES} was not "
+                "imported; write the schedule with automicro.schedules"
+            )
+        self._times = times
+        self._schedulers = (schedule,)  # by which a checkpoint tells what it is made of
+        self._state = state
+        self._run = run
+        self._count_batches = count_batches
+        self._before = {"samples": 0, "tokens": 0}  # of the batch that is done
+        self._of_epoch = {"samples": 0, "tokens": 0}  # where it began
+        self.optimizer = optimizer
+        self._rates = LambdaLR(optimizer, lambda _: float(schedule(self._as_composer(), 1.0)))
+
+    def step(self) -> None:
+        """Set the rates of the next batch."""
+        if self._state.epoch_batch == 1:
+            self._of_epoch = dict(self._before)
+        self._rates.step()
+        self._before = {"samples": self._state.samples, "tokens": self._state.tokens or 0}
+
+    def get_last_lr(self) -> list[float]:
+        """The rates of the next batch, one for each group of parameters."""
+        return [float(rate) for rate in self._rates.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands; the schedule itself is given anew."""
+        return {
+            "rates": self._rates.state_dict(),
+            "before": dict(self._before),
+            "of_epoch": dict(self._of_epoch),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._rates.load_state_dict(state["rates"])
+        self._before = dict(state["before"])
+        self._of_epoch = dict(state["of_epoch"])
+
+    def _as_composer(self) -> SimpleNamespace:
+        """What a schedule may read of Composer's state, before the batch that is done."""
+        state, times = self._state, self._times
+        has_begun = state.batch > 0
+        per_epoch = self._count_batches()
+        return SimpleNamespace(
+            timestamp=times.Timestamp(
+                epoch=state.epoch,
+                batch=state.batch - has_begun,
+                sample=self._before["samples"],
+                token=self._before["tokens"],
+                batch_in_epoch=state.epoch_batch - has_begun,
+                sample_in_epoch=self._before["samples"] - self._of_epoch["samples"],
+                token_in_epoch=self._before["tokens"] - self._of_epoch["tokens"],
+            ),
+            max_duration=times.Time.from_timestring(str(self._run.max_duration)),
+            dataloader_len=None if per_epoch is None else times.Time(per_epoch, Unit.BATCHES),
+            optimizers=[self.optimizer],
+        )
+
+
+def read_schedule(
+    scheduler: Any,
+    interval: str,
+    *,
+    state: LoopState,
+    run: Run,
+    count_batches: Callable[[], int | None],
+) -> Any:
+    """A schedule of Composer's as a callable that makes a scheduler; anything else as it is.
+
+    Args:
+        scheduler: as the `Trainer` takes it.
+        interval: after what it is stepped.
+        state: where training stands.
+        run: knows how long it takes.
+        count_batches: gives the optimizer steps of an epoch; None where nobody knows.
+
+    Raises:
+        TypeError: several in a list.
+        ValueError: an interval of epochs.
+    """
+    if isinstance(scheduler, list | tuple):
+        raise TypeError(
+            f"scheduler is a {type(scheduler).__name__} of {len(scheduler)}: pass one, which may "
+            "be made of several: torch.optim.lr_scheduler.SequentialLR or ChainedScheduler"
+        )
+    if not comes_from(scheduler, "composer.ComposerScheduler"):
+        return scheduler
+    if interval != "batch":
+        raise ValueError(
+            f"{type(scheduler).__name__} counts time by itself and is asked for every batch: leave "
+            "scheduler_interval='batch', and give the schedule its times in epochs ('2ep')"
+        )
+    return partial(
+        ComposerSchedule, schedule=scheduler, state=state, run=run, count_batches=count_batches
+    )

@@ -5,8 +5,10 @@ import random
 import numpy as np
 import torch
 
-from automicro.memory import active_budget, format_bytes, limit_bytes
-from automicro.oom import first_line
+from automicro.memory.budget import active_budget
+from automicro.memory.device import limit_bytes
+from automicro.memory.oom import first_line
+from automicro.units import format_bytes
 
 
 def choose_device(device: torch.device | str) -> torch.device:
@@ -54,7 +56,7 @@ def describe_device(device: torch.device, memory_limit: str | int | float | None
 
     >>> describe_device(torch.device("cpu"), None)
     'the CPU'
-    >>> from automicro.memory import MemoryBudget
+    >>> from automicro import MemoryBudget
     >>> with MemoryBudget("24MiB"):
     ...     describe_device(torch.device("cpu"), None)
     'a simulated 24.00 MiB device on the CPU'

@@ -1,39 +1,101 @@
-"""One pass over the data in evaluation mode."""
+"""Evaluating: when, one pass over the data, and outputs for all of it.
+
+What happens every so often.
+
+One pass over the data in evaluation mode.
+
+When training is interrupted for evaluations, and what they found.
+
+Outputs for all of a data set, in its order.
+"""
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from automicro.duration import Duration, read_duration
-from automicro.events import Callbacks, Cut, ExpectedValues, PhaseState, Run
+from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.events.callback import Callbacks
+from automicro.events.run import Cut, ExpectedValues, LoopState, PhaseState, Run
+from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
-from automicro.ranks import Ranks
-from automicro.results import EvalResult
-from automicro.trainer.alike import compare_orders, require_alike
-from automicro.trainer.composer_data import MatchingMetrics, read_evaluations
+from automicro.ranks.interface import Ranks
+from automicro.step.results import EvalResult
+from automicro.trainer.composer import MatchingMetrics, read_evaluations
+from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches
+from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
-from automicro.trainer.interval import Interval
-from automicro.trainer.lines import (
+from automicro.trainer.metrics import MetricSet
+from automicro.trainer.progress import (
+    Progress,
+    Status,
     count_of,
     evaluation_line,
+    position,
     size_lines,
 )
-from automicro.trainer.loading import empty, fetch, num_batches
-from automicro.trainer.metric_set import MetricSet
-from automicro.trainer.outline import outline_evaluations
-from automicro.trainer.progress import Progress
 from automicro.trainer.recording import Recorder
-from automicro.trainer.samplers import shared_sampler
-from automicro.trainer.session import noting
-from automicro.trainer.status import Status
-from automicro.trainer.together import of_all_ranks, telling_once
-from automicro.weighting import LossMean
+from automicro.trainer.same_on_all_ranks import (
+    compare_orders,
+    of_all_ranks,
+    outline_evaluations,
+    require_alike,
+    telling_once,
+)
+from automicro.trainer.surroundings import noting
+from automicro.units import Duration, Unit, read_duration
+
+
+class Interval:
+    """Says when something is due that happens every so many epochs, batches, samples or tokens.
+
+    A batch is never cut to hit a number of samples: it is due after the batch that reaches it.
+
+    >>> interval, state = Interval(Duration.parse("100sp")), LoopState()
+    >>> due = []
+    >>> for state.samples in (64, 128, 192, 256, 320):
+    ...     due.append(interval.is_due(state))
+    >>> due
+    [False, True, False, True, True]
+    """
+
+    def __init__(self, every: Duration | None) -> None:
+        self._every = every
+        self._passed = 0
+
+    @property
+    def unit(self) -> Unit | None:
+        """What it counts; None where nothing is ever due."""
+        return None if self._every is None else self._every.unit
+
+    def catch_up(self, state: LoopState, *, is_pending: bool = False) -> None:
+        """Take all that is done for handled, as in a run that is taken up again.
+
+        Args:
+            state: where training stands.
+            is_pending: whether the latest is not, and is to be due.
+        """
+        self._passed = self._count(state) - is_pending
+
+    def is_pending(self, state: LoopState) -> bool:
+        """Whether a multiple was reached that is not handled yet."""
+        return self._every is not None and self._count(state) > self._passed
+
+    def is_due(self, state: LoopState) -> bool:
+        """Whether a multiple was reached since this was last asked. Asked after every batch."""
+        is_due = self.is_pending(state)
+        self.catch_up(state)
+        return is_due
+
+    def _count(self, state: LoopState) -> int:
+        """How many multiples were reached."""
+        return 0 if self._every is None else state.done(self._every.unit) // self._every.value
 
 
 class Evaluation:
@@ -344,3 +406,163 @@ def expected_values(
 
 def _is_inherited(value: object) -> bool:
     return isinstance(value, str) and value == INHERITED
+
+
+class EvaluationPlan:
+    """Evaluates in the middle of training, which goes on as if nothing had been.
+
+    An evaluation that is broken off, by a signal or an error, counts for nothing and stays due:
+    it comes first when training goes on, in a run that is taken up again, too.
+
+    Args:
+        evaluations: what to evaluate on.
+        state: where training stands; the evaluations are written down there.
+        callbacks: told of every event.
+        recorder: logs the numbers.
+        run: as callbacks see it.
+
+    Raises:
+        ValueError: data that can be passed over only once, for several evaluations.
+    """
+
+    def __init__(
+        self,
+        evaluations: Sequence[Evaluation],
+        *,
+        state: LoopState,
+        callbacks: Callbacks,
+        recorder: Recorder,
+        run: Run,
+    ) -> None:
+        for evaluation in evaluations:
+            evaluation.check_passes(run.max_duration)
+        self._evaluations = evaluations
+        self._state = state
+        self._callbacks = callbacks
+        self._recorder = recorder
+        self._run = run
+        self._loaded: Sequence[str] = ()
+
+    def __iter__(self) -> Iterator[Evaluation]:
+        return iter(self._evaluations)
+
+    @property
+    def is_complete_at_end(self) -> bool:
+        """Whether all that evaluate at the end have seen the model as it is."""
+        return all(map(self._is_done, filter(_happens_at_end, self._evaluations)))
+
+    def values(self) -> dict[str, float]:
+        """What was found for the model as it is, by the names under which it is logged.
+
+        Values of an earlier evaluation are those of other weights and are left out.
+        """
+        found: dict[str, float] = {}
+        for evaluation in filter(self._is_done, self._evaluations):
+            found |= evaluation.values_in(self._state.eval)
+        return found
+
+    def is_awaited(self, name: str) -> bool:
+        """Whether a value is of an evaluation that has not seen the model as it is."""
+        return any(each.gives(name) and not self._is_done(each) for each in self._evaluations)
+
+    def run_due(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
+        """Evaluate where an interval was reached.
+
+        Args:
+            progress: where to say how it goes.
+            is_stopped: asked before each evaluation and each of its batches.
+        """
+        # At the end of an epoch, those of its last batch come before those of the epoch.
+        for evaluation in sorted(self._evaluations, key=_counts_epochs):
+            if evaluation.interval.is_pending(self._state):
+                self._evaluate(evaluation, progress, is_stopped)
+
+    def run_at_end(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
+        """Evaluate at the end of training, with all that do so in the middle of it."""
+        for evaluation in filter(_happens_at_end, self._evaluations):
+            self._evaluate(evaluation, progress, is_stopped)
+
+    def catch_up(self) -> None:
+        """Take what is done for handled, in a run that is taken up again."""
+        for evaluation in self._evaluations:
+            is_pending = evaluation.name in self._loaded
+            evaluation.interval.catch_up(self._state, is_pending=is_pending)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The evaluations that are due, which were broken off."""
+        pending = (each for each in self._evaluations if each.interval.is_pending(self._state))
+        return {"pending": [each.name for each in pending]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take these for due with the next `catch_up`."""
+        self._loaded = state["pending"]
+
+    def _is_done(self, evaluation: Evaluation) -> bool:
+        return self._state.evaluated_at.get(evaluation.name) == self._state.batch
+
+    def _evaluate(
+        self, evaluation: Evaluation, progress: Progress, is_stopped: Callable[[Ranks], bool]
+    ) -> None:
+        """Evaluate, unless that was done for this very batch."""
+        if not self._is_done(evaluation):
+            if is_stopped(evaluation.microbatcher.ranks):
+                return
+            here = rng_state()  # a loader draws some, and training must not depend on that
+            values = evaluation.run(
+                self._state.eval,
+                progress,
+                callbacks=self._callbacks,
+                recorder=self._recorder,
+                run=self._run,
+                where=position(self._state, self._run.max_duration),
+                is_stopped=is_stopped,
+            )
+            restore_rng_state(here)
+            if values is None:
+                return
+            self._state.evaluated_at[evaluation.name] = self._state.batch
+            self._recorder.flush()
+        evaluation.interval.catch_up(self._state)
+
+
+def _counts_epochs(evaluation: Evaluation) -> bool:
+    return evaluation.interval.unit is Unit.EPOCHS
+
+
+def _happens_at_end(evaluation: Evaluation) -> bool:
+    return evaluation.happens_at_end
+
+
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def predict_all(microbatcher: Microbatcher, loader: Iterable[Any], progress: Progress) -> list[Any]:
+    """The outputs of each batch, in order.
+
+    Raises:
+        ValueError: the loader shuffles.
+        DataLoaderError: there is not one batch.
+
+    Example:
+        >>> import torch
+        >>> from automicro.trainer.progress import SilentProgress
+        >>> identity = Microbatcher(torch.nn.Identity(), loss_fn=torch.nn.MSELoss())
+        >>> predict_all(identity, [torch.ones(2), torch.zeros(1)], SilentProgress())
+        [tensor([1., 1.]), tensor([0.])]
+    """
+    check_loader("dataloader", loader)
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    for sampler in (*samplers, getattr(samplers[1], "sampler", None)):
+        if isinstance(sampler, _SHUFFLING):
+            raise ValueError(
+                f"the loader draws its rows at random ({type(sampler).__name__}), so predictions "
+                "would come in no order that anybody knows; pass one with shuffle=False"
+            )
+    outputs: list[Any] = []
+    where = noting(lambda: f"in prediction, batch {len(outputs) + 1} of the pass")
+    with where, microbatcher.evaluating():
+        for batch in fetch(loader, "dataloader"):
+            outputs.append(microbatcher.predict(batch))
+            done = f"predicting: {count_of(len(outputs), 'batch')} done"
+            progress.status(lambda done=done: done)  # type: ignore[misc]
+    return outputs

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.duration import Duration, read_duration
-from automicro.policy import Policy
-from automicro.trainer.arguments import read_count
-from automicro.trainer.loading import check_loader
+from automicro.options import read_count
+from automicro.policy.policy import Policy
+from automicro.trainer.data.loading import check_loader
+from automicro.units import Duration, read_duration
 
 INHERITED = "inherited"
 """Stands for what the `Trainer` was given."""

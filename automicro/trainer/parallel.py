@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from automicro.checks import check_choice, unwrapped
+from automicro.modules import is_parallel, runs_collectives
+from automicro.options import check_choice, unwrapped
 from automicro.torch_private import is_uninitialized
 from automicro.torch_private_compiler import is_compiled
 from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Place, copy_from_first
-from automicro.wrapped import is_parallel, runs_collectives
 
 PARALLEL_MODES = ("ddp", "fsdp")
 

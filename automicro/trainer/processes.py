@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro.errors import PeerFailedError, PeerLostError
-from automicro.memory import device_identity
+from automicro.memory.device import device_identity
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
 
 _MEETING = timedelta(minutes=10)

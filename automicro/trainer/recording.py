@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from automicro.events import Callbacks, PhaseState, Run
+from automicro.events.callback import Callbacks
+from automicro.events.run import PhaseState, Run
 from automicro.loggers import LoggerGroup
-from automicro.memory import peak_bytes
-from automicro.results import EvalResult
-from automicro.trainer.speed import Speed
+from automicro.memory.device import peak_bytes
+from automicro.step.results import EvalResult
+from automicro.trainer.progress import Speed
 from automicro.trainer.step import TrainedBatch
 
 

@@ -8,48 +8,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from automicro.checkpoints import CheckpointConfig
-from automicro.checks import check_model
-from automicro.duration import Duration, read_duration
-from automicro.events import Callback, Callbacks, LoopState, PhaseState, Run
+from automicro.checkpoints.store import CheckpointConfig
+from automicro.events.callback import Callback, Callbacks
+from automicro.events.run import LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
-from automicro.policy import Policy
-from automicro.trainer.alike import require_alike
-from automicro.trainer.arguments import read_count, read_flag
-from automicro.trainer.arrangement import Arrangement
-from automicro.trainer.assembly import assemble_fit
-from automicro.trainer.building import (
-    OptimizerOrFactory,
-    SchedulerOrFactory,
-    build_optimizer,
-)
+from automicro.loss.averages import LossAverage
+from automicro.options import check_model, read_count, read_flag
+from automicro.policy.policy import Policy
 from automicro.trainer.composer import (
     missing_attribute,
     model_metrics,
+    read_evaluations,
+    read_loader,
     read_more,
+    read_token_counter,
     refusing_unknown,
     refusing_unknown_arguments,
 )
-from automicro.trainer.composer_data import (
-    read_evaluations,
-    read_loader,
-    read_token_counter,
-)
-from automicro.trainer.determinism import prepare_cublas
+from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
-from automicro.trainer.evaluation import EvaluationFactory, expected_values
+from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
 from automicro.trainer.evaluators import read_evaluators
-from automicro.trainer.lines import RunSettings, count_of, describe_parameters
-from automicro.trainer.loading import check_loader, check_passes
-from automicro.trainer.metric_set import MetricSet
-from automicro.trainer.parameter_groups import ParameterGroups
-from automicro.trainer.prediction import predict_all
-from automicro.trainer.primitives import Primitives
+from automicro.trainer.metrics import MetricSet
+from automicro.trainer.optimizer import (
+    OptimizerOrFactory,
+    ParameterGroups,
+    SchedulerOrFactory,
+    build_optimizer,
+)
+from automicro.trainer.progress import RunSettings, count_of, describe_parameters
 from automicro.trainer.recording import Recorder
-from automicro.trainer.session import Session, noting
-from automicro.trainer.summary import FitSummary
-from automicro.trainer.together import telling_of_failure, telling_once
-from automicro.weighting import LossAverage
+from automicro.trainer.report import FitSummary
+from automicro.trainer.same_on_all_ranks import require_alike, telling_of_failure, telling_once
+from automicro.trainer.setup import Arrangement, Primitives, assemble_fit
+from automicro.trainer.surroundings import Session, noting, prepare_cublas
+from automicro.units import Duration, read_duration
 
 
 @refusing_unknown

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
-from automicro.module_index import ModuleIndex
+from automicro.modules import ModuleIndex
 from automicro.torch_private import buffer_table, have_buffers, is_uninitialized
-from automicro.transaction.tensors import (
+from automicro.transaction.parameters import (
     LARGE_BYTES,
     TensorCopy,
     seen_version,

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from automicro.errors import RollbackError
 from automicro.reach import OF_EVERY_MODULE, is_generator
 from automicro.torch_private import is_uninitialized
+from automicro.transaction.parameters import TensorCopy, seen_version
 from automicro.transaction.rng import set_state, state_of
-from automicro.transaction.tensors import TensorCopy, seen_version
 
 # What cannot be changed, or is no state: held by reference.
 _CONSTANT = (

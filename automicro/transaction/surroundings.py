@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from automicro.reach import OF_EVERY_MODULE, Variable
+from automicro.transaction.parameters import seen_version
 from automicro.transaction.remembering import CannotRememberError, Remembered
-from automicro.transaction.tensors import seen_version
 
 MISSING = object()
 """Stands for an attribute that is not there."""

@@ -30,7 +30,7 @@ class Transaction:
 
     Example:
         >>> import torch
-        >>> from automicro.transaction import Gradients, Transaction
+        >>> from automicro.transaction.gradients import Gradients
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> transaction = Transaction([Gradients([weight])])
         >>> transaction.begin()

@@ -1,38 +1,249 @@
 """Running a model on a batch, whole or split, under controlled conditions.
 
 Every run starts from the same state, random generators included, and leaves no trace.
+
+What is examined: the caller's model and loss, and copies of them in another precision.
+
+What modules keep beside parameters and buffers, and whether a forward changes it.
+
+A few rows of the batch, in the laboratory: which to take, and what they are labelled with.
 """
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.batchnorm import find_batchnorm
-from automicro.checks import check_loss
-from automicro.forward import choose_convention
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import text_of
+from automicro.loss.averages import Average
+from automicro.loss.causes import Rows, measure_rows, weights_by
+from automicro.loss.conventions import Convention, choose_convention
+from automicro.loss.informative_rows import Choice, choose_rows
+from automicro.loss.look import Measured
+from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
-from automicro.module_index import ModuleIndex
-from automicro.probe.measured import Measured
-from automicro.probe.silence import Silence
-from automicro.slicing import BatchLayout, map_tensors
-from automicro.transaction import (
-    BufferMemory,
-    Buffers,
-    Gradients,
-    OwnGenerators,
-    Part,
-    RandomState,
-    Transaction,
-    devices_of,
-)
+from automicro.modules import ModuleIndex
+from automicro.options import check_loss
+from automicro.reach import OF_EVERY_MODULE, captured_modules, is_generator
+from automicro.step.split_guard import find_batchnorm
+from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.gradients import Gradients
+from automicro.transaction.rng import OwnGenerators, RandomState, devices_of, state_of
 from automicro.transaction.surroundings import Surroundings
-from automicro.verification.state import named_modules, own_generators
-from automicro.verification.subject import Subject, cast
+from automicro.transaction.transaction import Part, Transaction
+from automicro.values import same_content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, and what computes its loss."""
+
+    model: nn.Module
+    modules: tuple[nn.Module, ...]
+    loss_fn: Callable[..., Any] | None
+    forward: Callable[[Any, Any], Any] | None
+
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """Every module that takes part, by the prefix of its names."""
+        roots = {"": self.model}
+        roots |= {f"modules[{index}].": module for index, module in enumerate(self.modules)}
+        if isinstance(self.loss_fn, nn.Module) and self.loss_fn not in roots.values():
+            roots["loss_fn."] = self.loss_fn
+        return roots
+
+    @property
+    def loss_name(self) -> str:
+        """What computes the loss, by a name that its author knows."""
+        function = self.forward or self.loss_fn
+        while isinstance(function, functools.partial):
+            function = function.func
+        if function is None:
+            return f"{type(self.model).__name__}'s own loss"
+        name = str(getattr(function, "__name__", type(function).__name__))
+        return "the loss" if name == "<lambda>" else name
+
+    def why_not_copied(self) -> str:
+        """Why a copy cannot stand for the originals; empty where it can."""
+        for name, function in (("forward", self.forward), ("loss_fn", self.loss_fn)):
+            captured = [] if isinstance(function, nn.Module) else captured_modules(function)
+            if captured:
+                return f"{name} uses a {type(captured[0]).__name__} past its arguments"
+        try:
+            self.copy()
+        except Exception as error:
+            first = text_of(error).partition(". ")[0].partition("\n")[0]
+            return f"the model cannot be copied ({type(error).__name__}: {first.rstrip('.')})"
+        return ""
+
+    def copy(self, dtype: torch.dtype | None = None) -> "Subject":
+        """A deep copy, without gradients, its floating point tensors of this type if given."""
+        model, modules, loss_fn, forward = copy.deepcopy(
+            (self.model, self.modules, self.loss_fn, self.forward)
+        )
+        if dtype is not None:
+            loss_fn, forward = _converted(loss_fn, dtype), _converted(forward, dtype)
+        twin = Subject(model=model, modules=modules, loss_fn=loss_fn, forward=forward)
+        for root in twin.roots.values():
+            if dtype is not None:
+                _convert(root, dtype)
+            for parameter in root.parameters():
+                parameter.grad = None
+        return twin
+
+    def captured(self) -> list[nn.Module]:
+        """Modules that only the functions know of."""
+        known = {id(module) for root in self.roots.values() for module in root.modules()}
+        functions = (self.forward, self.loss_fn)
+        found = [m for f in functions if not isinstance(f, nn.Module) for m in captured_modules(f)]
+        return [module for module in found if id(module) not in known]
+
+    def lowest_dtype(self) -> torch.dtype:
+        """The least precise floating point type of its parameters and buffers."""
+        tensors: list[Tensor] = []
+        for root in self.roots.values():
+            tensors += [*root.parameters(), *root.buffers()]
+        found = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        return min(found, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A batch, or anything with tensors in it, with its floating point tensors of this type."""
+    return map_tensors(value, lambda each: each.to(dtype) if each.is_floating_point() else each)
+
+
+def _convert(root: nn.Module, dtype: torch.dtype) -> None:
+    root.to(dtype)
+    for module in root.modules():
+        _convert_attributes(module, dtype)
+
+
+def _convert_attributes(owner: Any, dtype: torch.dtype) -> None:
+    for name, value in vars(owner).items():
+        if isinstance(value, Tensor):
+            vars(owner)[name] = cast(value, dtype)
+
+
+def _converted(function: Any, dtype: torch.dtype) -> Any:
+    if isinstance(function, functools.partial):
+        keywords: Mapping[str, Any] = cast(dict(function.keywords), dtype)
+        return functools.partial(function.func, *cast(function.args, dtype), **keywords)
+    is_function = function is None or hasattr(function, "__code__")
+    if not is_function and not isinstance(function, nn.Module) and hasattr(function, "__dict__"):
+        _convert_attributes(function, dtype)
+    return function
+
+
+_DEPTH = 4
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Frozen:
+    """A value as it was: compared by content, whatever happens to the value.
+
+    Example:
+        >>> counts = {"steps": [1, 2]}
+        >>> before = Frozen(counts)
+        >>> counts["steps"].append(3)
+        >>> list(before.changes(Frozen(counts), "counts"))
+        ['counts.steps']
+    """
+
+    def __init__(self, value: Any, depth: int = _DEPTH) -> None:
+        self.type = type(value)
+        self.parts: dict[Any, Frozen] = {}
+        self.content: Any = None
+        if isinstance(value, Tensor):
+            self.content = value.detach().clone()
+        elif isinstance(value, _PLAIN):
+            self.content = value
+        elif is_generator(value):
+            state = state_of(value)
+            self.content = state.tolist() if isinstance(state, Tensor) else repr(state)
+        elif isinstance(value, np.ndarray):
+            self.content = value.tobytes(), value.shape
+        elif isinstance(value, nn.Module | type) or callable(value) or depth == 0:
+            self.content = id(value)
+        else:
+            self.parts = {name: Frozen(part, depth - 1) for name, part in _parts(value)}
+
+    def changes(self, other: "Frozen", path: str) -> Iterator[str]:
+        """Paths of what differs, containers that grew or shrank as a whole."""
+        if self.type is not other.type or self.parts.keys() != other.parts.keys():
+            yield path
+        elif self.parts:
+            for name, part in self.parts.items():
+                yield from part.changes(other.parts[name], f"{path}.{name}" if path else str(name))
+        elif isinstance(self.content, Tensor):
+            if not same_content(self.content, other.content):
+                yield path
+        elif self.content != other.content and self.content == self.content:
+            yield path
+
+
+def freeze_attributes(roots: Mapping[str, nn.Module]) -> dict[tuple[str, str], Frozen]:
+    """The plain attributes of all modules, by the module's name and the attribute's."""
+    return {
+        (owner, name): Frozen(value)
+        for owner, module in named_modules(roots)
+        for name, value in vars(module).items()
+        if name not in OF_EVERY_MODULE
+    }
+
+
+def changed_attributes(
+    before: Mapping[tuple[str, str], Frozen], after: Mapping[tuple[str, str], Frozen]
+) -> list[tuple[str, str]]:
+    """Attributes that were changed, added or removed."""
+    return [
+        key
+        for key in {**before, **after}
+        if key not in before
+        or key not in after
+        or next(before[key].changes(after[key], ""), None) is not None
+    ]
+
+
+def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module in these, each once, by its name behind the root's prefix."""
+    memo: set[nn.Module] = set()
+    for prefix, root in roots.items():
+        for name, module in root.named_modules(memo):
+            yield f"{prefix}{name}", module
+
+
+def describe(owner: str, name: str) -> str:
+    """An attribute's path."""
+    return f"{owner}.{name}".lstrip(".")
+
+
+def own_generators(roots: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
+    """Generators that modules keep as attributes, by their paths."""
+    return [
+        (describe(owner, name), value)
+        for owner, module in named_modules(roots)
+        for name, value in vars(module).items()
+        if is_generator(value)
+    ]
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, set | frozenset):
+        yield from ((repr(part), None) for part in sorted(value, key=repr))
+    elif isinstance(value, Sequence) or hasattr(value, "popleft"):
+        yield from enumerate(value)
+    else:
+        yield from getattr(value, "__dict__", {"": id(value)}).items()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,3 +520,52 @@ def _attributes_reset(
                 vars(modules[owner]).pop(name, None)
 
     return reset
+
+
+_MAX_ROWS = 12
+
+
+def measure(laboratory: Laboratory, conditions: Conditions, indices: Sequence[int]) -> Rows | str:
+    """The rows together and in parts, or why neither one nor two alone can be run."""
+    return measure_rows(lambda rows: laboratory.whole(conditions, rows), indices)
+
+
+def choose(laboratory: Laboratory) -> Choice:
+    """Rows that can tell one average from another: of other classes, sizes, ignored targets."""
+    batch = laboratory.batch()
+    layout = laboratory.layout
+    return choose_rows(layout, batch, layout.num_rows(batch), most=_MAX_ROWS)
+
+
+def can_tell(laboratory: Laboratory, convention: Convention) -> bool:
+    """Whether rows differ in how many targets, or how much weight, a loss may count."""
+    batch = laboratory.batch()
+    try:
+        targets = convention.targets(batch)
+    except (ValueError, IndexError):
+        targets = None
+    paths = {path for path, leaf in tensor_leaves(batch) if leaf is targets}
+    return not any(
+        kind in ("weight", "size") or (kind == "valid" and path in paths)
+        for path, kind in choose(laboratory).pending
+    )
+
+
+def labels(rows: Sequence[Any], convention: Convention) -> list[int]:
+    """The class of each row, where a row has one target that is an integer; else nothing."""
+    try:
+        targets = [convention.targets(row) for row in rows]
+    except (ValueError, IndexError):
+        return []
+    if not all(isinstance(each, Tensor) and each.numel() == 1 for each in targets):
+        return []
+    if targets[0].is_floating_point():
+        return []
+    return [int(each) for each in targets]
+
+
+def weights_in(average: Average, laboratory: Laboratory, rows: Rows) -> list[float] | None:
+    """The weights that an average gives to these parts; None where it cannot count them."""
+    batch = laboratory.batch([row for part in rows.parts for row in part])
+    sizes = [len(part) for part in rows.parts]
+    return weights_by(average, batch, laboratory.layout.split(batch, sizes), sizes)

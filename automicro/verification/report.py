@@ -1,4 +1,9 @@
-"""What `verify` found, as values and as text."""
+"""What `verify` found, as values, as text, and in words.
+
+What `verify` found, as values and as text.
+
+The words for what can be found, one function each.
+"""
 
 import dataclasses
 import math
@@ -7,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from automicro.loss.averages import Candidate
 from automicro.showing import html_text, short
+from automicro.verification.laboratory import describe
+from automicro.verification.observation import Observation
 
 EXACT, NOT_EXACT, UNVERIFIABLE = "exact", "not exact", "cannot be verified"
 _EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, UNVERIFIABLE: 3}
@@ -168,3 +176,252 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     # Not numbers in JSON.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_SHOWN = 5
+KEEP_WHOLE = "keep batches whole with microbatch_size=None"
+
+
+def batchnorm(names: Sequence[str]) -> Finding:
+    """Layers that normalise over the rows."""
+    layers = "layer averages" if len(names) == 1 else "layers average"
+    return Finding(
+        kind="batchnorm",
+        names=tuple(names),
+        text=f"{len(names)} BatchNorm {layers} over the rows of a microbatch: {listed(names)}",
+        remedy="use GroupNorm or LayerNorm, freeze the statistics with .eval() on these layers, or "
+        "train on whole batches with batchnorm='disable'",
+    )
+
+
+def buffers(names: Sequence[str]) -> Finding:
+    """Buffers that a forward changes and a later one reads."""
+    return Finding(
+        kind="buffers",
+        names=tuple(names),
+        text=f"each training forward changes buffers and the next one computes with them: "
+        f"{listed(names)}",
+        remedy="update them once per step, outside the forward (spectral norm: eval() of the "
+        f"parametrization but for one forward per step), or {KEEP_WHOLE}",
+    )
+
+
+def attributes(keys: Sequence[tuple[str, str]]) -> Finding:
+    """State that is no buffer, which a forward changes and a later one reads."""
+    names = tuple(describe(*key) for key in keys)
+    return Finding(
+        kind="attributes",
+        names=names,
+        text=f"each forward changes state that is not a buffer and the next one computes with it: "
+        f"{listed(names)}",
+        remedy="update it once per step, outside the forward, and register it as a buffer so that "
+        f"a failed attempt can be rolled back; or {KEEP_WHOLE}",
+    )
+
+
+def loss_average(found: Candidate, configured: str, before: float, after: float) -> Finding:
+    """A loss that is another mean than it was taken for."""
+    return Finding(
+        kind="loss average",
+        names=(found.code,),
+        text=f"the loss is {found.kind}, and was taken for {configured}",
+        evidence=f"with loss_average={found.code} the relative error is {after:.0e}, not "
+        f"{before:.1g}",
+        remedy=f"pass loss_average={found.code}",
+    )
+
+
+def class_weights(found: Candidate | None, weights: dict[int, float], loss_name: str) -> Finding:
+    """A loss that weighs rows by class."""
+    shown = ", ".join(f"class {label}: {weight:.4g}" for label, weight in sorted(weights.items()))
+    callable_text = (
+        f"loss_average={found.code}"
+        if found
+        else "loss_average=… as a callable that adds up the weights of a microbatch's targets"
+    )
+    return Finding(
+        kind="class weights",
+        names=(loss_name,),
+        text=f"{loss_name} weighs rows by their class and divides by the sum of these weights "
+        f"(in proportion: {shown})",
+        remedy=f"pass loss_fn=nn.CrossEntropyLoss(weight=…), which is read off, or {callable_text}",
+    )
+
+
+def other_weights(
+    loss_name: str, parts: Sequence[Sequence[int]], weights: Sequence[float]
+) -> Finding:
+    """A weighted mean over rows, of which nothing shows where the weights come from."""
+    pairs = zip(parts, weights, strict=True)
+    shown = ", ".join(f"{'+'.join(map(str, part))}: {weight:.3g}" for part, weight in pairs)
+    return Finding(
+        kind="loss average",
+        names=(loss_name,),
+        text=f"{loss_name} is a weighted mean of the rows' losses with weights that none of the "
+        f"known counts explains (by row: {shown})",
+        remedy="pass loss_average=… as a callable that gives what a microbatch's loss was divided "
+        "by",
+    )
+
+
+def across_rows(names: Sequence[str]) -> Finding:
+    """Modules whose output for a row depends on other rows."""
+    whose = "the output of a module" if len(names) == 1 else "the outputs of modules"
+    return Finding(
+        kind="across rows",
+        names=tuple(names),
+        text=f"{whose} for a row depends on the other rows: {listed(names)}",
+        remedy=f"compute it for each row by itself, or {KEEP_WHOLE}",
+    )
+
+
+def compares_rows(loss_name: str) -> Finding:
+    """A loss that is no mean over rows at all."""
+    return Finding(
+        kind="compares rows",
+        names=(loss_name,),
+        text=f"{loss_name} compares rows (a contrastive loss, say) or adds a term that does not "
+        "come from rows: no weighting of the rows' gradients gives the batch's",
+        remedy=f"{KEEP_WHOLE}, or compute the loss from outputs of the whole batch",
+    )
+
+
+def fails_on_fewer_rows(loss_name: str, size: int, failure: str) -> Finding:
+    """A forward or a loss that only works on whole batches."""
+    return Finding(
+        kind="fails on fewer rows",
+        names=(loss_name,),
+        text=f"the forward or the loss ({loss_name}) fails with microbatches of at "
+        f"most {size} {'row' if size == 1 else 'rows'}: {failure}",
+        remedy="remove what fixes the number of rows or refers to other rows of the batch (a "
+        "written-out batch size, .squeeze() without a dimension, targets that are row numbers), "
+        f"or {KEEP_WHOLE}",
+    )
+
+
+def fails_on_one_row(loss_name: str, failure: str) -> Finding:
+    """A forward or a loss that only works on several rows."""
+    return Finding(
+        kind="fails on one row",
+        names=(loss_name,),
+        text=f"the forward or the loss ({loss_name}) fails with a microbatch of one row, and not "
+        f"with two: {failure}",
+        remedy="give .squeeze() its dimension, as in .squeeze(-1): without one it takes away that "
+        f"of the rows, too, where there is one row; or {KEEP_WHOLE}",
+    )
+
+
+def unknown() -> Finding:
+    """Nothing that was tried explains the difference."""
+    return Finding(
+        kind="unknown",
+        text="none of the causes that were tried explains the difference",
+        remedy="look at the parameters that differ most; pass fewer rows or a part of the model to "
+        f"narrow it down, or {KEEP_WHOLE}",
+    )
+
+
+def non_deterministic(error: float) -> Finding:
+    """Two runs from one state that differ."""
+    return Finding(
+        kind="non-deterministic",
+        text="the same batch gives another gradient the second time, from the same state and the "
+        f"same seeds (relative difference {error:.1g}): non-deterministic kernels, a random "
+        "generator outside the model, or a global or captured variable that the forward changes",
+        remedy="keep such state in the model, draw with torch's global generator, or switch "
+        "on torch.use_deterministic_algorithms(True)",
+    )
+
+
+def random_draws(seen: Observation, modules: Sequence[str]) -> Finding:
+    """Draws that could not be held constant, so that they hide everything else."""
+    sources = (*seen.generators, *seen.unsilenced)
+    through = f" (in {listed(modules)})" if modules else ""
+    return Finding(
+        kind="random",
+        names=(*sources, *modules),
+        text=f"the forward draws random numbers that cannot be held constant, from "
+        f"{listed(sources)}{through}, so each cut of a batch computes something else; whether the "
+        "rest is exact cannot be seen",
+        remedy="switch the draws off for this check; draw with torch.rand or torch.randn, per row",
+    )
+
+
+def notes(seen: Observation) -> list[Finding]:
+    """What is worth knowing although it changes no gradient."""
+    found = []
+    if seen.drawn or seen.generators or seen.unsilenced:
+        sources = (*seen.drawn, *seen.generators, *seen.unsilenced)
+        found.append(
+            Finding(
+                kind="random",
+                names=sources,
+                text=f"the forward draws random numbers ({listed(sources)}), held the same here. "
+                "In training each microbatch draws its own, as each batch does: the expectation "
+                "is the same, single steps differ",
+            )
+        )
+    if seen.inputs:
+        found.append(
+            Finding(
+                kind="input written",
+                names=seen.inputs,
+                text=f"the forward writes into its input: {listed(seen.inputs)}",
+                remedy="clone it first. Until then tensors are copied for each microbatch, which "
+                "costs memory; other parts of a batch are not protected",
+            )
+        )
+    if not seen.is_training:
+        found.append(
+            Finding(
+                kind="mode",
+                text="the model is in evaluation mode and was examined in it",
+                remedy="call model.train() first if that is not how it is trained",
+            )
+        )
+    return found
+
+
+def state_notes(seen: Observation, causes: Sequence[Finding]) -> list[Finding]:
+    """Changes of state that are not among the causes."""
+    kinds = {cause.kind for cause in causes}
+    found = []
+    if seen.buffers and "buffers" not in kinds:
+        found.append(
+            Finding(
+                kind="buffers",
+                names=seen.buffers,
+                text=f"each training forward changes buffers, now once per microbatch: "
+                f"{listed(seen.buffers)}",
+                remedy="update them once per step, outside the forward, if their values matter",
+            )
+        )
+    if seen.attributes and "attributes" not in kinds:
+        names = tuple(describe(*key) for key in seen.attributes)
+        found.append(
+            Finding(
+                kind="attributes",
+                names=names,
+                text=f"each forward changes state that is not a buffer: {listed(names)}",
+                remedy="nothing, if it is a cache; what counts steps or keeps averages belongs "
+                "into a buffer, because a failed attempt puts back nothing else",
+            )
+        )
+    return found
+
+
+def even_batch() -> Finding:
+    """A batch on which different averages look the same."""
+    return Finding(
+        kind="batch",
+        text="every row of this batch has the same number of targets, so that a mean over tokens "
+        "looks like the mean over samples that the loss was taken for",
+        remedy="verify with a batch whose rows differ in length or in ignored targets, or say "
+        "loss_average='tokens'",
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,26 +1,278 @@
-"""The entry: compare, then explain."""
+"""The entry: compare several sizes, explain differences, judge.
 
-from collections.abc import Callable, Iterable, Mapping
+From the runs to a report: compare several sizes, have differences explained, judge.
+
+The entry: compare, then explain.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from automicro.checks import check_model, check_unwrapped, resolve_device
-from automicro.errors import BatchError, RollbackError, describe_error, text_of
-from automicro.forward import choose_convention
-from automicro.oom import Failure, classify
-from automicro.slicing import BatchLayout, check_microbatch_size
-from automicro.verification.examination import Examination
-from automicro.verification.laboratory import Conditions, Laboratory
-from automicro.verification.observe import observe
+from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
+from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
+from automicro.loss.averages import Average, LossAverage, is_declared, read_average
+from automicro.loss.conventions import choose_convention
+from automicro.loss.look import loss_error, relative_errors
+from automicro.memory.oom import Failure, classify
+from automicro.options import check_model, check_unwrapped, resolve_device
+from automicro.step.split_guard import needs_two_rows
+from automicro.verification import report as findings
+from automicro.verification.experiments import Diagnosing, Diagnosis, failure_on_fewer_rows
+from automicro.verification.laboratory import Conditions, Laboratory, Subject, can_tell
+from automicro.verification.observation import Observation, observe
 from automicro.verification.report import (
+    EXACT,
+    NOT_EXACT,
     UNVERIFIABLE,
+    Comparison,
     Finding,
     VerifyReport,
 )
-from automicro.verification.subject import Subject
-from automicro.weighting import Average, LossAverage, read_average
+
+_MAX_MICROBATCHES = 32
+_ONE = "BatchNorm needs two values per channel"
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """One model and batch, once the whole batch has been run.
+
+    Attributes:
+        laboratory: where they run.
+        conditions: as configured by the caller.
+        seen: what a run of the whole batch changed.
+        tolerance: relative errors up to this one count as rounding.
+        precision: the type in which it was computed, in words.
+        why_precision: why it is not another, to be appended to a sentence.
+        num_rows: rows of the batch.
+        averages: what the losses were taken for.
+    """
+
+    laboratory: Laboratory
+    conditions: Conditions
+    seen: Observation
+    tolerance: float
+    precision: str
+    why_precision: str
+    num_rows: int
+    averages: Mapping[str, Average]
+
+    def report(self, sizes: Sequence[int] | None) -> VerifyReport:
+        """Compare, explain, judge.
+
+        Args:
+            sizes: of microbatches; None for the usual ones.
+
+        Raises:
+            ValueError: none of the sizes splits the batch.
+        """
+        cause = self._why_incomparable()
+        if cause is not None:
+            return self._report(UNVERIFIABLE, f"{UNVERIFIABLE}: {cause.text}", causes=[cause])
+        cuts = _cuts(self.num_rows, sizes)
+        compared = [self._compare(size) for size in cuts]
+        comparisons = [comparison for comparison, _ in compared]
+        errors = _largest([errors for _, errors in compared])
+        ran = [each for each in comparisons if not each.failure]
+        broken = [
+            each for each in comparisons if each.failure and not each.failure.startswith(_ONE)
+        ]
+        diagnosis = (
+            Diagnosis() if ran else Diagnosis(causes=[findings.batchnorm(self.seen.batchnorm)])
+        )
+        if ran and max(each.error for each in ran) > self.tolerance:
+            diagnosis = self._diagnose(max(ran, key=lambda each: each.error))
+        if broken:
+            diagnosis = self._with_failure(diagnosis if ran else Diagnosis(), broken[0])
+        status, verdict = self._judge(diagnosis, errors)
+        return self._report(
+            status,
+            verdict,
+            causes=diagnosis.causes,
+            comparisons=comparisons,
+            parameter_errors=errors,
+            loss_average="" if diagnosis.loss_average is None else diagnosis.loss_average.code,
+        )
+
+    def _why_incomparable(self) -> Finding | None:
+        whole = self.seen.measured
+        if not whole.is_finite:
+            return Finding(
+                kind="batch",
+                text=f"the loss of the whole batch is {whole.loss}, or its gradient is not finite",
+                remedy="pass a batch on which the model trains, with targets that are not ignored",
+            )
+        if whole.norm == 0:
+            return Finding(
+                kind="batch",
+                text="the gradient of the whole batch is zero, and so would any split's be",
+                remedy="pass a batch and a model with a gradient",
+            )
+        again = self.laboratory.whole(self.conditions)
+        difference = max(relative_errors(again, whole).values())
+        if difference > self.tolerance or not loss_error(again.loss, whole.loss) <= self.tolerance:
+            return findings.non_deterministic(difference)
+        return None
+
+    def _compare(self, size: int) -> tuple[Comparison, Mapping[str, float]]:
+        count = len(balanced_sizes(self.num_rows, size))
+        try:
+            split = self.laboratory.split(self.conditions, size)
+        except (BatchError, LossError, RollbackError):
+            raise
+        except Exception as error:
+            if classify(error) is not Failure.UNRELATED:
+                raise
+            text = _ONE if needs_two_rows(error) else describe_error(error)
+            failed = Comparison(
+                microbatch_size=size, num_microbatches=count, error=math.nan, failure=text
+            )
+            return failed, {}
+        errors = relative_errors(split, self.seen.measured)
+        worst = max(errors, key=lambda name: errors[name])
+        comparison = Comparison(
+            microbatch_size=size,
+            num_microbatches=count,
+            error=errors[worst],
+            worst=worst,
+            loss_error=loss_error(split.loss, self.seen.measured.loss),
+        )
+        return comparison, errors
+
+    def _can_tell(self) -> bool:
+        """Whether this batch would show that an assumed average is wrong."""
+        if all(average.is_known for average in self.averages.values()):
+            return True
+        subject = self.laboratory.subject
+        convention = choose_convention(
+            subject.model, forward=subject.forward, loss_fn=subject.loss_fn
+        )
+        return can_tell(self.laboratory, convention)
+
+    def _sureness(self, status: str, loss_average: str) -> str:
+        if status == NOT_EXACT and loss_average:
+            return "wrong"
+        if is_declared(self.conditions.loss_average):
+            return "declared"
+        if all(average.is_known for average in self.averages.values()):
+            return "read"
+        return "checked" if status == EXACT and self._can_tell() else "unchecked"
+
+    def _with_failure(self, diagnosis: Diagnosis, broken: Comparison) -> Diagnosis:
+        """A diagnosis of the sizes that ran, and that another one fails."""
+        failure = failure_on_fewer_rows(
+            self.laboratory, self.conditions, broken.microbatch_size, broken.failure
+        )
+        others = [cause for cause in diagnosis.causes if cause.kind != failure.kind]
+        return replace(diagnosis, causes=[failure, *others])
+
+    def _diagnose(self, worst: Comparison) -> Diagnosis:
+        diagnosis = Diagnosing(
+            self.laboratory, self.conditions, self.seen, worst.microbatch_size, self.tolerance
+        ).run()
+        return diagnosis if diagnosis.causes else Diagnosis(causes=[findings.unknown()])
+
+    def _judge(
+        self,
+        diagnosis: Diagnosis,
+        errors: Mapping[str, float],
+    ) -> tuple[str, str]:
+        error = max(errors.values(), default=math.nan)
+        if not diagnosis.causes:
+            text = (
+                f"{EXACT}: splitting does not change the gradient (max relative error "
+                f"{error:.0e} in {self.precision})"
+            )
+            return EXACT, text
+        first, *others = diagnosis.causes
+        if diagnosis.is_random:
+            return UNVERIFIABLE, f"{UNVERIFIABLE}: {first.text}"
+        found = diagnosis.loss_average
+        if found is not None and not others:
+            taken_for = " and ".join(dict.fromkeys(a.describe() for a in self.averages.values()))
+            text = (
+                f"exact with loss_average={found.code} ({found.kind}); as configured ({taken_for}) "
+                f"the relative error is {error:.2g}"
+            )
+            return NOT_EXACT, text
+        more = f", and {len(others)} more below" if others else ""
+        size = f" (relative error {error:.2g})" if error > self.tolerance else ""
+        return NOT_EXACT, f"{NOT_EXACT}: {first.text}{size}{more}"
+
+    def _report(
+        self,
+        status: str,
+        verdict: str,
+        *,
+        causes: Sequence[Finding],
+        comparisons: Sequence[Comparison] = (),
+        parameter_errors: Mapping[str, float] | None = None,
+        loss_average: str = "",
+    ) -> VerifyReport:
+        notes = findings.notes(self.seen)
+        if any(cause.kind == "random" for cause in causes):
+            notes = [note for note in notes if note.kind != "random"]
+        notes += findings.state_notes(self.seen, causes)
+        wrong = [each.loss_error for each in comparisons if each.loss_error > self.tolerance]
+        if wrong and status == EXACT:
+            notes.append(
+                Finding(
+                    kind="loss value",
+                    text=f"the loss itself differs (relative error {max(wrong):.1g}), in a part "
+                    "that has no gradient",
+                )
+            )
+        if status == EXACT and not self._can_tell():
+            notes.append(findings.even_batch())
+        where = self.laboratory.why_in_place
+        how = (
+            f"on the model itself in its own precision, rolled back, because {where}"
+            if where
+            else "on a copy"
+        )
+        return VerifyReport(
+            status=status,
+            verdict=verdict,
+            loss_average=loss_average,
+            loss_average_is=self._sureness(status, loss_average),
+            causes=tuple(causes),
+            notes=tuple(notes),
+            comparisons=tuple(comparisons),
+            parameter_errors=parameter_errors or {},
+            num_rows=self.num_rows,
+            dtype=self.precision,
+            tolerance=self.tolerance,
+            method=f"{how}{self.why_precision}",
+        )
+
+
+def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
+    """Sizes of the largest microbatch, each cut once.
+
+    Raises:
+        ValueError: none of the sizes splits the batch.
+    """
+    if sizes is None:
+        ragged = next((pieces for pieces in range(3, num_rows) if num_rows % pieces), 2)
+        most = [-(-num_rows // 2), num_rows] if num_rows <= _MAX_MICROBATCHES else [16]
+        sizes = [-(-num_rows // pieces) for pieces in (2, ragged, *most)]
+    cuts = [balanced_sizes(num_rows, size)[0] for size in sizes if size < num_rows]
+    if not cuts:
+        raise ValueError(
+            f"sizes={list(sizes)} leaves the batch of {num_rows} rows whole; give sizes below it"
+        )
+    return sorted(set(cuts), reverse=True)
+
+
+def _largest(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in errors for name in each)
+    return {name: max(each[name] for each in errors if name in each) for name in names}
+
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

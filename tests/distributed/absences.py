@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Microbatcher, Trainer
-from automicro.distributed import commons
-from automicro.policy import Halving
+from automicro.policy.halving import Halving
+from automicro.ranks.guards import guard as commons
 
 
 def end_of(work: Callable[[], object]) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.memory.residents import measure_residents
-from automicro.optimization import GradientScaler, clip_gradients, clipping, step_optimizer
+from automicro.optimizer import clipping
+from automicro.optimizer.clipping import clip_gradients
+from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.step import step_optimizer
 from tests.distributed.uneven import Sum
 
 CPU = torch.device("cpu")

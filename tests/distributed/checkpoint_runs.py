@@ -18,14 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import automicro.checkpoints.tensors  # noqa: F401  once for all worlds
 from automicro.callbacks import ExponentialMovingAverage
-from automicro.checkpoints import ALONE, CheckpointConfig, CheckpointStore, Peers, open_peers
-from automicro.checkpoints.peers import together
-from automicro.duration import Duration
-from automicro.events import Callbacks, LoopState, Run
-from automicro.trainer.checkpointing import Checkpointer
-from automicro.trainer.feed import Feed
+from automicro.checkpoints.peers import ALONE, Peers, open_peers, together
+from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
+from automicro.events.callback import Callbacks
+from automicro.events.run import LoopState, Run
+from automicro.trainer.data.feed import Feed
 from automicro.trainer.progress import SilentProgress
-from automicro.trainer.snapshot import Snapshot, restore_random_numbers
+from automicro.trainer.resume.checkpointer import Checkpointer
+from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
+from automicro.units import Duration
 from tests.checkpoint_faults import Faults, fail, kill
 
 ROWS = 12

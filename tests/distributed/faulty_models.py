@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from automicro.distributed import VotingHook
+from automicro.ranks.guards.ddp import VotingHook
 from automicro.torch_private_distributed import collectives_of
 
 WIDTH = 8

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
-from automicro.distributed.setup import open_exchange
-from automicro.distributed.watching import watch_peers
+from automicro.ranks.discovery import open_exchange
+from automicro.ranks.heartbeat import watch_peers
 from automicro.torch_private_distributed import TCPStore
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)

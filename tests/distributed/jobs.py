@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import automicro.distributed.ddp
-import automicro.distributed.fsdp
-from automicro.distributed import commons, coordinate, warm_up
+import automicro.ranks.guards.ddp
+import automicro.ranks.guards.fsdp
 from automicro.errors import DesyncError
+from automicro.ranks import warm_up
+from automicro.ranks.discovery import coordinate
+from automicro.ranks.guards import guard as commons
 from automicro.torch_private_distributed import collectives_of
 from tests.distributed.faulty_models import Fault, Faults, Net, build
 from tests.distributed.steps import ROWS, Stepper, local
@@ -83,8 +85,8 @@ def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str,
 def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
     """As `compare`, without one of the repairs after an attempt that did not end."""
     module = {
-        "drop_unsharded": automicro.distributed.fsdp,
-        "reset_reducer": automicro.distributed.ddp,
+        "drop_unsharded": automicro.ranks.guards.fsdp,
+        "reset_reducer": automicro.ranks.guards.ddp,
     }
     repair = getattr(module[name], name)
     setattr(module[name], name, lambda modules: None)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automicro import Microbatcher
-from automicro.distributed import CoordinatedRanks
-from automicro.policy import Outcome, Policy
-from automicro.results import StepResult
+from automicro.policy.policy import Outcome, Policy
+from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.step.results import StepResult
 from tests.distributed.faulty_models import Faults
 
 ROWS = 32

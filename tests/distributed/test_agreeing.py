@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.distributed.warm_up import COMMUNICATION_SHARE
+from automicro.ranks.warm_up import COMMUNICATION_SHARE
 from tests.distributed.agreeing import (
     clip,
     count_residents,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automicro.distributed.attendance import ENDED, NEIGHBOURS, Attendance, interval_for
+from automicro.ranks.heartbeat import ENDED, NEIGHBOURS, Attendance, interval_for
 
 TIMEOUT = 60.0
 INTERVAL = interval_for(TIMEOUT)

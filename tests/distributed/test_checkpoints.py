@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from automicro.checkpoints import load_checkpoint
+from automicro.checkpoints.reading import load_checkpoint
 from automicro.errors import CheckpointError
-from automicro.trainer.feed import Feed
+from automicro.trainer.data.feed import Feed
 from tests.distributed.checkpoint_runs import Training, error_of, go_on, newest
 from tests.distributed.world import World
 

@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Trainer
-from automicro.trainer.outline import MAY_DIFFER, outline_options
-from automicro.trainer.plain_text import as_text
+from automicro.trainer.same_on_all_ranks import MAY_DIFFER, outline_options
+from automicro.values import as_text
 from tests.distributed import differences as jobs
 from tests.distributed.world import World
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from automicro.distributed.heartbeat import EXIT_CODE
+from automicro.ranks.heartbeat import EXIT_CODE
 from automicro.torch_private_distributed import TCPStore
 from tests.distributed.host_jobs import step_for_ever, wait_for_a_lost_peer
 from tests.distributed.test_trainer_torchrun import JOB, MODULE, free_port, weights

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from automicro.distributed import SimulatedWorld, Votes
-from automicro.ranks import Report
+from automicro.ranks.interface import Report
+from automicro.ranks.simulated import SimulatedWorld
+from automicro.ranks.votes import Votes
 from tests.distributed.plans import points
 from tests.distributed.test_recovery import require_recovered
 from tests.distributed.unused_jobs import (

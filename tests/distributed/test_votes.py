@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automicro.distributed import CoordinatedRanks, SimulatedWorld, Votes
-from automicro.distributed.ballot import Ballot, failed, fold, healthy
-from automicro.distributed.topology import FAN_OUT, arrange
 from automicro.errors import DesyncError, PeerFailedError, PeerLostError, PeerStoppedError
-from automicro.ranks import (
+from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.ranks.exchange import FAN_OUT, Ballot, arrange, failed, fold, healthy
+from automicro.ranks.interface import (
     Agreement,
     OneRank,
     Proposal,
@@ -21,6 +20,8 @@ from automicro.ranks import (
     Status,
     rows_of_microbatches,
 )
+from automicro.ranks.simulated import SimulatedWorld
+from automicro.ranks.votes import Votes
 
 # Ranks, and how many of them share a node.
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 2), (5, 2), (24, 3), (72, 8)]

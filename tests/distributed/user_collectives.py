@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from automicro import Callback, Trainer
-from automicro.distributed import commons
+from automicro.ranks.guards import guard as commons
 
 Operation = Callable[[Tensor], object]
 

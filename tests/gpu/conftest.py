@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from automicro.trainer.determinism import CUBLAS_VALUES, CUBLAS_VARIABLE
+from automicro.trainer.surroundings import CUBLAS_VALUES, CUBLAS_VARIABLE
 from tests.gpu.device import DEVICE, accelerator
 
 Record = Callable[[str, object], None]

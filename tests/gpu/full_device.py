@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from automicro.oom import classify
+from automicro.memory.oom import classify
 from tests.gpu.device import DEVICE, MIB, accelerator
 
 

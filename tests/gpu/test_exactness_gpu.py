@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automicro.slicing import map_tensors
+from automicro.batch.tensors import map_tensors
 from tests.cases import MODELS, STRUCTURES, Case, difference, gradients
 from tests.gpu.device import DEVICE, GPU
 from tests.gpu.subjects import ROWS, batch, microbatcher, model

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automicro.distributed import setup
-from automicro.distributed.exchange import AloneExchange
-from automicro.distributed.fsdp import Collective, FsdpGuard
+from automicro.ranks import discovery as setup
+from automicro.ranks.exchange import AloneExchange
+from automicro.ranks.guards.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, differences
 from tests.gpu.test_oom_gpu import PHASES

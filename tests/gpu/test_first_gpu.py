@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from automicro.memory.device import capacity_bytes, read_counts
-from automicro.oom import classify, first_line
+from automicro.memory.oom import classify, first_line
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, accelerator, only_cuda, room
 from tests.gpu.subjects import batch, microbatcher, model
@@ -216,7 +216,7 @@ def test_whether_the_profiler_sees_the_device(record_property: Record) -> None:
 def test_what_the_first_step_of_ranks_takes_beside_torch(
     record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automicro.distributed.setup.open_exchange", exchange_over_gloo)
+    monkeypatch.setattr("automicro.ranks.discovery.open_exchange", exchange_over_gloo)
     before = held_outside_bytes()
     found = {}
     with group_of_one():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Trainer
-from automicro.memory import limit_memory
+from automicro.memory.device import limit_memory
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes
 from tests.gpu.subjects import ROWS, SHAPE, batch, microbatcher, model

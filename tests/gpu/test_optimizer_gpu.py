@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from automicro import OptimizerStepError
-from automicro.optimization import predict_step_memory, step_optimizer
+from automicro.optimizer.reservation import predict_step_memory
+from automicro.optimizer.step import step_optimizer
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from automicro import Fixed, Halving, Microbatcher
-from automicro.distributed import CoordinatedRanks, setup
-from automicro.distributed.ballot import Ballot, failed, fold
-from automicro.distributed.exchange import TreeExchange
-from automicro.memory import device_identity
-from automicro.ranks import Status
+from automicro.memory.device import device_identity
+from automicro.ranks import discovery as setup
+from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.ranks.exchange import Ballot, TreeExchange, failed, fold
+from automicro.ranks.interface import Status
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, differences, only_cuda, room, to_device
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import DeterminismWarning, Halving, Trainer
 from automicro.callbacks import MemoryMonitor, OutOfMemoryReport
-from automicro.trainer.determinism import CUBLAS_VARIABLE, deterministic_algorithms
+from automicro.trainer.surroundings import CUBLAS_VARIABLE, deterministic_algorithms
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, differences, room, snapshot
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Callback, Microbatcher, StepResult, Trainer
-from automicro.events import Run
+from automicro.events.run import Run
 from tests.gpu.device import DEVICE, GPU, accelerator
 
 pytestmark = GPU

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Fixed, Halving, Microbatcher
-from automicro.distributed import CoordinatedRanks
-from automicro.distributed.exchange import TreeExchange
-from automicro.distributed.groups import GlooGroup
+from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.ranks.exchange import GlooGroup, TreeExchange
 from automicro.torch_private_distributed import HashStore
 from tests.gpu.device import DEVICE, MIB, accelerator, room, snapshot, to_device
 from tests.gpu.subjects import ROWS, Blocks, batch, microbatcher, model

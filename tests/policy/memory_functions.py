@@ -8,7 +8,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from automicro.policy import Outcome, Policy, cut_size
+from automicro.policy.policy import Outcome, Policy, cut_size
 
 MIB = 2**20
 GIB = 2**30

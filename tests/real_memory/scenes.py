@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from automicro import Fixed, Halving
-from automicro.optimization import step_optimizer
-from automicro.torture.states import values
-from automicro.torture.subject import Run
+from automicro.optimizer.step import step_optimizer
+from automicro.torture.subject import Run, values
 from tests.real_memory.subjects import ROWS, build
 
 

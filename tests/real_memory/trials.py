@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from automicro import Fixed, Halving, OptimizerStepError, Policy
-from automicro.oom import is_out_of_memory
-from automicro.torture.states import differences, values
-from automicro.torture.subject import Run
+from automicro.memory.oom import is_out_of_memory
+from automicro.torture.subject import Run, differences, values
 from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, call, go_on, prepare
 

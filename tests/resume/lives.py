@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from automicro.checkpoints import rng_state
+from automicro.checkpoints.rng import rng_state
 from automicro.errors import CheckpointWarning
-from automicro.events import Callback, Run
+from automicro.events.callback import Callback
+from automicro.events.run import Run
 from tests.resume.points import Points, PointsOfEvents
 from tests.resume.processes import end, start
 from tests.resume.subjects import Job, Subject

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from automicro.checkpoints import files
-from automicro.events import Callback, Run
-from automicro.loggers import append_file
-from automicro.observer import Microbatch
-from automicro.results import EvalResult, StepResult
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.loggers import lines as append_file
+from automicro.step.events import Microbatch
+from automicro.step.results import EvalResult, StepResult
 
 DISK = {
     "write": "write",

@@ -15,11 +15,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Halving, Trainer
 from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
-from automicro.checkpoints import CheckpointConfig
-from automicro.events import Callback, Run
+from automicro.checkpoints.store import CheckpointConfig
+from automicro.events.callback import Callback
+from automicro.events.run import Run
 from automicro.loggers import CSVLogger, JSONLinesLogger
-from automicro.results import StepResult
-from automicro.trainer import Evaluator
+from automicro.step.results import StepResult
+from automicro.trainer.evaluators import Evaluator
 
 FEATURES, CLASSES, WIDTH = 12, 3, 64
 BATCH_SIZE = 16

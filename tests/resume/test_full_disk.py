@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from automicro.checkpoints import CheckpointStore
-from automicro.checkpoints.manifest import verify
+from automicro.checkpoints.files import verify
+from automicro.checkpoints.store import CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointWarning, LoggerWarning
-from automicro.loggers import append_file
+from automicro.loggers import lines as append_file
 from tests.checkpoint_faults import Faults, fail
 from tests.logged import read_csv, read_json_lines
 from tests.resume.lives import ending_of

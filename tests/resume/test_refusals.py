@@ -13,8 +13,8 @@ from torch import nn
 
 from automicro import Trainer
 from automicro.callbacks import EarlyStopping
-from automicro.checkpoints import CheckpointConfig, CheckpointStore
-from automicro.checkpoints.manifest import MANIFEST
+from automicro.checkpoints.files import MANIFEST
+from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointError, CheckpointWarning
 from tests.callback_runs import assert_equal, copy_of

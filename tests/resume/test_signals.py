@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.checkpoints import load_checkpoint
+from automicro.checkpoints.reading import load_checkpoint
 from automicro.cli import main
 from tests.resume.lives import warm_up
 from tests.resume.processes import end, start

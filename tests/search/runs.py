@@ -14,7 +14,7 @@ from torch import Tensor
 
 import automicro
 from automicro.errors import AutomicroError, AutomicroWarning
-from automicro.memory import MemoryBudget
+from automicro.memory.budget import MemoryBudget
 from tests.search.averages import Denominator, per_batch
 from tests.search.faults import Boom, FaultAt, out_of_memory
 from tests.search.jobs import Job, random_states, read_outputs, seed_all

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from automicro import LossAverageWarning, Microbatcher
-from automicro.transaction import Buffers, Gradients
+from automicro.transaction.buffers import Buffers
+from automicro.transaction.gradients import Gradients
 from tests.search.drawing import SIMPLE, draw, makes_sense
 from tests.search.jobs import Combination
 from tests.search.losses import LOSSES

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError
-from automicro.memory import libraries
-from automicro.oom import Failure, classify
+from automicro.memory import device as libraries
+from automicro.memory.oom import Failure, classify
 from tests.standin import device as standin
 from tests.standin.hungry import MIB, ROWS, Hungry, leave
 

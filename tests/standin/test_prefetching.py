@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from automicro import Microbatcher, transfer
+from automicro import Microbatcher
+from automicro.batch import device as transfer
 from tests.standin import device as standin
 
 ROWS = 8

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automicro import Microbatcher
-from automicro.distributed import setup, warm_up
-from automicro.distributed.exchange import AloneExchange
+from automicro.ranks import discovery as setup
+from automicro.ranks import warm_up
+from automicro.ranks.exchange import AloneExchange
 from tests.distributed.world import World, world_of
 from tests.standin import device as standin
 from tests.standin.hungry import MIB, ROWS, Hungry

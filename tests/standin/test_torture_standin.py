@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.torture import Subject
-from automicro.torture.plans import Plan, double_faults, sample, single_faults
-from automicro.torture.scene import Scene
-from automicro.torture.table import render
-from automicro.torture.torture import sweep
-from automicro.torture.trials import Trials
+from automicro.torture.subject import Subject
+from automicro.torture.torture import Plan, double_faults, render, sample, single_faults, sweep
+from automicro.torture.trials import Scene, Trials
 from tests.torture.conftest import without_log_and_long_collections  # noqa: F401
 from tests.torture.more_subjects import SUBJECTS
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from automicro.optimization import GradientScaler
-from automicro.torture import Subject
-from automicro.torture.subject import MakeSubject
+from automicro.optimizer.scaling import GradientScaler
+from automicro.torture.subject import MakeSubject, Subject
 from tests.torture import state_subjects
 from tests.torture.subjects import (
     BATCHES,

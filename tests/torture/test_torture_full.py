@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from automicro.torture import torture
-from automicro.torture.table import Row, render
+from automicro.torture.torture import Row, render, torture
 from tests.torture.more_subjects import SUBJECTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -6,13 +6,17 @@ import pytest
 
 from automicro import Halving, SampleTooLargeError
 from automicro.torture.faults import Fault, FaultMode
-from automicro.torture.plans import Plan, double_faults, sample, single_faults
-from automicro.torture.scene import Scene
-from automicro.torture.states import differences, objects, replaced, values
-from automicro.torture.table import render
-from automicro.torture.torture import scenes, sweep
-from automicro.torture.trials import Trials
-from automicro.torture.verdict import attempt
+from automicro.torture.subject import differences, objects, replaced, values
+from automicro.torture.torture import (
+    Plan,
+    double_faults,
+    render,
+    sample,
+    scenes,
+    single_faults,
+    sweep,
+)
+from automicro.torture.trials import Scene, Trials, attempt
 from tests.torture.more_subjects import SUBJECTS
 
 KINDS = ["oom", "boom", "interrupt"]
@@ -102,7 +106,7 @@ def test_the_harness_sees_what_is_left_alive(monkeypatch: pytest.MonkeyPatch) ->
     def hoard(failure: BaseException, *_: object) -> None:
         kept.append(failure)
 
-    monkeypatch.setattr("automicro.attempts.trial.release", hoard)
+    monkeypatch.setattr("automicro.step.attempt.release", hoard)
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(100)])
     assert verdict.survivors > 0
     assert verdict.bytes_alive > 0

@@ -1,0 +1,380 @@
+"""Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together.
+
+How many rows each microbatch gets.
+"""
+
+import difflib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from automicro.batch.cutting import ChosenRows, ConsecutivePieces, Cutter
+from automicro.batch.reading import Decisions, Reader, ambiguous, decide, refuse_rows_in
+from automicro.batch.structure import (
+    STRUCTURES,
+    Kind,
+    Node,
+    batch_type_of,
+    builder,
+    join_path,
+    kind_of,
+    open_container,
+    row_encodings,
+    with_encodings,
+)
+from automicro.batch.tensors import tensor_leaves
+from automicro.errors import BatchError
+
+
+def check_microbatch_size(value: Any, *, name: str = "microbatch_size") -> int:
+    """Return `value` as a whole number of rows, at least 1.
+
+    Raises:
+        TypeError: it is not an integer (a bool is not one).
+        ValueError: it is smaller than 1.
+
+    >>> check_microbatch_size(8)
+    8
+    """
+    remedy = f"Pass a whole number of rows, such as {name}=8."
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of rows, got the bool {value}. {remedy}")
+    try:
+        size = operator.index(value)
+    except TypeError as error:
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a number of rows, got {value!r} ({kind}). {remedy}") from (
+            error
+        )
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1 row, got {size}. {remedy}")
+    return size
+
+
+def describe_cut(num_rows: int, microbatch_size: int, num_microbatches: int) -> str:
+    """How a batch is cut, in a few words.
+
+    >>> describe_cut(512, 128, 4), describe_cut(10, 4, 3)
+    ('4 × 128 of 512', '3 × up to 4 of 10')
+    """
+    up_to = "" if microbatch_size * num_microbatches == num_rows else "up to "
+    return f"{num_microbatches} × {up_to}{microbatch_size} of {num_rows}"
+
+
+def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) -> list[int]:
+    """Cut `num_rows` into the fewest microbatches of at most `microbatch_size` rows, balanced.
+
+    The larger ones come first and no two differ by more than one row, so there are at most two
+    shapes. `min_rows` is a floor (BatchNorm cannot train on one row): no microbatch is smaller,
+    which may make some larger than `microbatch_size`, unless the batch itself is smaller.
+
+    Raises:
+        BatchError: there are no rows.
+
+    >>> balanced_sizes(10, 4)
+    [4, 3, 3]
+    >>> balanced_sizes(5, 2, min_rows=2)
+    [3, 2]
+    """
+    if num_rows < 1:
+        raise BatchError(f"A batch of {num_rows} rows cannot be cut: give at least one row.")
+    pieces = -(-num_rows // microbatch_size)
+    if min_rows > 1:
+        pieces = min(pieces, max(1, num_rows // min_rows))
+    small, larger = divmod(num_rows, pieces)
+    return [small + 1] * larger + [small] * (pieces - larger)
+
+
+_WORDS = ("shared", "items", "fields")
+
+
+_MOST_PARTS = 16
+
+
+def _plain_form(batch: Any) -> Any:
+    """Types, keys and shapes of a batch of dense tensors, from which its rows follow; else None."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        is_dense = batch.layout is torch.strided and not batch.is_nested
+        return (batch.shape, batch.dtype) if is_dense else None
+    if kind is dict and len(batch) <= _MOST_PARTS:
+        keys, parts = tuple(batch), batch.values()
+    elif (kind is tuple or kind is list) and len(batch) <= _MOST_PARTS:
+        keys, parts = (), batch
+    else:
+        return None
+    forms = [_plain_form(part) for part in parts]
+    return None if None in forms else (kind, keys, forms)
+
+
+class BatchLayout:
+    """How rows lie in batches: what was declared, and what earlier batches showed about lists.
+
+    `batch_layout` is the dimension of the rows in every tensor (0 unless given), or a mapping from
+    paths such as ``"labels"`` or ``"1.boxes"`` (``""`` is the batch itself) to one of: a dimension
+    for the tensors at or below the path; ``"shared"``, given whole to every microbatch;
+    ``"items"``, a list that holds one element per row; ``"fields"``, a list of parts that each
+    hold all rows.
+
+    Raises:
+        TypeError: `batch_layout` is neither an int nor a mapping of paths.
+        ValueError: a mapping holds something else than the above.
+
+    >>> layout = BatchLayout({"mask": "shared"})
+    >>> batch = {"x": torch.arange(3), "mask": torch.ones(1, 5)}
+    >>> layout.num_rows(batch)
+    3
+    >>> [piece["x"].tolist() for piece in layout.split(batch, [2, 1])]
+    [[0, 1], [2]]
+    """
+
+    def __init__(self, batch_layout: int | Mapping[str, int | str] = 0) -> None:
+        self._dim, self._declared = _parse(batch_layout)
+        self._decisions: Decisions = {}
+        self._matched: set[str] = set()
+        # Form and rows of the batch that was read last: one of the same form has as many.
+        self._last: tuple[Any, int] | None = None
+        self.holds_rows = False
+        """Whether the batch that was read last is itself a list of rows, not of parts."""
+
+    def num_rows(self, batch: Any) -> int:
+        """The number of rows of `batch`.
+
+        Raises:
+            BatchError: its parts disagree, allow more than one reading, or hold no rows.
+        """
+        form = _plain_form(batch)
+        if form is not None and self._last is not None and form == self._last[0]:
+            return self._last[1]
+        num_rows = self._read(batch)[1]
+        self._last = None if form is None else (form, num_rows)
+        return num_rows
+
+    def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Cut `batch` into consecutive microbatches of `sizes` rows, which must sum to its rows.
+
+        Containers keep their types; tensors and arrays are views into the batch.
+
+        Raises:
+            BatchError: as `num_rows`, or the sizes would drop rows.
+        """
+        root, num_rows, decisions = self._read(batch)
+        if sum(sizes) != num_rows:
+            raise BatchError(
+                f"Microbatches of {list(sizes)} rows sum to {sum(sizes)}, but the batch has "
+                f"{num_rows} rows. Take the sizes from its own number of rows."
+            )
+        return list(_cut(root, ConsecutivePieces(sizes), num_rows, decisions))
+
+    def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
+        """A batch of the rows at `indices`, in that order, copied.
+
+        Raises:
+            BatchError: as `num_rows`, or an index is out of range.
+        """
+        root, num_rows, decisions = self._read(batch)
+        if not indices or not all(0 <= index < num_rows for index in indices):
+            raise BatchError(
+                f"Rows {list(indices)} were asked of a batch of {num_rows} rows. Give at least "
+                f"one index, each from 0 to {num_rows - 1}."
+            )
+        return _cut(root, ChosenRows(indices), num_rows, decisions)[0]
+
+    def leaves(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
+        """All tensors in `batch` with their paths, shared ones too."""
+        return tensor_leaves(batch)
+
+    def shared(self, batch: Any) -> list[torch.Tensor]:
+        """The tensors that every slice gets whole; none of a batch of one row.
+
+        Raises:
+            BatchError: as `num_rows`.
+
+        >>> len(BatchLayout({"w": "shared"}).shared({"x": torch.ones(4, 2), "w": torch.ones(3)}))
+        1
+        """
+        num_rows = self.num_rows(batch)
+        if num_rows < 2:
+            return []
+        first, rest = map(tensor_leaves, self.split(batch, [1, num_rows - 1]))
+        also = {id(tensor) for _, tensor in rest}
+        return [tensor for _, tensor in first if id(tensor) in also]
+
+    def row_dims(self, batch: Any) -> dict[str, int]:
+        """In which dimension each plain tensor has the rows, by its path as in `leaves`.
+
+        Without what is shared, and without tensors of single rows, packed, nested and sparse ones.
+
+        Raises:
+            BatchError: as `num_rows`.
+        """
+        root, _, decisions = self._read(batch)
+        return dict(_row_dims(root, decisions))
+
+    def _read(self, batch: Any) -> tuple[Node, int, Decisions]:
+        if self._decisions:
+            try:
+                return self._read_with(batch, self._decisions)
+            except BatchError:
+                # The structure may have changed: judge this batch by itself.
+                pass
+        return self._read_with(batch, {})
+
+    def _read_with(self, batch: Any, earlier: Decisions) -> tuple[Node, int, Decisions]:
+        reader = Reader(self._declared, self._dim, earlier)
+        try:
+            root = reader.read(batch)
+        except BatchError:
+            # A mistyped path is the likelier cause of what went wrong.
+            self._check_declared(batch, {"", *self._matched, *_all_paths(batch, "")})
+            raise
+        self._matched |= reader.matched
+        if len(self._matched) < len(self._declared):
+            self._check_declared(batch, self._matched)
+        counts = sorted(count for count in root.counts if count is not None)
+        if len(counts) > 1:
+            raise ambiguous(root, counts)
+        if not counts:
+            raise BatchError(
+                f"The batch ({type(batch).__name__}) holds nothing that has rows: no tensor or "
+                "array of at least one dimension and no list. Check what the loader gives, or use "
+                "register_batch_type for a class of your own."
+            )
+        if counts[0] == 0:
+            raise BatchError(
+                "The batch has no rows. Skip empty batches, or check the sampler and the dataset."
+            )
+        for node in reader.called:
+            refuse_rows_in(node.value, counts[0], node.path)
+        decisions: Decisions = {}
+        shown: Decisions = {}
+        decide(root, counts[0], decisions, shown)
+        self._decisions.update(shown)
+        self._last = None
+        self.holds_rows = decisions.get("") == "items"
+        return root, counts[0], decisions
+
+    def _check_declared(self, batch: Any, found: set[str]) -> None:
+        paths = _all_paths(batch, "")
+        for path in sorted(self._declared.keys() - found):
+            close = difflib.get_close_matches(path, paths, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close and close[0] != path else ""
+            known = ", ".join(map(repr, paths[:20])) or "none"
+            raise BatchError(
+                f"batch_layout names {path!r}, which is no part of the batch or lies inside a list "
+                f"of rows.{hint} Parts of the batch: {known}. Correct the path or remove it."
+            )
+
+
+def _parse(batch_layout: Any) -> tuple[int, dict[str, int | str]]:
+    if isinstance(batch_layout, bool) or not isinstance(batch_layout, int | Mapping):
+        raise TypeError(
+            f"batch_layout must be a dimension or a mapping from paths, got {batch_layout!r} "
+            f"({type(batch_layout).__name__}). Pass for example batch_layout=1 or "
+            "batch_layout={'images': 'items'}."
+        )
+    if isinstance(batch_layout, int):
+        return batch_layout, {}
+    declared: dict[str, int | str] = {}
+    for path, meaning in batch_layout.items():
+        is_dim = isinstance(meaning, int) and not isinstance(meaning, bool)
+        if not is_dim and (meaning not in _WORDS or (path == "" and meaning == "shared")):
+            close = difflib.get_close_matches(str(meaning), _WORDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close and close[0] != meaning else ""
+            raise ValueError(
+                f"batch_layout[{path!r}] is {meaning!r}.{hint} Give a dimension, 'shared', "
+                "'items' or 'fields' (the batch as a whole cannot be 'shared')."
+            )
+        declared[str(path)] = meaning
+    return 0, declared
+
+
+def _all_paths(value: Any, path: str) -> list[str]:
+    kind = kind_of(type(value))
+    if kind not in STRUCTURES and kind is not Kind.SEQUENCE:
+        return [path] if path else []
+    paths = [path] if path else []
+    for key, part in zip(*open_container(value), strict=True):
+        paths += _all_paths(part, join_path(path, key))
+    return paths
+
+
+def _cut(node: Node, cutter: Cutter, num_rows: int, decisions: Decisions) -> Sequence[Any]:
+    """The pieces of what lies at `node`, one for each piece of the batch."""
+    kind, value = node.kind, node.value
+    if kind is Kind.TENSOR:
+        return cutter.tensor(value, node.dim)
+    if kind is Kind.SHARED:
+        return [value] * cutter.count
+    if kind is Kind.ARRAY:
+        return cutter.array(value, node.dim)
+    if kind is Kind.PACKED:
+        return cutter.packed(value)
+    if kind is Kind.REGISTERED:
+        batch_type = batch_type_of(type(value))
+        assert batch_type is not None
+        return cutter.registered(value, batch_type, node.path)
+    if kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
+        return cutter.elements(value)
+    columns = [_cut(child, cutter, num_rows, decisions) for child in node.children]
+    rows = zip(*columns, strict=True) if columns else [()] * cutter.count
+    pieces = list(map(builder(value, node.keys), rows))
+    encodings = row_encodings(value, num_rows) if kind is Kind.MAPPING else None
+    if encodings is not None:
+        cut = cutter.elements(encodings)
+        pieces = [with_encodings(piece, part) for piece, part in zip(pieces, cut, strict=True)]
+    return pieces
+
+
+def _row_dims(node: Node, decisions: Decisions) -> Iterator[tuple[str, int]]:
+    if node.kind is Kind.TENSOR:
+        if not node.value.is_nested and node.value.layout is torch.strided:
+            yield node.path, node.dim % node.value.dim()
+        return
+    if node.kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
+        return
+    for child in node.children:
+        yield from _row_dims(child, decisions)
+
+
+def num_rows(batch: Any, *, batch_layout: int | Mapping[str, int | str] = 0) -> int:
+    """The number of rows of an optimization batch.
+
+    Rows are dimension 0 of tensors and arrays, elements of lists, sequences of packed and nested
+    tensors; scalars, None, texts and 0-d tensors are shared by all rows. `batch_layout` declares
+    what differs (see `BatchLayout`).
+
+    Raises:
+        BatchError: parts of the batch disagree, allow more than one reading, or hold no rows.
+
+    >>> num_rows({"x": torch.zeros(8, 3), "names": ["a"] * 8, "temperature": 0.5})
+    8
+    """
+    return BatchLayout(batch_layout).num_rows(batch)
+
+
+def split_batch(
+    batch: Any, microbatch_size: int, *, batch_layout: int | Mapping[str, int | str] = 0
+) -> list[Any]:
+    """Cut an optimization batch into balanced microbatches of at most `microbatch_size` rows.
+
+    Every container keeps its type, every row lands in exactly one microbatch, and tensors are
+    views into the batch.
+
+    Raises:
+        BatchError: parts of the batch disagree, allow more than one reading, or hold no rows.
+        TypeError: `microbatch_size` is not an int.
+        ValueError: `microbatch_size` is smaller than 1.
+
+    >>> batch = (torch.arange(10), list("abcdefghij"))
+    >>> for x, names in split_batch(batch, 4):
+    ...     print(x.tolist(), names)
+    [0, 1, 2, 3] ['a', 'b', 'c', 'd']
+    [4, 5, 6] ['e', 'f', 'g']
+    [7, 8, 9] ['h', 'i', 'j']
+    """
+    size = check_microbatch_size(microbatch_size)
+    layout = BatchLayout(batch_layout)
+    return layout.split(batch, balanced_sizes(layout.num_rows(batch), size))

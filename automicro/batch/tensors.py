@@ -1,0 +1,268 @@
+"""The tensors of a batch, and what else it is made of.
+
+Every tensor in a batch: changing each of them, listing them.
+
+What a batch is made of, beside its structure: tensors, what costs memory, what may change.
+"""
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from automicro.batch.cutting import like_subclass
+from automicro.batch.structure import (
+    STRUCTURES,
+    Kind,
+    batch_type_of,
+    builder,
+    copy_object,
+    is_its_attributes,
+    join_path,
+    kind_of,
+    open_container,
+    state_of,
+)
+
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+
+PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
+"""Types of values that nothing can change."""
+
+
+def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any:
+    """The same structure with `fn` applied to every tensor in it, shared ones too.
+
+    Containers are new ones of the same type; what is not a tensor is handed on as it is. With
+    `isolate` arrays are copied, and so are objects (see `copy_object`).
+
+    >>> map_tensors({"x": torch.ones(2), "name": "a"}, lambda tensor: tensor + 1)
+    {'x': tensor([2., 2.]), 'name': 'a'}
+    """
+    cls = type(batch)
+    if cls is torch.Tensor:
+        return fn(batch)
+    if cls is tuple or cls is list:
+        if len(batch) > 4 and PLAIN.issuperset(map(type, batch)):
+            return batch if cls is tuple else batch.copy()
+        return cls([map_tensors(part, fn, isolate=isolate) for part in batch])
+    if cls is dict:
+        return {key: map_tensors(part, fn, isolate=isolate) for key, part in batch.items()}
+    kind = kind_of(cls)
+    if kind is Kind.SHARED:
+        return batch
+    if kind is Kind.TENSOR:
+        return _map_subclass(batch, fn)
+    if kind is Kind.ARRAY:
+        return copy_array(batch) if isolate else batch
+    if kind in STRUCTURES or kind is Kind.SEQUENCE:
+        keys, parts = open_container(batch)
+        return builder(batch, keys)([map_tensors(part, fn, isolate=isolate) for part in parts])
+    if kind is Kind.PACKED:
+        return _map_packed(batch, fn)
+    if kind is Kind.REGISTERED:
+        return _map_registered(batch, fn, isolate)
+    return copy_object(batch) if isolate else batch
+
+
+def copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """A copy that can be written to, of the same class; what nobody can write to is not copied.
+
+    >>> copy_array(np.arange(2)).tolist()
+    [0, 1]
+    """
+    if not array.flags.writeable:
+        return array
+    new = array.copy()
+    if array.dtype == object:
+        for index, value in np.ndenumerate(array):
+            new[index] = map_tensors(value, torch.clone, isolate=True)
+    return new
+
+
+def _map_subclass(value: torch.Tensor, fn: TensorFunction) -> torch.Tensor:
+    new = fn(value)
+    return new if new is value else like_subclass([new], value)[0]
+
+
+def _map_packed(value: PackedSequence, fn: TensorFunction) -> PackedSequence:
+    data = fn(value.data)
+    # Indices are not data: they follow to its device, and keep their dtype and their values.
+    order, inverse = (
+        None if indices is None else indices.to(data.device, non_blocking=data.device.type != "cpu")
+        for indices in (value.sorted_indices, value.unsorted_indices)
+    )
+    return PackedSequence(data, value.batch_sizes, order, inverse)
+
+
+def _map_registered(value: Any, fn: TensorFunction, isolate: bool) -> Any:
+    batch_type = batch_type_of(type(value))
+    assert batch_type is not None
+    if batch_type.map_tensors is not None:
+        return batch_type.map_tensors(value, fn)
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    new = copy.copy(value)
+    for name, attribute in list(getattr(value, "__dict__", {}).items()):
+        mapped = map_tensors(attribute, fn, isolate=isolate)
+        if mapped is not attribute:
+            object.__setattr__(new, name, mapped)
+    return new
+
+
+def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
+    """All tensors in `batch` with their paths.
+
+    >>> [path for path, _ in tensor_leaves({"x": torch.ones(2), "y": (torch.ones(2), "a")})]
+    ['x', 'y.0']
+    """
+    kind = kind_of(type(batch))
+    if kind is Kind.TENSOR:
+        return [(path, batch)]
+    if kind is Kind.PACKED:
+        return [(join_path(path, "data"), batch.data)]
+    if kind is Kind.REGISTERED:
+        if isinstance(batch, torch.Tensor):
+            return [(path, batch)]
+        batch_type = batch_type_of(type(batch))
+        if batch_type is not None and batch_type.leaves is not None:
+            return [(join_path(path, key), leaf) for key, leaf in batch_type.leaves(batch)]
+        attributes = getattr(batch, "__dict__", {})
+        keys, parts = list(attributes), list(attributes.values())
+    elif kind in STRUCTURES or kind is Kind.SEQUENCE:
+        keys, parts = (list(opened) for opened in open_container(batch))
+    else:
+        return []
+    return [
+        leaf
+        for key, part in zip(keys, parts, strict=True)
+        for leaf in tensor_leaves(part, join_path(path, key))
+    ]
+
+
+_MOST_VALUES = 64
+"""So many values are looked at inside of one object: it may refer to a whole dataset."""
+
+_DEEPEST = 4
+
+
+class Contents:
+    """All that lies in one batch.
+
+    Attributes:
+        tensors: that can be reached by opening containers.
+        inner_tensors: inside of objects that nothing tells how to open, and that are not copied
+            with all that they hold.
+        num_elements: of tensors and arrays, characters of texts, plain values; an object of which
+            nothing is known counts as one.
+    """
+
+    __slots__ = ("inner_tensors", "num_elements", "tensors")
+
+    def __init__(self, batch: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.inner_tensors: list[torch.Tensor] = []
+        self.num_elements = 0
+        self._look(batch)
+
+    def _look(self, value: Any) -> None:
+        cls = type(value)
+        if cls is torch.Tensor:
+            self.tensors.append(value)
+            self.num_elements += value.numel()
+        elif cls is tuple or cls is list:
+            if len(value) > 4 and PLAIN.issuperset(map(type, value)):
+                self.num_elements += sum(map(_elements_of_plain, value))
+                return
+            for part in value:
+                self._look(part)
+        elif cls is dict:
+            for part in value.values():
+                self._look(part)
+        elif cls in PLAIN:
+            self.num_elements += _elements_of_plain(value)
+        else:
+            self._look_by_kind(value, kind_of(cls))
+
+    def _look_by_kind(self, value: Any, kind: Kind) -> None:
+        if kind in STRUCTURES or kind is Kind.SEQUENCE:
+            for part in open_container(value)[1]:
+                self._look(part)
+        elif kind is Kind.ARRAY and value.dtype == object:
+            for part in value.flat:
+                self._look(part)
+        elif kind is Kind.ARRAY:
+            self.num_elements += value.size
+        elif kind is Kind.UNKNOWN:
+            self._look_inside(value)
+        elif kind is not Kind.SHARED:
+            for _, tensor in tensor_leaves(value):
+                self.tensors.append(tensor)
+                self.num_elements += _num_elements(tensor)
+
+    def _look_inside(self, value: Any) -> None:
+        found = 0
+        is_copied = is_its_attributes(type(value)) and not hasattr(type(value), "__copy__")
+        for part in _values_inside(value):
+            if isinstance(part, torch.Tensor):
+                if not is_copied:
+                    self.inner_tensors.append(part)
+                found += _num_elements(part)
+            elif isinstance(part, np.ndarray):
+                found += part.size
+            elif isinstance(part, str):
+                found += len(part)
+        self.num_elements += found or _pixels(value) or 1
+
+
+def _values_inside(value: Any) -> Iterator[Any]:
+    """Values that an object holds, those of its containers and of objects in it included."""
+    waiting: list[tuple[Any, int]] = [(value, 0)]
+    seen = {id(value)}
+    while waiting and len(seen) <= _MOST_VALUES:
+        current, depth = waiting.pop()
+        for part in _parts(current):
+            if id(part) in seen or isinstance(part, type | torch.nn.Module | types.ModuleType):
+                continue
+            seen.add(id(part))
+            yield part
+            if depth < _DEEPEST and type(part) not in PLAIN:
+                waiting.append((part, depth + 1))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())[:_MOST_VALUES]
+    if isinstance(value, list | tuple):
+        return list(value[:_MOST_VALUES])
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return []
+    return list(state_of(value).values())
+
+
+def _elements_of_plain(value: Any) -> int:
+    if value is None:
+        return 0
+    return len(value) if isinstance(value, str | bytes) else 1
+
+
+def _num_elements(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.jagged:
+        values: Any = tensor.values()
+        return int(values.numel())
+    return int(tensor.numel())
+
+
+def _pixels(value: Any) -> int:
+    """Of an image or whatever else has a size: width times height."""
+    size = vars(type(value)).get("size") or getattr(type(value), "size", None)
+    if size is None and "size" not in getattr(value, "__dict__", {}):
+        return 0
+    found = getattr(value, "size", None)
+    if not isinstance(found, tuple) or not all(isinstance(each, int) for each in found):
+        return 0
+    return int(np.prod(found))

@@ -1,0 +1,226 @@
+"""Logging the learning rate, the memory and the speed.
+
+Logging what the optimizer takes.
+
+Logging what is allocated on the device.
+
+Logging how fast training goes, and how long it waits for data.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automicro.events.callback import Callback
+from automicro.events.run import LoopState, Run
+from automicro.memory.device import peak_bytes, read_counts
+from automicro.options import read_duration
+from automicro.step.results import StepResult
+from automicro.units import Duration
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of every batch, and the momentum where that is asked for.
+
+    Of one parameter group as ``train/lr`` and ``train/momentum``, of several as ``train/lr/0``,
+    ``train/lr/1`` … in the optimizer's order. The momentum of Adam and its like is the first of
+    their betas.
+
+    Args:
+        momentum: whether to log that, too.
+
+    Example:
+        >>> monitor = LearningRateMonitor(momentum=True)
+        >>> monitor.values([{"lr": 0.5, "betas": (0.9, 0.999)}])
+        {'train/lr': 0.5, 'train/momentum': 0.9}
+        >>> monitor.values([{"lr": 0.5}, {"lr": 0.1}])
+        {'train/lr/0': 0.5, 'train/lr/1': 0.1}
+    """
+
+    def __init__(self, *, momentum: bool = False) -> None:
+        self._momentum = momentum
+        self._values: dict[str, float] = {}
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        """Read what this batch's step takes; a scheduler changes it right after the step."""
+        if run.optimizer is not None:
+            self._values = self.values(run.optimizer.param_groups)
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        """Log it."""
+        run.log(self._values)
+
+    def values(self, groups: list[dict[str, Any]]) -> dict[str, float]:
+        """What there is to log of an optimizer's parameter groups.
+
+        Args:
+            groups: the optimizer's ``param_groups``.
+        """
+        logged: dict[str, float] = {}
+        for index, group in enumerate(groups):
+            suffix = f"/{index}" if len(groups) > 1 else ""
+            if "lr" in group:
+                logged[f"train/lr{suffix}"] = float(group["lr"])
+            momentum = group.get("momentum", next(iter(group.get("betas", ())), None))
+            if self._momentum and momentum is not None:
+                logged[f"train/momentum{suffix}"] = float(momentum)
+        return logged
+
+
+class MemoryMonitor(Callback):
+    """Logs the memory of the device after every batch, in bytes.
+
+    ``memory/allocated_bytes``, and ``memory/peak_bytes`` since `fit` began; with CUDA's allocator
+    also ``memory/reserved_bytes`` (cached memory included), ``memory/allocator_retries`` (how often
+    it gave back cached memory to go on, which is slow) and ``memory/ooms``. On a CPU memory is
+    counted inside a `MemoryBudget` only: allocated, peak, and ``memory/ooms``. Elsewhere nothing
+    is logged.
+
+    The peak is not that of each batch: it would have to be reset, and is read by others, too.
+
+    Example:
+        >>> from automicro import MemoryBudget
+        >>> with MemoryBudget("1MiB"):
+        ...     x = torch.zeros(1024)
+        ...     MemoryMonitor().values(torch.device("cpu"))
+        {'memory/allocated_bytes': 4096, 'memory/peak_bytes': 4096, 'memory/ooms': 0}
+    """
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        """Log."""
+        if values := self.values(run.device):
+            run.log(values)
+
+    def values(self, device: torch.device) -> dict[str, float]:
+        """What there is to log of a device.
+
+        Args:
+            device: whose memory it is.
+        """
+        counts = read_counts(device)
+        read = {
+            "memory/allocated_bytes": counts.allocated_bytes,
+            "memory/peak_bytes": peak_bytes(device),
+            "memory/reserved_bytes": counts.reserved_bytes,
+            "memory/allocator_retries": counts.alloc_retries,
+            "memory/ooms": counts.ooms,
+        }
+        return {name: value for name, value in read.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mark:
+    """What was done, and how long it took, since training began."""
+
+    done: int
+    batches: int
+    samples: int
+    tokens: int | None
+    computing_seconds: float
+    waiting_seconds: float
+
+
+class SpeedMonitor(Callback):
+    """Logs samples, tokens and batches per second, averaged over the latest batches.
+
+    ``speed/samples_per_second``, ``speed/tokens_per_second`` (where tokens are counted) and
+    ``speed/batches_per_second``; of one batch, ``speed/computing_seconds`` and
+    ``speed/waiting_seconds``, and ``speed/waiting_share`` of the two together. Waiting is from the
+    end of a batch to the start of the next one: the loader, and callbacks that transform the batch.
+    Evaluations and checkpoints count as neither.
+
+    A new `fit` begins to measure anew.
+
+    Args:
+        window: over how much to average.
+        clock: gives seconds.
+
+    Raises:
+        TypeError, ValueError: ``window`` is no duration.
+
+    Example:
+        >>> monitor = SpeedMonitor(window="100ba")
+    """
+
+    def __init__(
+        self, *, window: str | Duration = "20ba", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._window = read_duration("window", window)
+        self._clock = clock
+        self._marks: deque[_Mark] = deque()
+        self._computing = self._waiting = 0.0
+        self._batch_start = self._last_end = self._pause_start = 0.0
+        self._paused = 0.0  # since the last batch
+
+    def fit_start(self, run: Run) -> None:
+        """Begin to measure."""
+        self._computing = self._waiting = self._paused = 0.0
+        self._last_end = self._clock()
+        self._marks = deque([self._mark(run.state)])
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        """The wait is over."""
+        self._batch_start = self._clock()
+        self._waiting += max(self._batch_start - self._last_end - self._paused, 0.0)
+        self._paused = 0.0
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        """Log the speed."""
+        self._last_end = self._clock()
+        self._computing += self._last_end - self._batch_start
+        now = self._mark(run.state)
+        while len(self._marks) > 1 and now.done - self._marks[1].done >= self._window.value:
+            self._marks.popleft()
+        if values := _speeds(self._marks[0], now):
+            run.log(values)
+        self._marks.append(now)
+
+    def eval_start(self, run: Run) -> None:
+        """Stop the clock."""
+        self._pause_start = self._clock()
+
+    def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
+        """Let the clock go on."""
+        self._paused += self._clock() - self._pause_start
+
+    def checkpoint_start(self, run: Run) -> None:
+        """Stop the clock."""
+        self._pause_start = self._clock()
+
+    def checkpoint_end(self, run: Run, path: Path) -> None:
+        """Let the clock go on."""
+        self._paused += self._clock() - self._pause_start
+
+    def _mark(self, state: LoopState) -> _Mark:
+        return _Mark(
+            done=state.done(self._window.unit),
+            batches=state.batch,
+            samples=state.samples,
+            tokens=state.tokens,
+            computing_seconds=self._computing,
+            waiting_seconds=self._waiting,
+        )
+
+
+def _speeds(start: _Mark, end: _Mark) -> dict[str, float]:
+    batches = end.batches - start.batches
+    computing = end.computing_seconds - start.computing_seconds
+    waiting = end.waiting_seconds - start.waiting_seconds
+    seconds = computing + waiting
+    if not batches or not seconds > 0:
+        return {}
+    values = {
+        "speed/samples_per_second": (end.samples - start.samples) / seconds,
+        "speed/batches_per_second": batches / seconds,
+        "speed/computing_seconds": computing / batches,
+        "speed/waiting_seconds": waiting / batches,
+        "speed/waiting_share": waiting / seconds,
+    }
+    if end.tokens is not None:
+        values["speed/tokens_per_second"] = (end.tokens - (start.tokens or 0)) / seconds
+    return values

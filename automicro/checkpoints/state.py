@@ -1,0 +1,247 @@
+"""The state of a run, taken apart into structure and tensors, and each rank's share of it.
+
+The state of a run, taken apart into its structure and its tensors, and put together again.
+
+The structure is the state with every tensor on the meta device: where the tensor stood, its shape,
+its dtype, its strides, without its data.
+
+What one rank brings to a checkpoint.
+
+The state of the whole run is rank 0's: what is equal on all ranks, and what is its own. Of sharded
+tensors every rank brings its part. The other ranks bring, besides, a state of their own: random
+numbers, say.
+"""
+
+import zlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automicro.errors import CheckpointError
+from automicro.sharding import is_pending, is_sharded, local_part
+from automicro.torch_private import is_uninitialized
+
+# What `torch.load` reads with weights_only=True and without being told of any class.
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+
+
+def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The structure of a state, and its tensors by their place, like ``model.0.weight``.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors and plain values.
+
+    Raises:
+        CheckpointError: something in it is neither, so that loading it would run code.
+
+    Example:
+        >>> structure, tensors = take_apart({"model": {"w": torch.ones(2)}, "epoch": 3})
+        >>> structure["model"]["w"].device, structure["epoch"], tensors
+        (device(type='meta'), 3, {'model.w': tensor([1., 1.])})
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def keep(place: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return _plain(place, leaf)
+        tensors[place] = _dense(place, leaf)
+        return _without_data(tensors[place])
+
+    return _map(dict(state), keep), tensors
+
+
+def put_together(structure: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of which `take_apart` gave the structure and the tensors.
+
+    >>> put_together({"w": torch.empty(1, device="meta"), "n": 3}, {"w": torch.ones(1)})
+    {'w': tensor([1.]), 'n': 3}
+    """
+
+    def fill(place: str, leaf: Any) -> Any:
+        return tensors[place] if isinstance(leaf, Tensor) else leaf
+
+    return _map(dict(structure), fill)
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state by their place, whatever else is in it.
+
+    >>> tensors_of({"model": {"w": torch.ones(1)}, "anything": object()})
+    {'model.w': tensor([1.])}
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def keep(place: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            tensors[place] = leaf
+
+    _map(dict(state), keep)
+    return tensors
+
+
+def _map(state: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """A state whose leaves are replaced. Its containers are new ones."""
+    taken: set[str] = set()
+
+    def walk(parts: tuple[str, ...], value: Any) -> Any:
+        if type(value) is OrderedDict:
+            copy = OrderedDict(items(parts, value))
+            # `Module.state_dict` keeps the versions of the modules here.
+            for name, attribute in vars(value).items():
+                setattr(copy, name, walk((*parts, name), attribute))
+            return copy
+        if type(value) in (dict, defaultdict):
+            return dict(items(parts, value))
+        if type(value) in (list, tuple):
+            return type(value)(walk((*parts, str(i)), each) for i, each in enumerate(value))
+        return change(_unique(".".join(parts), taken), value)
+
+    def items(parts: tuple[str, ...], value: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        for key, each in value.items():
+            inner = (*parts, str(key))
+            yield change(f"the key of {'.'.join(inner)}", key), walk(inner, each)
+
+    changed: dict[str, Any] = walk((), state)
+    return changed
+
+
+def _unique(place: str, taken: set[str]) -> str:
+    """A place that was not taken: {"a.b": 1, "a": {"b": 2}} has two of the same name."""
+    candidate, count = place, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{place}#{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def _plain(place: str, value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) is tuple:
+        return tuple(_plain(place, each) for each in value)
+    if type(value) in (set, Counter):
+        # A copy: the original may change while it is being written.
+        for each in value:
+            _plain(place, each)
+        return type(value)(value)
+    if type(value) not in _PLAIN:
+        raise CheckpointError(
+            f"{place} is of type {type(value).__name__}, which cannot be loaded without running "
+            "code: a checkpoint holds tensors, numbers, text, and dicts, lists and tuples of "
+            "them; give its state as these (state_dict()), or leave it out"
+        )
+    return value
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape on the meta device; of a sharded one, of its whole shape."""
+    if is_sharded(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(tensor, device="meta")
+
+
+def _dense(place: str, leaf: Tensor) -> Tensor:
+    if is_uninitialized(leaf):
+        raise CheckpointError(
+            f"{place} is of a lazy module that has no shape yet; run one forward before saving it"
+        )
+    tensor = leaf.detach()
+    if is_sharded(tensor) and is_pending(tensor):
+        raise CheckpointError(
+            f"{place} is a DTensor that is still to be summed over ranks, which a checkpoint "
+            "cannot hold; give it another placement with redistribute()"
+        )
+    if tensor.is_meta:
+        raise CheckpointError(
+            f"{place} is on the meta device, without data; give the model its parameters before "
+            "saving it"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError(
+            f"{place} is {kind}, which a checkpoint cannot hold; leave it out, or save "
+            "tensor.to_dense() or tensor.dequantize()"
+        )
+    return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A rank's part of a checkpoint.
+
+    Attributes:
+        structure: of the whole state on rank 0, of its own state on any other.
+        tensors: by the name under which they are stored.
+        copies: of sharded tensors, on the host, once they were copied.
+        names: a checksum of the places and shapes of all sharded tensors; equal on all ranks.
+    """
+
+    structure: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
+    names: int
+
+    @classmethod
+    def of(
+        cls, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, rank: int = 0
+    ) -> "Share":
+        """The share of a rank.
+
+        Args:
+            state: of the whole run, with all sharded tensors.
+            own: what is this rank's alone; rank 0 has it in its state.
+            rank: whose share.
+
+        Raises:
+            CheckpointError: no checkpoint can hold it.
+        """
+        structure, tensors = take_apart(state)
+        sharded = {name: each for name, each in tensors.items() if is_sharded(each)}
+        names = zlib.crc32(repr([(name, *each.shape) for name, each in sharded.items()]).encode())
+        if rank:
+            structure, plain = take_apart(own or {})
+            tensors = sharded | {name_of_own(rank, place): each for place, each in plain.items()}
+        return cls(structure=structure, tensors=tensors, copies={}, names=names)
+
+    def copied(self) -> "Share":
+        """The same with all data copied to the host's memory."""
+        tensors: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            copy = local_part(tensor).to("cpu", copy=True)
+            if is_sharded(tensor):
+                # It still says which part that is. Its own data is not looked at any more.
+                tensors[name], copies[name] = tensor, copy
+            else:
+                tensors[name] = copy
+        return replace(self, tensors=tensors, copies=copies)
+
+    def data(self, name: str) -> Tensor:
+        """What this rank has of a tensor."""
+        return self.copies[name] if name in self.copies else local_part(self.tensors[name])
+
+
+def name_of_own(rank: int, place: str) -> str:
+    """Under which name a tensor of a rank's own state is stored.
+
+    >>> name_of_own(1, "rng.torch")
+    'rank-1.rng.torch'
+    """
+    return f"rank-{rank}.{place}"

@@ -1,0 +1,340 @@
+"""Files of records, as rows of a table and as lines of JSON, cut where a run resumes.
+
+A file that grows by whole records.
+
+Files of lines that each carry a step, cut where a run resumes.
+
+Values as rows of a table.
+
+Values as lines of JSON.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from automicro.loggers.logger import RESERVED_NAMES, not_started
+
+
+class AppendFile:
+    """Appends each record whole or not at all.
+
+    Nothing is buffered: a record that was written outlasts the death of the process (not a loss
+    of power: nothing is synced to the disk). A write that fails in the middle, because the disk
+    is full or Ctrl-C came, is taken back, so that later records do not hang on half of one.
+
+    Args:
+        path: of the file; folders that are missing are made.
+        is_new: refuse a file that exists.
+
+    Raises:
+        OSError: the file cannot be opened.
+
+    Example:
+        >>> file = AppendFile(Path(os.devnull))
+        >>> file.write(b"a record")
+        8
+        >>> file.close()
+    """
+
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._raw = FileIO(path, "x" if is_new else "a+")
+        self._torn_at: int | None = None
+
+    def write(self, record: bytes) -> int:
+        """Append a record.
+
+        Returns:
+            Its length in bytes.
+
+        Raises:
+            OSError: it could not be written; the file is as it was.
+        """
+        if self._torn_at is not None:
+            self.cut(self._torn_at)
+        end = self._raw.seek(0, os.SEEK_END)
+        self._torn_at = end
+        try:
+            rest = memoryview(record)
+            while rest:
+                rest = rest[self._raw.write(rest) :]
+        except BaseException:
+            # If not even this goes, it is tried again before the next record.
+            with contextlib.suppress(OSError):
+                self.cut(end)
+            raise
+        self._torn_at = None
+        return len(record)
+
+    def cut(self, length: int) -> None:
+        """Drop everything after so many bytes.
+
+        Raises:
+            OSError: the file cannot be cut.
+        """
+        self._raw.truncate(length)
+        self._torn_at = None
+
+    def fileno(self) -> int:
+        """The operating system's number of the open file."""
+        return self._raw.fileno()
+
+    def flush(self) -> None:
+        """Nothing is ever held back."""
+
+    def close(self) -> None:
+        """Close the file. Closing twice does nothing."""
+        self._raw.close()
+
+
+def open_lines(
+    path: Path, *, head: bytes, step_of: Callable[[bytes], int], resume_step: int | None
+) -> AppendFile:
+    """Open a file of lines to append to, without what a resumed run will log again.
+
+    A last line without its end (the process died while it wrote) goes. On a resume, so do the
+    lines at the end whose step is later, back to the first that is not: an earlier run in the
+    same file stays.
+
+    Args:
+        path: of the file; made where there is none.
+        head: how every such file begins; a whole line is written into an empty file. A file
+            that begins otherwise is somebody else's.
+        step_of: reads the step of a line.
+        resume_step: the last step to keep; None to keep all lines.
+
+    Raises:
+        OSError: the file cannot be opened or cut.
+        ValueError: the file is not one of these; it is left as it is.
+    """
+    file = AppendFile(path)
+    try:
+        size = os.fstat(file.fileno()).st_size
+        if size:
+            size = _kept_bytes(file, path, head, step_of, resume_step)
+            file.cut(size)
+        if not size and head.endswith(b"\n"):
+            file.write(head)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _kept_bytes(
+    file: AppendFile,
+    path: Path,
+    head: bytes,
+    step_of: Callable[[bytes], int],
+    resume_step: int | None,
+) -> int:
+    # Mapped and read from its end: a log may be large, and only a few lines of it are read.
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if not head.startswith(content[: len(head)]):
+            raise ValueError(
+                f"{str(path)!r} begins with {content[: len(head)]!r} and not with {head!r}, so "
+                "another program wrote it; it is left as it is: log to another path"
+            )
+        end = content.rfind(b"\n") + 1
+        while end and resume_step is not None:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            line = content[start:end]
+            try:
+                step = step_of(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{str(path)!r} holds the line {line[:80]!r}, which has no step, so it cannot "
+                    f"be cut after step {resume_step}; it is left as it is: remove the line, or "
+                    "log to another path"
+                ) from error
+            if step <= resume_step:
+                break
+            end = start
+        return end
+
+
+_COLUMNS = ("step", "name", "value")
+_CSV_HEAD = (",".join(_COLUMNS) + "\n").encode()
+
+
+class CSVLogger:
+    """Writes one row per value, with the columns ``step,name,value``.
+
+    A column for each name would have to be known before the first row: metrics come with the
+    first epoch and evaluations later still. With rows for names nothing is ever rewritten, and
+    one line makes columns of them: ``pandas.read_csv(path).pivot_table(index="step",
+    columns="name", values="value")``.
+
+    Each row is in the file when `log` returns, the rows of one call all or none. A file that
+    exists is appended to; on a resume it is cut first. What is run is not in it.
+
+    Args:
+        path: of the file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "log.csv"
+        >>> logger = CSVLogger(path)
+        >>> logger.start({})
+        >>> logger.log({"train/loss": 0.5, "train/microbatch_size": 16}, step=1)
+        >>> logger.close()
+        >>> print(path.read_text(), end="")
+        step,name,value
+        1,train/loss,0.5
+        1,train/microbatch_size,16
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: AppendFile | None = None
+
+    def __repr__(self) -> str:
+        return f"CSVLogger({str(self._path)!r})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Open the file, and cut it after the step to resume from.
+
+        Raises:
+            OSError: the file cannot be opened or written.
+            ValueError: the file holds something else.
+        """
+        self.close()
+        self._file = open_lines(
+            self._path, head=_CSV_HEAD, step_of=_step_of_row, resume_step=resume_step
+        )
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Write a row for each value.
+
+        Raises:
+            OSError: the rows cannot be written; the file is as it was.
+        """
+        if self._file is None:
+            raise not_started(self)
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerows((step, name, value) for name, value in values.items())
+        self._file.write(text.getvalue().encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _step_of_row(line: bytes) -> int:
+    return 0 if line == _CSV_HEAD else int(line.partition(b",")[0])
+
+
+_JSON_HEAD = b'{"step":'
+
+
+class JSONLinesLogger:
+    """Writes one JSON object per line: the step, the time, and the values by name.
+
+    The first line of a run has what is run under ``"run"`` instead of values. Each line is in the
+    file when `log` returns. A file that exists is appended to; on a resume it is cut first.
+
+    JSON has no NaN and no infinities: they are the texts ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, as in the JSON of protocol buffers, which ``float()`` reads.
+
+    Args:
+        path: of the file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"
+        >>> logger = JSONLinesLogger(path)
+        >>> logger.start({"seed": 0})
+        >>> logger.log({"train/loss": 0.5, "train/grad_norm": float("inf")}, step=1)
+        >>> logger.close()
+        >>> for line in path.read_text().splitlines():
+        ...     print(line)
+        {"step": 0, "time": ..., "run": {"seed": 0}}
+        {"step": 1, "time": ..., "train/loss": 0.5, "train/grad_norm": "Infinity"}
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: AppendFile | None = None
+
+    def __repr__(self) -> str:
+        return f"JSONLinesLogger({str(self._path)!r})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Open the file, and cut it after the step to resume from.
+
+        Raises:
+            OSError: the file cannot be opened or written.
+            ValueError: the file holds something else.
+        """
+        self.close()
+        self._file = open_lines(
+            self._path, head=_JSON_HEAD, step_of=_step_of_object, resume_step=resume_step
+        )
+        self._write({"run": run}, resume_step or 0)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Write a line.
+
+        Raises:
+            OSError: the line cannot be written; the file is as it was.
+            ValueError: a value is called as something else in a line is.
+        """
+        taken = sorted(RESERVED_NAMES & values.keys())
+        if taken:
+            raise ValueError(
+                f"a value cannot be called {taken[0]!r}, which has a meaning of its own in a line "
+                f"of {self!r}: give it a name such as 'my/{taken[0]}'"
+            )
+        self._write(values, step)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, content: Mapping[str, Any], step: int) -> None:
+        if self._file is None:
+            raise not_started(self)
+        line = {"step": step, "time": round(time.time(), 3), **content}
+        text = json.dumps(to_json(line), ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair cannot be encoded; its escape is the JSON for it.
+        self._file.write(text.encode(errors="backslashreplace") + b"\n")
+
+
+def to_json(value: Any) -> Any:
+    """A value with only what JSON has: other things as text, keys too.
+
+    >>> to_json({"lr": (0.1, float("nan")), 3: Path("data")})
+    {'lr': [0.1, 'NaN'], '3': 'data'}
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): to_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(each) for each in value]
+    if not isinstance(value, float):
+        return str(value)
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _step_of_object(line: bytes) -> int:
+    return int(json.loads(line)["step"])

@@ -1,0 +1,473 @@
+"""Loggers of others: W&B, MLflow, and any of Lightning's.
+
+What a place that takes nothing back has been given, so that nothing is given twice.
+
+Values for Weights & Biases.
+
+Values for MLflow.
+
+Any of Lightning's loggers.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from automicro.loggers.lines import to_json
+from automicro.loggers.logger import not_started
+
+
+class GivenOnce:
+    """The run that values go to, and how far it has come, in a file that outlasts the process.
+
+    A file can be cut when a run goes on from an older checkpoint; a server keeps what it has. So
+    the steps that come again are left out up to where the earlier process died, and the run there
+    has each value once.
+
+    Args:
+        path: of the file; its folder is made where there is none.
+        is_slow: whether what was given may die with the process, because the place writes it
+            later: after a kill it is given again.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.json"
+        >>> given = GivenOnce(path)
+        >>> given.begin(resume_step=None)
+        >>> given.name_run("1f2e")
+        >>> given.take({"train/loss": 0.5}, step=8)
+        {'train/loss': 0.5}
+        >>> again = GivenOnce(path)  # the process died, and another goes on from step 4
+        >>> again.begin(resume_step=4)
+        '1f2e'
+        >>> again.take({"train/loss": 0.7}, step=7)
+        {}
+        >>> again.take({"train/loss": 0.5, "eval/loss": 0.6}, step=8)
+        {'eval/loss': 0.6}
+    """
+
+    def __init__(self, path: Path, *, is_slow: bool = False) -> None:
+        self._path = path
+        self._is_slow = is_slow
+        self._run: str | None = None
+        self._step = -1
+        self._names: set[str] = set()  # at that step
+
+    def begin(self, *, resume_step: int | None) -> str | None:
+        """Begin another run, or go on with the one in the file.
+
+        Args:
+            resume_step: the optimization batches done by the run that is resumed, or None.
+
+        Returns:
+            The name of the run to go on with; None for another run, or one without a name.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file holds something else.
+        """
+        self._run, self._step, self._names = None, -1, set()
+        if resume_step is not None and self._path.exists():
+            self._read()
+        elif resume_step is None:
+            self._path.unlink(missing_ok=True)
+        return self._run
+
+    def name_run(self, name: str) -> None:
+        """Note down what the run is called, to go on with it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._run = name
+        self._write()
+
+    def take(self, values: Mapping[str, float], *, step: int) -> dict[str, float]:
+        """Note down values, and return those that are new.
+
+        They are noted before they are given: where the process dies in between, they are missing
+        and not there twice.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if step < self._step:
+            return {}
+        known = self._names if step == self._step else set()
+        new = {name: value for name, value in values.items() if name not in known}
+        if new:
+            self._step, self._names = step, known | new.keys()
+            self._write()
+        return new
+
+    def finish(self) -> None:
+        """Note down that the place has written all that it was given.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._write(is_finished=True)
+
+    def _read(self) -> None:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            self._run, step, names = content["run"], int(content["step"]), set(content["names"])
+            if content["is_finished"] or not self._is_slow:
+                self._step, self._names = step, names
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{str(self._path)!r} does not say which run to go on with; it is left as it is: "
+                "remove it to begin another run, or use another folder"
+            ) from error
+
+    def _write(self, *, is_finished: bool = False) -> None:
+        content = {
+            "run": self._run,
+            "step": self._step,
+            "names": sorted(self._names),
+            "is_finished": is_finished,
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, self._path)  # whole or not at all, also where the process is killed
+
+
+def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """Settings in one level, as servers list and compare them.
+
+    >>> flat({"seed": 0, "config": {"model": {"call": "MyModel"}}})
+    {'seed': 0, 'config.model.call': 'MyModel'}
+    """
+    found: dict[str, object] = {}
+    for name, value in run.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
+
+
+_OWN = ("config", "dir", "id", "resume")
+
+
+class WandbLogger:
+    """Logs to a run of Weights & Biases, and goes on in the same run after a resume.
+
+    The folder holds which run it is and how far it has come, so another process finds it, also
+    after a kill. Values of steps that the run has got already are not logged again: W&B takes
+    nothing back. What is run becomes the run's config.
+
+    W&B writes what it is given seconds later, so a kill loses the last of it. The steps after the
+    checkpoint are handed over again then. Online, those that W&B has are left out.
+
+    With ``mode="offline"`` (or ``WANDB_MODE=offline``) nothing is sent. Each process leaves a
+    folder ``wandb/offline-run-*``, and ``wandb sync --append`` sends those of one run together.
+
+    Args:
+        folder: of the run; made where there is none.
+        project: of W&B; None for W&B's own choice.
+        name: of the run; None for W&B's own choice.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``; None for W&B's own choice.
+        options: further arguments of ``wandb.init``, such as ``entity``, ``group`` or ``tags``.
+
+    Raises:
+        ImportError: the package wandb is not installed.
+        TypeError: options that the logger sets itself.
+
+    Example:
+        >>> logger = WandbLogger("runs/first", project="digits", mode="offline", tags=["cpu"])
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        project: str | None = None,
+        name: str | None = None,
+        mode: str | None = None,
+        **options: Any,
+    ) -> None:
+        # Said now: while training it would be one more logger that fails.
+        if importlib.util.find_spec("wandb") is None:
+            raise ImportError(
+                "WandbLogger needs the package wandb, which is not installed: pip install wandb"
+            )
+        taken = [each for each in _OWN if each in options]
+        if taken:
+            raise TypeError(
+                f"WandbLogger sets {taken[0]!r} itself: leave it out. The folder decides which run "
+                "goes on, and what is run becomes the config"
+            )
+        self._folder = Path(folder)
+        self._options = {"project": project, "name": name, "mode": mode, **options}
+        self._given = GivenOnce(self._folder / "wandb.json", is_slow=True)
+        self._run: Any = None
+
+    def __repr__(self) -> str:
+        return f"WandbLogger({str(self._folder)!r})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Begin a run, or go on in the one that the folder names.
+
+        Raises:
+            Exception: what W&B raises where it cannot begin.
+        """
+        import wandb
+
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = self._given.begin(resume_step=resume_step)
+        if name is None:
+            name = uuid.uuid4().hex[:12]
+            self._given.name_run(name)
+        self._run = wandb.init(
+            dir=str(self._folder), id=name, resume="allow", config=to_json(run), **self._options
+        )
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Hand the values to W&B, which sends or writes them.
+
+        Raises:
+            OSError: the folder cannot be written.
+            Exception: what W&B raises.
+        """
+        if self._run is None:
+            raise not_started(self)
+        new = self._given.take(values, step=step)
+        if new and step >= self._run.step:  # of a run that goes on: what W&B has
+            self._run.log(new, step=step)
+
+    def close(self) -> None:
+        """Finish the run: what is not sent yet is sent now."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish()
+            self._given.finish()
+
+
+_MOST_PARAMETERS = 100  # in one call
+_MOST_LETTERS = 500  # of a parameter, in the oldest version
+_NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
+
+
+class MLflowLogger:
+    """Logs to a run of MLflow, and goes on in the same run after a resume.
+
+    The folder holds which run it is and how far it has come, so another process finds it, also
+    after a kill. Values of steps that the run has got already are not logged again: MLflow would
+    keep both. What is run becomes the run's parameters, such as ``config.optimizer.args.lr``.
+
+    Letters that MLflow does not take in a name become ``_``.
+
+    Args:
+        folder: of the run; made where there is none.
+        experiment: that the run belongs to; made where there is none.
+        name: of the run; None for MLflow's own choice.
+        tracking_uri: of the server or the database. None for ``MLFLOW_TRACKING_URI``, and where
+            that is not set either, for a database in the folder: ``mlflow.db``.
+
+    Raises:
+        ImportError: the package mlflow is not installed.
+
+    Example:
+        >>> logger = MLflowLogger("runs/first", experiment="digits")
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        experiment: str = "Default",
+        name: str | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        # Said now: while training it would be one more logger that fails.
+        if importlib.util.find_spec("mlflow") is None:
+            raise ImportError(
+                "MLflowLogger needs the package mlflow, which is not installed: pip install mlflow"
+            )
+        self._folder = Path(folder)
+        self._experiment = experiment
+        self._name = name
+        self._tracking_uri = tracking_uri
+        self._given = GivenOnce(self._folder / "mlflow.json")
+        self._client: Any = None
+        self._run_id = ""
+
+    def __repr__(self) -> str:
+        return f"MLflowLogger({str(self._folder)!r})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Begin a run, or go on in the one that the folder names.
+
+        Raises:
+            Exception: what MLflow raises where it cannot begin.
+        """
+        from mlflow import MlflowClient
+
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        client = MlflowClient(self._where())
+        found = self._given.begin(resume_step=resume_step)
+        if found is None:
+            self._run_id = self._create(client, run)
+        else:
+            self._run_id = found
+            client.update_run(found, status="RUNNING")
+        self._client = client
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Write the values, all in one call.
+
+        Raises:
+            OSError: the folder cannot be written.
+            Exception: what MLflow raises.
+        """
+        from mlflow.entities import Metric
+
+        if self._client is None:
+            raise not_started(self)
+        new = self._given.take(values, step=step)
+        if new:
+            now = int(time.time() * 1000)
+            metrics = [
+                Metric(_NOT_IN_NAMES.sub("_", name), value, now, step)
+                for name, value in new.items()
+            ]
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """Say that the run has ended."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.set_terminated(self._run_id, "FINISHED")
+
+    def _create(self, client: Any, run: Mapping[str, Any]) -> str:
+        from mlflow.entities import Param
+
+        experiment = client.get_experiment_by_name(self._experiment)
+        where = experiment.experiment_id if experiment else None
+        made = client.create_run(
+            where or client.create_experiment(self._experiment), run_name=self._name
+        )
+        run_id: str = made.info.run_id
+        self._given.name_run(run_id)
+        parameters = [
+            Param(_NOT_IN_NAMES.sub("_", name), str(value)[:_MOST_LETTERS])
+            for name, value in flat(to_json(run)).items()
+        ]
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            client.log_batch(run_id, params=parameters[first : first + _MOST_PARAMETERS])
+        return run_id
+
+    def _where(self) -> str | None:
+        from mlflow.tracking import is_tracking_uri_set
+
+        is_set: bool = is_tracking_uri_set()  # type: ignore[no-untyped-call]
+        if self._tracking_uri is not None or is_set:
+            return self._tracking_uri
+        return f"sqlite:///{self._folder.resolve()}/mlflow.db"
+
+
+@runtime_checkable
+class LightningInterface(Protocol):
+    """What all loggers of Lightning have, and what others have that follow them."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> Any:
+        """Take down values by name."""
+        ...
+
+    def log_hyperparams(self, params: Any) -> Any:
+        """Take down settings."""
+        ...
+
+    def save(self) -> Any:
+        """Write what is still held."""
+        ...
+
+    def finalize(self, status: str) -> Any:
+        """End."""
+        ...
+
+
+class LightningLogger:
+    """Hands everything on to a logger of Lightning.
+
+    Settings come in one level, ``config.optimizer.args.lr``. After a resume, values of steps that
+    were logged already are left out: most of these loggers take nothing back. That they go on in
+    the same run has to be said to them, such as ``WandbLogger(id="first", resume="allow")``.
+
+    Args:
+        logger: with ``log_metrics``, ``log_hyperparams``, ``save`` and ``finalize``.
+        folder: where it is noted down how far the run has come; made where there is none.
+
+    Raises:
+        TypeError: ``logger`` is none of Lightning's.
+
+    Example:
+        >>> import tempfile
+        >>> class Printing:
+        ...     def log_hyperparams(self, params):
+        ...         print(params)
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
+        ...     def save(self): ...
+        ...     def finalize(self, status):
+        ...         print(status)
+        >>> logger = LightningLogger(Printing(), tempfile.mkdtemp())
+        >>> logger.start({"config": {"seed": 0}})
+        {'config.seed': 0}
+        >>> logger.log({"train/loss": 0.5}, step=1)
+        1 {'train/loss': 0.5}
+        >>> logger.close()
+        success
+    """
+
+    def __init__(self, logger: LightningInterface, folder: str | Path) -> None:
+        if isinstance(logger, type) or not isinstance(logger, LightningInterface):
+            raise TypeError(
+                f"{logger!r} has not got log_metrics, log_hyperparams, save and finalize, which "
+                "all loggers of Lightning have: pass one of them, such as "
+                "lightning.pytorch.loggers.CSVLogger('runs')"
+            )
+        self._logger = logger
+        self._given = GivenOnce(Path(folder) / "lightning.json")
+        self._is_open = False
+
+    def __repr__(self) -> str:
+        return f"LightningLogger({type(self._logger).__name__})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Hand on what is run.
+
+        Raises:
+            Exception: what the logger raises.
+        """
+        self._given.begin(resume_step=resume_step)
+        self._is_open = True
+        self._logger.log_hyperparams(flat(to_json(run)))
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Hand on the values that are new.
+
+        Raises:
+            OSError: the folder cannot be written.
+            Exception: what the logger raises.
+        """
+        new = self._given.take(values, step=step)
+        if new:
+            self._logger.log_metrics(new, step=step)
+            self._logger.save()  # some hold hundreds of steps, which would die with the process
+
+    def close(self) -> None:
+        """Let the logger end."""
+        if self._is_open:
+            self._is_open = False
+            self._logger.finalize("success")

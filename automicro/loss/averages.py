@@ -1,0 +1,459 @@
+"""What one loss averages over: rows, targets, whatever a function counts, or nothing.
+
+Reading off a loss or a model what it averages over.
+
+Other things that a loss may be a mean over, to be tried where the one in use is not exact.
+"""
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from numpy import ndarray
+from torch import Tensor, nn
+
+from automicro.batch.tensors import tensor_leaves
+from automicro.errors import LossError
+from automicro.loss.conventions import TARGET_KEYS, Convention
+from automicro.torch_private import version_of
+
+Weight: TypeAlias = float | Tensor
+
+IGNORED = -100  # torch's and transformers' default `ignore_index`
+REMEDY = (
+    "pass loss_average='samples', 'tokens' or 'none' (a sum), or a callable that gives the number "
+    "that a microbatch's loss was divided by"
+)
+
+
+class Average(Protocol):
+    """What one loss averages over."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was declared or read off, not assumed."""
+
+    def describe(self) -> str:
+        """What the loss is taken for, in words that complete "the loss is …"."""
+
+    def denominators(
+        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> Sequence[Weight] | None:
+        """One denominator per microbatch, or None where the loss is a sum."""
+
+
+class Samples:
+    """A mean over rows."""
+
+    def __init__(self, *, is_known: bool = True) -> None:
+        self.is_known = is_known
+
+    def describe(self) -> str:
+        return "a mean over samples"
+
+    def denominators(
+        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> Sequence[Weight] | None:
+        return sizes
+
+
+class Sum:
+    """A sum: nothing was divided, so nothing needs a weight."""
+
+    is_known = True
+
+    def describe(self) -> str:
+        return "a sum"
+
+    def denominators(
+        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> Sequence[Weight] | None:
+        return None
+
+
+class Counted:
+    """A mean over whatever the caller's function counts in a microbatch."""
+
+    is_known = True
+
+    def __init__(self, count: Callable[[Any], float | Tensor]) -> None:
+        self._count = count
+
+    def describe(self) -> str:
+        return f"a mean over what {getattr(self._count, '__name__', self._count)!s} counts"
+
+    def denominators(
+        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> Sequence[Weight] | None:
+        counts: list[Any] = [self._count(microbatch) for microbatch in microbatches]
+        if all(isinstance(count, Tensor) and count.numel() == 1 for count in counts):
+            # One read for the whole batch, however many microbatches it is cut into.
+            counts = torch.stack([count.detach().reshape(()) for count in counts]).tolist()
+        elif any(isinstance(count, Tensor) for count in counts):
+            counts = [
+                count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+                for count in counts
+            ]
+        for count in counts:
+            if not isinstance(count, Real) or not math.isfinite(count) or count < 0:
+                raise LossError(
+                    f"the loss_average callable gave {count!r} for a microbatch; it must give one "
+                    "number of zero or more: what the microbatch's loss was divided by"
+                )
+        return [count if isinstance(count, int) else float(count) for count in counts]
+
+
+class Tokens:
+    """A mean over the targets that are not ignored, weighted by class where the loss does so.
+
+    Args:
+        targets: finds the targets in a batch, a tensor of any shape with rows first.
+        ignore_index: the target that does not count.
+        class_weight: shape (classes,), the loss's ``weight``.
+        shift: how many leading positions of each row have no prediction (1 for a causal language
+            model that shifts its labels itself).
+    """
+
+    is_known = True
+
+    def __init__(
+        self,
+        targets: Callable[[Any], Any],
+        *,
+        ignore_index: int = IGNORED,
+        class_weight: Tensor | None = None,
+        shift: int = 0,
+    ) -> None:
+        self._targets = targets
+        self._ignore_index = ignore_index
+        self._class_weight = class_weight
+        self._shift = shift
+        self._weight_there: tuple[Tensor, torch.device, int] | None = None
+
+    def describe(self) -> str:
+        counted = "targets" if self._class_weight is None else "class weights of the targets"
+        shifted = f", the first {self._shift} of each row left out" if self._shift else ""
+        return f"a mean over the {counted} that are not {self._ignore_index}{shifted}"
+
+    def denominators(
+        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> Sequence[Weight] | None:
+        targets = self._targets(batch)
+        if isinstance(targets, ndarray):
+            raise LossError(
+                "the loss is a mean over targets, and the batch's targets are a NumPy array; "
+                "convert to tensors in the dataset or the data loader's collate_fn "
+                "(torch.from_numpy)"
+            )
+        if not isinstance(targets, Tensor) or targets.dim() == 0:
+            raise LossError(
+                "the loss is a mean over targets, but the batch's targets are "
+                f"{type(targets).__name__}, not a tensor with a dimension; {REMEDY}"
+            )
+        if targets.is_floating_point() or targets.is_complex():
+            return sizes  # class probabilities or regression: every row counts the same
+        if targets.is_nested or not self._has_rows_first(targets, microbatches, sizes):
+            return [_number(self._count(self._targets(part)).sum()) for part in microbatches]
+        per_row = self._count(targets).reshape(targets.shape[0], -1).sum(1)
+        if per_row.device.type == "cpu":
+            counts = per_row.tolist()
+            ends = itertools.accumulate(sizes)
+            return [sum(counts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        return [_number(part.sum()) for part in torch.split(per_row, list(sizes))]
+
+    def _has_rows_first(
+        self, targets: Tensor, microbatches: Sequence[Any], sizes: Sequence[int]
+    ) -> bool:
+        if targets.shape[0] != sum(sizes):
+            return False
+        # There may be as many positions as rows: only a cut tells these dimensions apart.
+        return len(sizes) == 1 or self._targets(microbatches[0]).shape[0] == sizes[0]
+
+    def _count(self, targets: Tensor) -> Tensor:
+        if targets.is_nested:
+            targets = targets.values()
+        elif self._shift:
+            targets = targets[..., self._shift :]
+        counted = targets != self._ignore_index
+        if self._class_weight is None:
+            return counted
+        weight = self._weight_on(targets.device, self._class_weight)
+        return torch.where(counted, weight[targets.where(counted, 0)], 0)
+
+    def _weight_on(self, device: torch.device, weight: Tensor) -> Tensor:
+        """The class weights where the targets lie; brought there once, as that may wait."""
+        if weight.device == device:
+            return weight.detach().to(_float64(device))
+        there, version = self._weight_there, version_of(weight)
+        if there is None or there[1:] != (device, version):
+            copy = weight.detach().to(device, _float64(device))
+            there = self._weight_there = copy, device, version
+        return there[0]
+
+
+def _number(count: Tensor) -> Weight:
+    """A count as a Python number, or as a float64 tensor where reading it would synchronise."""
+    if count.device.type == "cpu":
+        return count.item()
+    return count.to(_float64(count.device))
+
+
+def _float64(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+LossAverage: TypeAlias = str | Callable[[Any], float | Tensor] | Mapping[str, Any]
+
+
+def read_average(
+    loss_average: Any,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    model: nn.Module,
+    targets: Callable[[Any], Any],
+    reads_model: bool,
+) -> dict[str, Average]:
+    """What each loss averages over: as declared, or as the loss or the model says of itself.
+
+    The result has one entry named ``""`` where one average holds for all.
+
+    Args:
+        loss_average: ``"auto"``, ``"samples"``, ``"tokens"``, ``"none"``, a callable from a
+            microbatch to its denominator, or a mapping of these by the loss's name.
+        loss_fn: the loss function or module, where there is one.
+        model: asked for its declared loss type where there is no ``loss_fn``.
+        targets: finds the targets in a batch.
+        reads_model: whether the model computes its own loss (Hugging Face's convention).
+
+    Raises:
+        TypeError, ValueError: a ``loss_average`` that is none of these.
+    """
+    if not isinstance(loss_average, Mapping):
+        return {"": _declared_average(loss_average, loss_fn, model, targets, reads_model)}
+    if not loss_average or not all(isinstance(name, str) and name for name in loss_average):
+        raise ValueError(
+            f"loss_average={dict(loss_average)!r} must name losses, such as "
+            "{'language': 'tokens', 'balance': 'samples'}; " + REMEDY
+        )
+    return {
+        name: _declared_average(value, loss_fn, model, targets, reads_model)
+        for name, value in loss_average.items()
+    }
+
+
+def is_declared(loss_average: Any) -> bool:
+    """Whether the caller said what every loss averages over.
+
+    >>> is_declared("tokens"), is_declared("auto"), is_declared({"a": "samples", "b": "auto"})
+    (True, False, False)
+    """
+    if isinstance(loss_average, Mapping):
+        return all(map(is_declared, loss_average.values()))
+    return not (isinstance(loss_average, str) and loss_average == "auto")
+
+
+def _declared_average(
+    declared: Any,
+    loss_fn: Callable[..., Any] | None,
+    model: nn.Module,
+    targets: Callable[[Any], Any],
+    reads_model: bool,
+) -> Average:
+    match declared:
+        case "samples":
+            return Samples()
+        case "none":
+            return Sum()
+        case "tokens":
+            read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
+            return read if isinstance(read, Tokens) else Tokens(targets)
+        case "auto":
+            read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
+            return read or Samples(is_known=False)
+        case str():
+            raise ValueError(f"loss_average={declared!r} is not known; {REMEDY}")
+    if callable(declared):
+        return Counted(declared)
+    raise TypeError(f"loss_average={declared!r} is of type {type(declared).__name__}; {REMEDY}")
+
+
+def _read_off(
+    loss_fn: Callable[..., Any] | None, model: nn.Module, targets: Callable[[Any], Any]
+) -> Average | None:
+    if loss_fn is not None:
+        return _read_loss(loss_fn, targets)
+    return _read_transformers(model, targets)
+
+
+def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Average | None:
+    """Read a loss module of torch or a function of torch.nn.functional, also in a partial."""
+    options: dict[str, Any] = {}
+    while isinstance(loss_fn, functools.partial):
+        options = {**loss_fn.keywords, **options}
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, nn.Module):
+        forward = type(loss_fn).forward
+        if getattr(forward, "__module__", None) != "torch.nn.modules.loss":
+            return None  # a subclass with a forward of its own may divide by anything
+        names = ("reduction", "ignore_index", "weight")
+        options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+        counts_targets = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
+    else:
+        if getattr(F, getattr(loss_fn, "__name__", ""), None) is not loss_fn:
+            return None
+        parameters = inspect.signature(loss_fn).parameters
+        if "reduction" not in parameters:
+            return None
+        options = {"reduction": parameters["reduction"].default, **options}
+        counts_targets = loss_fn in (F.cross_entropy, F.nll_loss)
+    if options.get("reduction") == "sum":
+        return Sum()
+    if options.get("reduction") not in ("mean", "batchmean"):
+        return None
+    if not counts_targets:
+        return Samples()
+    return Tokens(
+        targets,
+        ignore_index=options.get("ignore_index", IGNORED),
+        class_weight=options.get("weight"),
+    )
+
+
+def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Average | None:
+    """Read the loss type that a Hugging Face model declares.
+
+    Causal models shift their labels by one, encoder-decoder models and token classifiers do not.
+    """
+    if not hasattr(model, "loss_function"):
+        return None
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type is None and type(model).__name__.endswith("LMHeadModel"):
+        loss_type = "ForCausalLM"
+    if loss_type == "ForConditionalGeneration":
+        is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        loss_type = "ForMaskedLM" if is_encoder_decoder else "ForCausalLM"
+    match loss_type:
+        case "ForCausalLM":
+            return Tokens(targets, shift=1)
+        case (
+            "ForMaskedLM"
+            | "ForTokenClassification"
+            | "ForSequenceClassification"
+            | "ForImageClassification"
+            | "ForVideoClassification"
+            | "ForAudioClassification"
+        ):
+            return Tokens(targets)
+        case "ForSemanticSegmentation":
+            return Tokens(targets, ignore_index=255)
+    return None
+
+
+_OTHER_IGNORED = (-1, 0, 255)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One value for ``loss_average``.
+
+    Attributes:
+        code: the value as a user writes it.
+        value: the value.
+        kind: what the loss would be, in words.
+    """
+
+    code: str
+    value: Any
+    kind: str
+
+
+def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
+    """What to try for this batch, the likeliest first."""
+    yield Candidate(code="'samples'", value="samples", kind="a mean over samples")
+    yield Candidate(code="'none'", value="none", kind="a sum")
+    yield Candidate(
+        code="'tokens'", value="tokens", kind="a mean over the targets that are not ignored"
+    )
+    yield from _target_counts(batch, convention)
+    for path, leaf in tensor_leaves(batch):
+        yield from _leaf_counts(batch, path, leaf)
+
+
+def named(choice: Mapping[str, Candidate]) -> Candidate:
+    """One candidate for each loss by name, as one for all."""
+    code = ", ".join(f"{name!r}: {each.code}" for name, each in choice.items())
+    kinds = ", ".join(f"{name!r} {each.kind}" for name, each in choice.items())
+    return Candidate(
+        code=f"{{{code}}}", value={n: each.value for n, each in choice.items()}, kind=kinds
+    )
+
+
+def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
+    try:
+        targets = convention.targets(batch)
+    except (ValueError, IndexError):
+        return
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_nested:
+        return
+    where = expression(batch, targets)
+    if targets.dim() > 1:
+        yield Candidate(
+            code=f"lambda batch: ({where}[..., 1:] != {IGNORED}).sum()",
+            value=lambda part: (convention.targets(part)[..., 1:] != IGNORED).sum(),
+            kind="a mean over the targets that are not ignored, the labels shifted by one",
+        )
+    for ignored in _OTHER_IGNORED:
+        if bool((targets == ignored).any()):
+            yield Candidate(
+                code=f"lambda batch: ({where} != {ignored}).sum()",
+                value=_counter(convention.targets, ignored),
+                kind=f"a mean over the targets that are not {ignored}",
+            )
+
+
+def _counter(targets: Callable[[Any], Any], ignored: int) -> Callable[[Any], Any]:
+    return lambda part: (targets(part) != ignored).sum()
+
+
+def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
+    """Masks, lengths, weights of rows: whatever counts something and is not negative."""
+    if leaf.is_nested or leaf.is_sparse or leaf.is_complex() or leaf.dim() == 0:
+        return
+    where = expression(batch, leaf)
+    if not bool((leaf < 0).any()):
+        yield Candidate(
+            code=f"lambda batch: {where}.sum()",
+            value=lambda part: dict(tensor_leaves(part))[path].sum(),
+            kind=f"a mean weighted by {path!r}",
+        )
+    if not leaf.is_floating_point():
+        yield Candidate(
+            code=f"lambda batch: ({where} != 0).sum()",
+            value=lambda part: (dict(tensor_leaves(part))[path] != 0).sum(),
+            kind=f"a mean over what is not zero in {path!r}",
+        )
+
+
+def expression(batch: Any, leaf: Tensor) -> str:
+    """How to get at a leaf of a batch, in Python."""
+    return _find(batch, leaf, "batch") or "batch"
+
+
+def _find(value: Any, leaf: Tensor, code: str) -> str:
+    if value is leaf:
+        return code
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=lambda key: key not in TARGET_KEYS)
+        inner = ((value[key], f"{code}[{key!r}]") for key in keys)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        inner = ((part, f"{code}[{index}]") for index, part in enumerate(value))
+    else:
+        inner = ((part, f"{code}.{name}") for name, part in getattr(value, "__dict__", {}).items())
+    return next((found for part, code in inner if (found := _find(part, leaf, code))), "")

@@ -1,0 +1,515 @@
+"""How a microbatch becomes a loss: four conventions, one interface.
+
+In the order in which they are looked for:
+
+1. ``forward(model, microbatch)`` as the caller wrote it;
+2. ``loss_fn`` and batches of ``(inputs, targets)``;
+3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)``, which may be
+   several by name or in a row, and ``eval_forward(batch, outputs)``;
+4. a model called with the batch as keyword arguments, whose output holds ``loss`` (Hugging Face),
+   or is a mapping of nothing but scalar losses, which are summed (detectors).
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from automicro.batch.reading import must_hold_rows
+from automicro.batch.tensors import map_tensors
+from automicro.errors import BatchError, LossError
+
+TARGET_KEYS = ("labels", "label", "targets", "target")
+HOW_TO_GIVE_A_LOSS = (
+    "pass loss_fn=… for batches of (inputs, targets), or forward=… that takes (model, microbatch) "
+    "and returns the loss"
+)
+
+
+class Carried(NamedTuple):
+    """A batch, and the state that the batch before it has left: one thing to be cut by rows.
+
+    Attributes:
+        batch: as the data loader gave it.
+        carry: of the same rows; None at the start.
+    """
+
+    batch: Any
+    carry: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    """What one microbatch's forward gave.
+
+    Attributes:
+        loss: the total; None where there is none.
+        losses: its parts by name.
+        outputs: the model's.
+        has_total: whether the total was given beside its parts, and not summed from them.
+        carry: state for the next batch; None without one.
+    """
+
+    loss: Tensor | None
+    losses: Mapping[str, Tensor]
+    outputs: Any
+    has_total: bool = False
+    carry: Any = None
+
+
+class Convention(Protocol):
+    """One way from a microbatch to a loss, outputs, targets and metrics."""
+
+    computes_loss_in_model: bool
+    needs_pairs: bool
+    has_eval_forward: bool
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        """Forward for training; the loss is required.
+
+        ``forwarded`` is called between model and loss, where they are two calls, else after both.
+        """
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        """Forward for evaluation; the loss may be missing."""
+
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        """The model's outputs alone; the batch need not have targets.
+
+        ``holds_rows`` says that the batch is a list of rows, be they two.
+        """
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        """What metrics get in training, of a forward's outputs; asked if ``has_eval_forward``."""
+
+    def targets(self, batch: Any) -> Any:
+        """The targets in a batch, for counting and for metrics."""
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        """Feed one metric."""
+
+
+def choose_convention(
+    model: nn.Module,
+    *,
+    forward: Callable[..., Any] | None,
+    loss_fn: Callable[..., Any] | None,
+    carries: bool = False,
+) -> Convention:
+    """Pick the way to the loss; see the module's text for the order.
+
+    Args:
+        model: that is trained.
+        forward: the caller's.
+        loss_fn: the caller's.
+        carries: whether ``forward`` takes and gives state that goes from batch to batch. Batches
+            are then `Carried`.
+
+    Raises:
+        TypeError: ``forward`` or ``loss_fn`` cannot be called.
+        ValueError: both are given, or state is carried without ``forward``.
+    """
+    for name, function in (("forward", forward), ("loss_fn", loss_fn)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            raise TypeError(
+                f"{name} is the class {function.__name__}; make an instance: "
+                f"{name}={function.__name__}()"
+            )
+    if forward is not None and loss_fn is not None:
+        raise ValueError(
+            "both forward and loss_fn were given, and only one can compute the loss; call the "
+            "loss function inside forward and leave loss_fn out"
+        )
+    if carries and forward is None:
+        raise ValueError(
+            "carry_layout=… was given without forward=…, and only that says how the state goes in "
+            "and comes out; pass a forward that takes (model, microbatch, carry) and returns a "
+            "mapping with 'loss' and 'carry'"
+        )
+    if forward is not None:
+        return _CarryingForward(forward) if carries else _OwnForward(forward)
+    if loss_fn is not None:
+        return _LossFunction(loss_fn)
+    if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
+        return _ComposerModel(model)
+    return _KeywordModel()
+
+
+class _OwnForward:
+    """The caller's ``forward(model, microbatch)``."""
+
+    computes_loss_in_model = False
+    needs_pairs = False
+    has_eval_forward = False
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        result = self._forward(model, microbatch)
+        if forwarded is not None:
+            forwarded()
+        return _read_result(result)
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return self.train(model, microbatch)
+
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        outputs = self.train(model, microbatch).outputs
+        if outputs is None:
+            raise LossError(
+                "forward returned only the loss, and there is nothing to predict; return "
+                "(loss, outputs)"
+            )
+        return outputs
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return outputs
+
+    def targets(self, batch: Any) -> Any:
+        return _find_targets(batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        if outputs is None:
+            raise LossError(
+                "metrics need the model's outputs, and forward returned only the loss; return "
+                "(loss, outputs), or pass update_metric=… that takes (metric, outputs, microbatch)"
+            )
+        metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+class _CarryingForward(_OwnForward):
+    """The caller's ``forward(model, microbatch, carry)``; batches are `Carried`."""
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        result = self._forward(model, *microbatch)
+        if forwarded is not None:
+            forwarded()
+        if not isinstance(result, Mapping) or "carry" not in result:
+            raise LossError(
+                f"forward returned {_named(result)}, and with carry_layout=… it has to return a "
+                "mapping with 'loss' and 'carry', the state for the next batch (None for none)"
+            )
+        rest = {name: value for name, value in result.items() if name != "carry"}
+        return dataclasses.replace(_read_result(rest), carry=result["carry"])
+
+    def targets(self, batch: Any) -> Any:
+        return super().targets(batch.batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        super().update_metric(metric, outputs, microbatch.batch)
+
+
+class _LossFunction:
+    """``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``."""
+
+    computes_loss_in_model = False
+    needs_pairs = True
+    has_eval_forward = False
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self._loss_fn = loss_fn
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        inputs, targets = _pair(microbatch)
+        outputs = _call(model, inputs)
+        if forwarded is not None:
+            forwarded()
+        loss = self._loss_fn(outputs, targets)
+        if isinstance(loss, Tensor):
+            return Output(loss, {}, outputs)
+        return dataclasses.replace(_read_losses(loss), outputs=outputs)
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return self.train(model, microbatch)
+
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        # A data set of inputs alone gives lists of one part, with targets pairs.
+        is_short = isinstance(microbatch, tuple | list) and len(microbatch) in (1, 2)
+        has_parts = is_short and not holds_rows
+        return _call(model, microbatch[0] if has_parts else microbatch)
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return outputs
+
+    def targets(self, batch: Any) -> Any:
+        return _pair(batch)[1]
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        metric.update(outputs, _pair(microbatch)[1])
+
+
+class _ComposerModel:
+    """A model with Composer's ``loss`` and ``eval_forward``."""
+
+    computes_loss_in_model = False
+    needs_pairs = False
+    has_eval_forward = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        # What a forward takes out of the batch is there for eval_forward, and not for the loss.
+        microbatch = map_tensors(microbatch, _itself, isolate=True)
+        outputs = model(microbatch)
+        if forwarded is not None:
+            forwarded()
+        loss = self._model.loss(outputs, microbatch)
+        return dataclasses.replace(self._read_loss(loss), outputs=outputs)
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return Output(None, {}, self.predict(model, microbatch))
+
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        return self._model.eval_forward(microbatch)
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return self._model.eval_forward(microbatch, outputs)
+
+    def targets(self, batch: Any) -> Any:
+        return _find_targets(batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        if callable(getattr(self._model, "update_metric", None)):
+            self._model.update_metric(microbatch, outputs, metric)
+        else:
+            metric.update(_predictions(outputs), _find_targets(microbatch))
+
+    def _read_loss(self, result: Any) -> Output:
+        """Read what Composer would train on: ``total``, or else the sum of all losses."""
+        if isinstance(result, list | tuple) and result:
+            result = {f"loss{index}": each for index, each in enumerate(result)}
+        if not isinstance(result, Mapping):
+            return Output(self._average(result), {}, None)
+        losses = {str(name): self._average(value) for name, value in result.items()}
+        if (total := losses.pop("total", None)) is not None:
+            return Output(total, losses, None, has_total=True)
+        if "loss" in losses and len(losses) > 1:
+            raise LossError(
+                f"{type(self._model).__name__}.loss returned {_named(result)}: Composer adds all "
+                "of them up, and elsewhere 'loss' is the total already; call the total 'total', "
+                "which is trained on alone, or give the part 'loss' another name"
+            )
+        if not losses:
+            raise LossError(f"{type(self._model).__name__}.loss returned no loss: {result!r}")
+        return _summed(losses, None)
+
+    def _average(self, loss: Any) -> Tensor:
+        if not isinstance(loss, Tensor):
+            raise LossError(
+                f"{type(self._model).__name__}.loss returned {_named(loss)} where a loss belongs; "
+                "return a tensor, several of them in a list, or a mapping from names to tensors"
+            )
+        return loss if loss.dim() == 0 else loss.mean()  # a loss for each row
+
+
+class _KeywordModel:
+    """``model(**batch)`` whose output holds ``loss`` (Hugging Face's convention)."""
+
+    computes_loss_in_model = True
+    needs_pairs = False
+    has_eval_forward = False
+
+    def train(
+        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
+    ) -> Output:
+        output = self.evaluate(model, microbatch)
+        if forwarded is not None:
+            forwarded()
+        if output.loss is None:
+            raise LossError(
+                f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "
+                "batch may lack 'labels' (it has "
+                f"{sorted(map(str, microbatch))}), or {HOW_TO_GIVE_A_LOSS}"
+            )
+        return output
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        if not isinstance(microbatch, Mapping):
+            raise LossError(
+                f"nothing says how to compute a loss from a batch of type "
+                f"{type(microbatch).__name__}; {HOW_TO_GIVE_A_LOSS}"
+            )
+        outputs = self.predict(model, microbatch)
+        if isinstance(outputs, Mapping):
+            losses = {} if outputs.get("loss") is not None else _scalar_losses(outputs)
+            if losses and len(losses) == len(outputs):  # detectors give nothing but losses
+                return _summed(losses, outputs)
+            return Output(outputs.get("loss"), {}, outputs)
+        return Output(getattr(outputs, "loss", None), {}, outputs)
+
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        return _call(model, microbatch)
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return outputs
+
+    def targets(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping) and batch.get("shift_labels") is not None:
+            raise LossError(
+                "the batch holds 'shift_labels', so which targets the loss counts cannot be read "
+                "off; pass loss_average=… as a callable that counts them in a microbatch"
+            )
+        return _find_targets(batch)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        metric.update(_predictions(outputs), _find_targets(microbatch))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def _read_result(result: Any) -> Output:
+    """Read ``loss``, ``(loss, outputs)`` or ``{"loss": …}``."""
+    if isinstance(result, Tensor):
+        return Output(result, {}, None)
+    if isinstance(result, Mapping):
+        losses = _scalar_losses(result)
+        total = result.get("loss")
+        if total is not None:
+            losses.pop("loss", None)
+            return Output(total, losses, result, has_total=True)
+        if losses and len(losses) == len(result):
+            return _summed(losses, result)
+        raise LossError(
+            f"forward returned a mapping with the keys {sorted(map(str, result))}: it needs "
+            "'loss', or nothing but scalar losses, which are then summed"
+        )
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, outputs = result
+        is_number = isinstance(outputs, Tensor) and outputs.dim() == 0
+        if is_number and isinstance(loss, Tensor) and loss.numel() > 1:
+            raise LossError(
+                f"forward returned a tensor of shape {tuple(loss.shape)} and one number behind it: "
+                "the loss comes first, (loss, outputs). Where a model returns (outputs, loss), "
+                "take them apart: forward=lambda model, batch: model(*batch)[::-1]"
+            )
+        if is_number and outputs.requires_grad:
+            raise LossError(
+                "forward returned (loss, outputs) whose outputs are one number with a gradient, "
+                "and only the first would be trained on. Two losses? Return a mapping from names "
+                "to losses, which are summed; for a number to look at, .detach() it"
+            )
+        return dataclasses.replace(_read_result(loss), outputs=outputs)
+    raise LossError(
+        f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
+        "(loss, outputs), or a mapping with the key 'loss'"
+    )
+
+
+def _scalar_losses(result: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {
+        str(name): value
+        for name, value in result.items()
+        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+    }
+
+
+def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
+    if "total" in losses and len(losses) > 1:
+        raise LossError(
+            f"the losses {', '.join(map(repr, losses))} would be added up, and 'total' may be "
+            "their sum already; call the total 'loss', which is trained on alone, or give the "
+            "part 'total' another name"
+        )
+    return Output(functools.reduce(operator.add, losses.values()), losses, outputs)
+
+
+def _read_losses(result: Any) -> Output:
+    """Read what a loss function gave: unlike a forward's, a tuple cannot hold outputs."""
+    if isinstance(result, Tensor | Mapping):
+        return _read_result(result)
+    raise LossError(
+        f"the loss function returned {_named(result)}, of which nothing says how it adds up; "
+        "return one scalar tensor, or a mapping from names to scalar losses, which are summed"
+    )
+
+
+def outputs_with_rows(outputs: Any) -> Any:
+    """Outputs without the losses and the cache among them, which have no rows to be joined.
+
+    Example:
+        >>> import torch
+        >>> list(outputs_with_rows({"loss": torch.tensor(1.0), "logits": torch.zeros(4, 2)}))
+        ['logits']
+    """
+    if not isinstance(outputs, Mapping):
+        return outputs
+    kept = {
+        name: value
+        for name, value in outputs.items()
+        if not (isinstance(value, Tensor) and value.dim() == 0) and name != "past_key_values"
+    }
+    if len(kept) == len(outputs):
+        return outputs
+    # Also of a Hugging Face ModelOutput, which forbids removing keys from it.
+    is_record = dataclasses.is_dataclass(outputs)
+    kind: Any = type(outputs)
+    return kind(**kept) if is_record else kept
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if type(batch) is tuple and len(batch) == 2:  # the common case, quickly
+        return batch
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise BatchError(
+        f"with loss_fn a batch is a pair (inputs, targets), and this one is {_named(batch)}; "
+        "yield such pairs from the data loader, or pass forward=… that takes (model, microbatch)"
+    )
+
+
+def _find_targets(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        for key in TARGET_KEYS:
+            if batch.get(key) is not None:
+                return batch[key]
+    elif _is_pair(batch) and not must_hold_rows(batch, is_root=True):  # and not two samples
+        return batch[1]
+    raise LossError(
+        f"the targets cannot be found in {_named(batch)}; name them "
+        f"{' or '.join(repr(key) for key in TARGET_KEYS[:3])} in a mapping, use a pair "
+        "(inputs, targets), or pass loss_average=… (and update_metric=…) as a callable"
+    )
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and len(batch) == 2
+
+
+def _predictions(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits", outputs)
+    return getattr(outputs, "logits", outputs)
+
+
+def _named(value: Any) -> str:
+    """What a value is, briefly: its type, with the keys or the length of a container."""
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"a {name} with the keys {sorted(map(str, value))}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {name} of length {len(value)}"
+    return f"a {name}"

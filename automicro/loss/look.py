@@ -1,0 +1,450 @@
+"""One look: the gradient of a few rows, together and apart.
+
+One look: the gradient of a few rows, together and apart.
+
+Four passes over at most 16 rows, in training mode: together, together in the opposite order, one
+part, the other part. The order shows what chance, state and rounding do; the parts, weighted as
+microbatches would be, must add up to the whole.
+
+Gradients of the whole batch against those of a split.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from automicro.batch.device import on_device, on_host
+from automicro.errors import LossError
+from automicro.loss.informative_rows import Choice
+from automicro.loss.passes import ExtraPasses, Probed
+from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.transaction.surroundings import Place
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Differences up to which gradients of a precision count as equal.
+
+    Attributes:
+        own: of the parameter's own gradient.
+        all: of the gradient of all parameters, for each of them.
+        total: of the gradient of all parameters, all differences together.
+    """
+
+    own: float
+    all: float
+    total: float
+
+
+# Measured: rounding of 95 exact jobs in each precision stays below, by a factor of three or more.
+LIMITS = {
+    torch.float64: Limits(own=1e-7, all=1e-9, total=1e-8),
+    torch.float32: Limits(own=1e-4, all=1e-6, total=1e-5),
+    torch.float16: Limits(own=2e-2, all=1e-3, total=1e-2),
+    torch.bfloat16: Limits(own=1e-1, all=1e-3, total=3e-2),
+}
+_ACCELERATED = 10  # TF32, and sums in another order for every shape
+_CLEARLY = 10  # a difference so many times what chance makes is none of chance's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one look saw.
+
+    Attributes:
+        wrong: the parameter whose gradient adds up least, and by how much of itself it is off;
+            None where all add up.
+        ordered: the parameter whose gradient depends on the order of the rows, or on what the
+            passes before left behind; None where none does.
+        noise: names of what draws and cannot be silenced.
+        blind: parameters that a gradient of zero reached.
+        num_reached: how many parameters a gradient reached.
+        changing: state of Python's that each call changes.
+        tells: whether the rows' gradients differ, so that a wrong weight would show.
+        why: why nothing was seen; empty where something was.
+        tolerance: relative, of the gradient of one parameter.
+        values: the losses: together, of both parts added up.
+    """
+
+    wrong: tuple[str, float] | None = None
+    ordered: str | None = None
+    noise: tuple[str, ...] = ()
+    blind: frozenset[str] = frozenset()
+    num_reached: int = 0
+    changing: tuple[Place, ...] = ()
+    tells: bool = False
+    why: str = ""
+    tolerance: float = 0.0
+    values: tuple[float, float] = field(default=(math.nan, math.nan))
+
+
+def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
+    """Compare the gradient of some rows with that of two parts of them.
+
+    Two sets of gradients are held.
+
+    Raises:
+        LossError: the forward gives no usable loss.
+        CollectiveError: the forward was about to communicate with other ranks.
+        BaseException: whatever the forward raises on these rows.
+    """
+    cut = CutRows(probed, batch, choice)
+    with ExtraPasses(probed) as passes:
+        value = passes.run(cut.together, cut.whole_weights)
+        whole = _wide(passes.take_gradients())
+        totals = _norms(whole)
+        passes.run(cut.reversed, cut.reversed_weights)
+        noises = _norms(_differences(passes.take_gradients(), whole))
+        parts = passes.run(cut.small, cut.weights, 0)
+        gradients = passes.take_gradients()
+        firsts = _norms(gradients)
+        along = _dots(gradients, whole)
+        whole = _less(whole, gradients)
+        del gradients
+        parts += passes.run(cut.large, cut.weights, 1)
+        whole = _less(whole, passes.take_gradients())
+        gaps = _norms(whole)
+        del whole
+        names = probed.names()
+        labels = [
+            names.get(id(leaf), f"a leaf outside of the modules, of shape {tuple(leaf.shape)}")
+            for leaf in passes.leaves
+        ]
+        lasting, reached, changing = passes.lasting, passes.reached, tuple(passes.changed())
+        labels = _of_lasting(labels, lasting, "")
+        used = {leaf.dtype for leaf in passes.leaves} | passes.silence.dtypes
+        noise = (*sorted(passes.silence.unsilenced), *passes.foreign_draws())
+    seen = _judge(
+        _Numbers(
+            labels=labels,
+            reached=_of_lasting(reached, lasting, False),
+            totals=_of_lasting(totals, lasting, 0.0),
+            noises=_of_lasting(noises, lasting, 0.0),
+            firsts=_of_lasting(firsts, lasting, 0.0),
+            gaps=_of_lasting(gaps, lasting, 0.0),
+            along=math.fsum(along),
+        ),
+        limits=_limits(used, probed.device),
+        noise=noise,
+        values=(value, parts),
+    )
+    return dataclasses.replace(seen, changing=changing)
+
+
+class CutRows:
+    """The chosen rows of a batch: together, turned around, and in two parts, with weights."""
+
+    def __init__(self, probed: Probed, batch: Any, choice: Choice) -> None:
+        small, large, rows = choice.small, choice.large, choice.rows
+        with on_host():
+            self.small, self.large, self.together, self.reversed = (
+                probed.layout.take_rows(batch, each) for each in (small, large, rows, rows[::-1])
+            )
+            self.weights = weights_of(probed, self.together, [self.small, self.large], choice)
+            self.whole_weights = weights_of(probed, self.together, [self.together], choice)
+            self.reversed_weights = weights_of(probed, self.reversed, [self.reversed], choice)
+
+
+def weights_of(probed: Probed, together: Any, parts: Sequence[Any], choice: Choice) -> BatchWeights:
+    """What the parts of a few rows weigh, as microbatches would."""
+    sizes = [len(choice.rows)] if len(parts) == 1 else [len(choice.small), len(choice.large)]
+    cut = CutBatch(batch=together, microbatches=parts, sizes=sizes)
+    return BatchWeights(probed.averages, [cut])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """By parameter: its label, whether it was reached, and norms.
+
+    Norms of the whole gradient, of the noise, of the first part's gradient, and of the gap.
+    """
+
+    labels: Sequence[str]
+    reached: Sequence[bool]
+    totals: Sequence[float]
+    noises: Sequence[float]
+    firsts: Sequence[float]
+    gaps: Sequence[float]
+    along: float
+
+
+def _judge(
+    numbers: _Numbers, *, limits: Limits, noise: tuple[str, ...], values: tuple[float, float]
+) -> Seen:
+    total, first = math.hypot(*numbers.totals), math.hypot(*numbers.firsts)
+    scale = max(total, first)
+    if not math.isfinite(scale) or not math.isfinite(values[0]):
+        return Seen(why="the loss or its gradient is not finite", noise=noise, values=values)
+    if scale == 0:
+        why = "no gradient reaches any parameter"
+        return Seen(why=why, noise=noise, values=values)
+    sizes = [max(pair) for pair in zip(numbers.totals, numbers.firsts, strict=True)]
+    wrong = _worst(numbers.labels, numbers.gaps, sizes, scale, limits)
+    ordered = _worst(numbers.labels, numbers.noises, sizes, scale, limits)
+    chance = math.hypot(*numbers.noises)
+    if ordered is not None and not math.hypot(*numbers.gaps) > _CLEARLY * chance:
+        wrong = None
+    # How much of the first part's gradient points elsewhere than the whole's.
+    aside = first**2 - (numbers.along / total) ** 2 if total else first**2
+    return Seen(
+        wrong=wrong,
+        ordered=None if ordered is None or wrong is not None else ordered[0],
+        noise=noise,
+        blind=frozenset(
+            label
+            for label, size, was_reached in zip(numbers.labels, sizes, numbers.reached, strict=True)
+            if was_reached and size <= limits.all * scale
+        ),
+        num_reached=sum(numbers.reached),
+        tells=aside > (10 * limits.own * first) ** 2,
+        tolerance=limits.own,
+        values=values,
+    )
+
+
+def _worst(
+    labels: Sequence[str],
+    gaps: Sequence[float],
+    sizes: Sequence[float],
+    scale: float,
+    limits: Limits,
+) -> tuple[str, float] | None:
+    bad = [
+        (label, gap / max(size, limits.all * scale))
+        for label, gap, size in zip(labels, gaps, sizes, strict=True)
+        if not gap <= limits.own * size + limits.all * scale
+    ]
+    if bad:
+        return max(bad, key=lambda each: each[1])
+    together = math.hypot(*gaps)
+    return (
+        ("all parameters together", together / scale) if together > limits.total * scale else None
+    )
+
+
+def _limits(used: set[torch.dtype], device: torch.device) -> Limits:
+    known = [LIMITS[dtype] for dtype in used if dtype in LIMITS]
+    widest = max(known, key=lambda each: each.own, default=LIMITS[torch.float32])
+    if device.type != "cpu" and widest is LIMITS[torch.float32]:
+        return Limits(
+            own=widest.own * _ACCELERATED,
+            all=widest.all * _ACCELERATED,
+            total=widest.total * _ACCELERATED,
+        )
+    return widest
+
+
+def _wide(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of low precision in float32, so that differences are not rounded away."""
+    low = (torch.float16, torch.bfloat16)
+    return [g.float() if g is not None and g.dtype in low else g for g in gradients]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+
+
+def _less(whole: list[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The whole less these, in place where it can be: no third set is made."""
+    left: list[Tensor | None] = []
+    for index, gradient in enumerate(gradients):
+        own = whole[index] if index < len(whole) else None
+        if gradient is None:
+            left.append(own)
+        elif own is None:
+            left.append(-_dense(gradient))
+        elif own.layout is torch.strided:
+            left.append(own.sub_(_dense(gradient)))
+        else:
+            left.append(_dense(own) - _dense(gradient))
+    return left
+
+
+def _differences(
+    gradients: Sequence[Tensor | None], whole: Sequence[Tensor | None]
+) -> Iterator[Tensor | None]:
+    for index, gradient in enumerate(gradients):
+        own = whole[index] if index < len(whole) else None
+        if gradient is None or own is None:
+            yield own if gradient is None else gradient
+        else:
+            yield _dense(gradient) - _dense(own)
+
+
+def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
+    """Read at once: each value by itself would wait for the device."""
+    norms = [
+        torch.zeros((), dtype=torch.float64)
+        if each is None
+        else torch.linalg.vector_norm(
+            _dense(each), dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
+        )
+        for each in gradients
+    ]
+    return _read(norms)
+
+
+def _dots(gradients: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> list[float]:
+    return _read(
+        [
+            (_dense(one).reshape(-1).to(other.dtype) * _dense(other).reshape(-1)).sum()
+            for one, other in zip(gradients, whole, strict=False)
+            if one is not None and other is not None
+        ]
+    )
+
+
+def _read(values: Sequence[Tensor]) -> list[float]:
+    if not values:
+        return []
+    device = next((each.device for each in values if each.device.type != "cpu"), None)
+    if device is None:
+        found: list[float] = torch.stack([each.double() for each in values]).tolist()
+    else:
+        found = torch.stack([each.to(device, torch.float32) for each in values]).tolist()
+    return found
+
+
+def _of_lasting(values: Sequence[T], lasting: Sequence[bool], nothing: T) -> list[T]:
+    # Leaves that only a later pass reached got nothing in an earlier one.
+    padded = [*values, *[nothing] * (len(lasting) - len(values))]
+    return [value for value, lasts in zip(padded, lasting, strict=True) if lasts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Evaluation losses of some rows.
+
+    Attributes:
+        together: of all.
+        apart: added up from two parts.
+        chance: how far the loss moves when the rows come in the opposite order.
+        tolerance: relative rounding.
+    """
+
+    together: float
+    apart: float
+    chance: float
+    tolerance: float
+
+    @property
+    def add_up(self) -> bool:
+        """Whether they do, as far as can be seen."""
+        gap = abs(self.together - self.apart)
+        scale = max(abs(self.together), abs(self.apart))
+        return not gap > self.tolerance * scale + _CLEARLY * self.chance
+
+
+def evaluation_values(probed: Probed, batch: Any, choice: Choice) -> Values | None:
+    """The loss of some rows in evaluation, together and apart.
+
+    None where evaluation gives no loss. Called in evaluation mode, without gradients.
+
+    Raises:
+        As `look`.
+    """
+    cut = CutRows(probed, batch, choice)
+    with ExtraPasses(probed) as passes, torch.no_grad():
+
+        def value(rows: Any, weights: BatchWeights, index: int = 0) -> float | None:
+            moved = next(iter(on_device([rows], probed.device, isolate=True)))
+            with passes.silence:
+                output = probed.convention.evaluate(probed.modules[0], moved)
+                if output.loss is None:
+                    return None
+                loss, _ = weights.apply(
+                    index, output.loss, output.losses, has_total=output.has_total
+                )
+            if loss.dim():
+                raise LossError("the evaluation loss is not one number")
+            return float(loss)
+
+        together = value(cut.together, cut.whole_weights)
+        again = value(cut.reversed, cut.reversed_weights)
+        one, other = value(cut.small, cut.weights, 0), value(cut.large, cut.weights, 1)
+    if together is None or again is None or one is None or other is None:
+        return None
+    return Values(
+        together=together,
+        apart=one + other,
+        chance=abs(together - again),
+        tolerance=_limits(passes.silence.dtypes, probed.device).own,
+    )
+
+
+# Gradients that are zero but for rounding (a bias before a normalisation, keys in attention) are
+# measured against this part of the whole gradient.
+_FLOOR = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one run gave.
+
+    Attributes:
+        loss: of the whole batch.
+        losses: its parts by name.
+        gradients: by parameter; None where it got none.
+    """
+
+    loss: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and every gradient are numbers."""
+        given = [each for each in self.gradients.values() if each is not None]
+        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in given)
+
+    @property
+    def norm(self) -> float:
+        """Of all gradients together."""
+        return math.hypot(*(_norm(each) for each in self.gradients.values()))
+
+
+def relative_errors(split: Measured, whole: Measured) -> dict[str, float]:
+    """The relative error of each parameter's gradient.
+
+    Example:
+        >>> one = Measured(loss=1.0, gradients={"weight": torch.tensor([3.0, 4.0])})
+        >>> other = Measured(loss=1.0, gradients={"weight": torch.tensor([3.0, 3.0])})
+        >>> relative_errors(other, one)
+        {'weight': 0.2}
+    """
+    floor = max(_FLOOR * whole.norm, torch.finfo(torch.float64).tiny)
+    errors = {}
+    for name, expected in whole.gradients.items():
+        found = split.gradients[name]
+        if expected is None and found is None:
+            errors[name] = 0.0
+            continue
+        if expected is None or found is None:
+            gap = _norm(found) + _norm(expected)
+        else:
+            gap = _norm(found - expected)
+        error = gap / max(_norm(expected), floor)
+        errors[name] = math.inf if math.isnan(error) else error
+    return errors
+
+
+def loss_error(split: float, whole: float) -> float:
+    """The relative error of the loss."""
+    if math.isnan(split) and math.isnan(whole):
+        return 0.0
+    # Losses near zero may be differences of numbers near one, with their rounding.
+    error = abs(split - whole) / max(0.05, abs(whole))
+    return math.inf if math.isnan(error) else error
+
+
+def _norm(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(gradient))

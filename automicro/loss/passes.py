@@ -1,0 +1,320 @@
+"""Passes over a few rows that leave no trace.
+
+Forwards of automicro's own, beside those of a step: whoever counts calls can ask for them.
+
+Passes over a few rows that leave no trace.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro.batch.device import on_device
+from automicro.batch.layout import BatchLayout
+from automicro.compilation import uncompiled
+from automicro.loss.averages import Average
+from automicro.loss.conventions import Convention, Output
+from automicro.loss.silence import Silence
+from automicro.loss.weights import BatchWeights
+from automicro.memory.oom import Failure, classify
+from automicro.modules import ModuleIndex
+from automicro.options import check_loss
+from automicro.reach import Reach, Variable, reached_objects, reached_variables
+from automicro.torch_private import AnyBatchNorm
+from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.leaves import HeldHooks, leaves_of
+from automicro.transaction.rng import RandomState, devices_of
+from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
+from automicro.transaction.transaction import Transaction
+
+_depth = 0
+
+
+def is_extra_pass() -> bool:
+    """Whether the forward that is running is an extra one, which counts for nothing.
+
+    There are two kinds: a look at a few rows, at the first batches that might be split, and one
+    row through a model with lazy layers. State that automicro can find is put back after them
+    (parameters, buffers, attributes of modules, variables that ``loss_fn`` and ``forward`` get
+    at). What lies elsewhere, such as a file that a forward writes to, can ask here.
+
+    Example:
+        >>> from automicro import is_extra_pass
+        >>> is_extra_pass()
+        False
+    """
+    return _depth > 0
+
+
+@contextlib.contextmanager
+def extra_pass() -> Iterator[None]:
+    """Let `is_extra_pass` say so meanwhile."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """A model and its loss, to be looked at.
+
+    Attributes:
+        modules: the model, then further modules that take part.
+        convention: from a batch of rows to a loss.
+        averages: what each loss is taken for, by name.
+        layout: of batches.
+        device: where the model computes.
+        functions: of the caller: ``loss_fn``, ``forward``.
+        reach: what modules and functions get at by themselves.
+    """
+
+    modules: Sequence[nn.Module]
+    convention: Convention
+    averages: Mapping[str, Average]
+    layout: BatchLayout
+    device: torch.device
+    functions: Sequence[Callable[..., Any]] = ()
+    reach: Reach
+
+    @property
+    def reached(self) -> list[nn.Module]:
+        """The modules, and those that the caller's functions get at by themselves."""
+        found = [*self.modules, *self.reach.modules().values()]
+        return list({id(module): module for module in found}.values())
+
+    def names(self) -> dict[int, str]:
+        """A name for each parameter that a gradient may reach, by its id."""
+        found: dict[int, str] = {}
+        for root in self.reached:
+            for name, parameter in root.named_parameters():
+                if parameter.requires_grad:
+                    found.setdefault(id(parameter), name)
+        return found
+
+
+class ExtraPasses:
+    """Forward and backward of a few rows, without a trace.
+
+    A context: entered, it has opened a transaction around all that the passes change; left, it
+    has rolled it back.
+    """
+
+    def __init__(self, probed: Probed) -> None:
+        self.probed = probed
+        self.silence = Silence(is_alone=True)
+        self._stack = contextlib.ExitStack()
+        self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._reached: list[set[int]] = []
+        self._again: Transaction | None = None
+        self._calls = 0
+        self._variables: Sequence[Variable] = ()
+        self._watched: Watched | None = None
+        self._foreign = foreign_states()
+        modules = probed.reached
+        self._modules = modules
+        self._parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
+
+    def __enter__(self) -> "ExtraPasses":
+        with self._stack as stack:
+            modules = self._modules
+            self._again = Transaction(
+                [
+                    Buffers(BufferMemory(ModuleIndex(modules))),
+                    RandomState(
+                        devices_of(modules, self.probed.device), self.probed.reach.generators
+                    ),
+                ]
+            )
+            functions = self.probed.functions
+            forwards = {type(each).forward for root in modules for each in root.modules()}
+            self._variables = reached_variables([*functions, *forwards])
+            around = Transaction(
+                [
+                    Surroundings(
+                        modules,
+                        self._variables,
+                        reached_objects(functions),
+                    ),
+                    self._again,
+                ]
+            )
+            stack.callback(_roll_back, around)
+            around.begin()
+            stack.callback(self._put_gradients_back)
+            self._set_aside(self._parameters.values())
+            for manager in (
+                torch.enable_grad(),
+                uncompiled(),
+                extra_pass(),
+            ):
+                stack.enter_context(manager)
+            stack.enter_context(_alone(self.probed.modules[0]))
+            stack.enter_context(_rows_apart(modules))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def losses(self, rows: Any, *, evaluates: bool = False) -> Output:
+        """The losses of these rows, from the state that the first pass began with."""
+        assert self._again is not None
+        self._again.roll_back()
+        self._again.begin()
+        self._foreign = foreign_states()
+        self._calls += 1
+        if self._calls == 2:  # what the first call makes for all later ones is no state
+            self._watched = Watched(self._modules, self._variables)
+        moved = next(iter(on_device([rows], self.probed.device, isolate=True)))
+        convention, model = self.probed.convention, self.probed.modules[0]
+        with self.silence:
+            return (
+                convention.evaluate(model, moved) if evaluates else convention.train(model, moved)
+            )
+
+    def run(
+        self,
+        rows: Any,
+        weights: BatchWeights,
+        index: int = 0,
+        *,
+        losses: dict[str, float] | None = None,
+    ) -> float:
+        """Forward and backward; the gradients are in ``.grad`` of `leaves`. The weighted loss.
+
+        Args:
+            rows: a batch of them.
+            weights: of the parts of a batch.
+            index: of this part.
+            losses: takes the parts of the loss by name.
+
+        Raises:
+            LossError: there is no loss.
+        """
+        output = self.losses(rows)
+        with self.silence:
+            given = output.loss
+            if not (isinstance(given, Tensor) and not given.requires_grad):
+                given = check_loss(given)
+            loss, parts = weights.apply(index, given, output.losses, has_total=output.has_total)
+        del output
+        if losses is not None:
+            losses.update({name: float(part.detach()) for name, part in parts.items()})
+        del parts
+        if loss.requires_grad and not weights.is_nothing(index):
+            found = leaves_of(loss)
+            self._reached.append({id(leaf) for leaf in found})
+            self._set_aside(found)
+            with self.silence, HeldHooks(self.leaves).held():
+                loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    @property
+    def reached(self) -> list[bool]:
+        """Of each leaf, whether a backward reached it."""
+        some = set().union(*self._reached)
+        return [id(leaf) in some for leaf in self.leaves]
+
+    @property
+    def lasting(self) -> list[bool]:
+        """Of each leaf, whether it is more than one that a forward made for itself."""
+        every = set.intersection(*self._reached) if self._reached else set()
+        return [id(leaf) in self._parameters or id(leaf) in every for leaf in self.leaves]
+
+    def changed(self) -> list[Place]:
+        """Attributes and variables that each call changes, where there were three at least."""
+        return [] if self._watched is None or self._calls < 3 else self._watched.changed()
+
+    def foreign_draws(self) -> tuple[str, ...]:
+        """Which generators that are not torch's the last pass drew from."""
+        now = foreign_states()
+        names = ("Python's random", "NumPy's random")
+        return tuple(
+            name
+            for name, before, after in zip(names, self._foreign, now, strict=True)
+            if before != after
+        )
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Those of all leaves, in the order of `leaves`, which have none afterwards."""
+        taken = []
+        for leaf in self.leaves:
+            taken.append(leaf.grad)
+            leaf.grad = None
+        return taken
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All that a gradient has reached or may reach."""
+        return [leaf for leaf, _ in self._leaves.values()]
+
+    def _set_aside(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if id(leaf) not in self._leaves:
+                self._leaves[id(leaf)] = (leaf, leaf.grad)
+                leaf.grad = None
+
+    def _put_gradients_back(self) -> None:
+        for leaf, earlier in self._leaves.values():
+            leaf.grad = earlier
+        self._leaves.clear()
+
+
+def _roll_back(transaction: Transaction) -> None:
+    """Put the state back, in a second try if memory runs out in the first."""
+    failure: BaseException | None = None
+    try:
+        transaction.roll_back()
+    except BaseException as error:
+        failure = error
+    try:
+        if failure is not None:
+            transaction.roll_back()
+            if classify(failure) is not Failure.RETRYABLE:
+                raise failure
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+@contextlib.contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Let a wrapper of several ranks run on this one without the others: as what it wraps."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    vars(model)["forward"] = model.module
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+
+
+@contextlib.contextmanager
+def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let BatchNorm use its running statistics, or where it has none, hand its input on.
+
+    That it averages over rows is known, and warned of by itself.
+    """
+    layers = {
+        id(layer): layer
+        for root in modules
+        for layer in root.modules()
+        if isinstance(layer, AnyBatchNorm) and (layer.training or layer.running_mean is None)
+    }
+    with contextlib.ExitStack() as stack:
+        for layer in layers.values():
+            if layer.running_mean is None:
+                vars(layer)["forward"] = nn.Identity().forward
+                stack.callback(vars(layer).pop, "forward")
+            else:
+                layer.eval()
+                stack.callback(layer.train)
+        yield

@@ -1,0 +1,428 @@
+"""When to look at a batch, what earlier looks have shown, and what is said of it.
+
+A look is taken at batches 1, 2, 4, 8 … until one could tell. After that, a batch that shows what no
+look has seen (padding, ignored targets, a class) is looked at once more. What it costs afterwards
+is nothing where the average was declared or read off, and a glance at the host's integers where it
+was assumed.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from automicro.batch.device import on_host
+from automicro.errors import AutomicroError, LossAverageWarning, describe_error, warn
+from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
+from automicro.loss.informative_rows import Choice, choose_rows, read_features
+from automicro.loss.look import Seen, evaluation_values, look
+from automicro.loss.passes import ExtraPasses, Probed
+from automicro.loss.silence import CollectiveError
+from automicro.memory.oom import Failure, classify, first_line, release
+from automicro.transaction.surroundings import Place
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOOKS = 20
+LAST_GLANCE = 4096
+"""After so many batches without anything new nobody looks any more."""
+
+_FEWER_ROWS = (16, 4, 2)
+_LOOKS_TO_TELL = 2
+_PATIENCE = 4  # looks that learn nothing, after which that is said
+_REMEDIES = (
+    "declare what the loss averages over (loss_average='samples', 'tokens', 'none' or a callable), "
+    "or run automicro.verify on a batch"
+)
+_COMMUNICATES = (
+    "the forward communicates with other ranks (sharded parameters, say), and one rank alone "
+    "cannot look"
+)
+
+
+class Prober:
+    """Looks at the first batches that could be split, and at later ones that show something new.
+
+    Args:
+        probed: model and loss.
+        declared: whether the caller said what the loss averages over.
+        off: whether nothing is looked at.
+        is_alone: whether a forward needs no other rank. Where it does, nothing can be looked at.
+
+    Attributes:
+        changing: state of Python's that each forward changes, as looks have shown.
+    """
+
+    def __init__(
+        self, probed: Probed, *, declared: bool, off: bool = False, is_alone: bool = True
+    ) -> None:
+        self._probed = probed
+        self._is_known = all(average.is_known for average in probed.averages.values())
+        self._declared = declared
+        self._why_not = "" if is_alone else _COMMUNICATES
+        self._train = _Evidence(assumed=not self._is_known)
+        self._eval = _Evidence(assumed=not self._is_known)
+        self._train.is_done = self._eval.is_done = off
+        self._has_said_unchecked = off  # who switches it off knows
+        self.changing: list[Place] = []
+
+    @property
+    def loss_average_is(self) -> str:
+        """How sure it is what the loss averages over.
+
+        ``"declared"``, ``"read"`` (off the loss or the model), ``"checked"``, ``"unchecked"``, or
+        ``"wrong"`` where the gradients of a few rows did not add up.
+        """
+        if self._train.is_wrong:
+            return "wrong"
+        if self._declared:
+            return "declared"
+        if self._is_known:
+            return "read"
+        return "checked" if self._train.has_checked else "unchecked"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further training batch is of use."""
+        return self._train.is_done
+
+    def look(self, batch: Any, num_rows: int) -> None:
+        """Look at a training batch that could be split, if that is still of use.
+
+        Whatever it changes is put back. Out of memory, it is tried with fewer rows, and then at a
+        later batch.
+
+        Warns:
+            LossAverageWarning: the loss is not what it was taken for, or that cannot be checked.
+        """
+        if self._train.is_done or num_rows < 2:
+            return
+        if self._why_not:
+            self._train.is_done = True
+            message = self._unchecked(self._why_not)
+            if message is not None:
+                warn(message, LossAverageWarning)
+            return
+        self._glance(self._train, batch, num_rows, self._look_at)
+
+    def look_at_evaluation(self, batch: Any, num_rows: int) -> None:
+        """The same of a batch that is evaluated: whether its loss adds up.
+
+        Warns:
+            LossAverageWarning: it does not.
+        """
+        if self._eval.is_done or num_rows < 2:
+            return
+        if self._why_not or self._train.is_wrong:
+            self._eval.is_done = True  # said already
+            return
+        self._glance(self._eval, batch, num_rows, self._compare_values)
+
+    def _glance(
+        self,
+        evidence: "_Evidence",
+        batch: Any,
+        num_rows: int,
+        compare: Callable[["_Evidence", Any, Choice], str | None],
+        *,
+        is_retry: bool = False,
+    ) -> None:
+        message: str | None = None
+        failure: Exception | None = None
+        choice: Choice | None = None
+        try:
+            with on_host():
+                if not (is_retry or evidence.wants(self._probed, batch, num_rows)):
+                    return
+                choice = choose_rows(
+                    self._probed.layout,
+                    batch,
+                    num_rows,
+                    most=evidence.most_rows,
+                    met=evidence.classes,
+                    seed=evidence.looks,
+                )
+            message = compare(evidence, batch, choice)
+            evidence.took(choice)
+        except AutomicroError:
+            evidence.took(choice)  # the step itself says what is wrong
+        except CollectiveError as error:
+            evidence.is_done = True
+            message = self._unchecked(
+                f"the forward or the loss communicates with other ranks ({error}), and one rank "
+                "alone cannot look"
+            )
+        except Exception as error:
+            failure = error
+        again = False
+        try:
+            if failure is not None:
+                again = self._takes_fewer_rows(evidence, failure)
+                message = None if again else self._recover(evidence, batch, choice, failure)
+        finally:
+            del failure  # it holds this frame: a cycle
+        if again:
+            self._glance(evidence, batch, num_rows, compare, is_retry=True)
+        if message is not None:
+            warn(message, LossAverageWarning)
+
+    def _takes_fewer_rows(self, evidence: "_Evidence", failure: Exception) -> bool:
+        """Whether to look again at once, because memory ran out and fewer rows may fit."""
+        if classify(failure) is not Failure.RETRYABLE or not evidence.takes_fewer_rows():
+            return False
+        release(failure, self._probed.device)
+        return True
+
+    def _recover(
+        self, evidence: "_Evidence", batch: Any, choice: Choice | None, failure: Exception
+    ) -> str | None:
+        kind = classify(failure)
+        if kind is Failure.RETRYABLE:
+            release(failure, self._probed.device)
+            logger.warning(
+                "out of memory while a few rows were looked at, together and apart; nothing is "
+                "lost, and a later batch is looked at"
+            )
+            return self._learned_nothing(evidence, "there was no memory to look")
+        if kind is not Failure.UNRELATED:
+            raise failure
+        text = next(iter(describe_error(failure).splitlines()))
+        release(failure, self._probed.device)
+        if choice is None:
+            return self._learned_nothing(evidence, f"its rows cannot be read ({text})")
+        # Is it the choice of rows, or a mistake in the model?
+        evidence.is_done = True
+        evaluates = evidence is self._eval
+        with on_host():
+            parts = [self._probed.layout.take_rows(batch, c) for c in (choice.small, choice.large)]
+        if not self._has_loss(batch, evaluates=evaluates):
+            return None
+        if all(self._has_loss(part, evaluates=evaluates) for part in parts):
+            return self._unchecked(f"a look at a few rows failed ({text})")
+        evidence.is_wrong = evidence is self._train
+        return describe_failure(text, choice.rows)
+
+    def _has_loss(self, batch: Any, *, evaluates: bool) -> bool:
+        """Whether a loss can be computed of these rows, from the state as it is."""
+
+        def has_loss() -> bool:
+            with ExtraPasses(self._probed) as passes, torch.no_grad():
+                return isinstance(passes.losses(batch, evaluates=evaluates).loss, Tensor)
+
+        return self._try(has_loss, otherwise=lambda why: False)
+
+    def _try(self, work: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+        """Do what is no part of the step; where it fails, something else, given the reason.
+
+        Raises:
+            BaseException: the device is lost, or somebody interrupts.
+        """
+        failure: Exception | None = None
+        try:
+            return work()
+        except Exception as error:
+            failure = error
+        try:
+            if classify(failure) not in (Failure.UNRELATED, Failure.RETRYABLE):
+                raise failure
+            release(failure, self._probed.device)
+            why = first_line(failure)
+        finally:
+            del failure  # it holds this frame: a cycle
+        return otherwise(why)
+
+    def _look_at(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
+        seen = look(self._probed, batch, choice)
+        known = {place.name for place in self.changing}
+        self.changing += [place for place in seen.changing if place.name not in known]
+        if seen.wrong is not None:
+            evidence.is_done = evidence.is_wrong = True
+            return self._explain(batch, choice, seen)
+        if seen.why:
+            return self._learned_nothing(evidence, seen.why)
+        if seen.ordered is not None:
+            evidence.is_done = True
+            return self._could_not_tell(seen)
+        evidence.saw(seen, choice, is_known=self._is_known)
+        return None
+
+    def _explain(self, batch: Any, choice: Choice, seen: Seen) -> str:
+        """Why gradients do not add up; where that cannot be found out, that they do not."""
+        wrong = seen.wrong
+        assert wrong is not None
+        return self._try(
+            lambda: explain(self._probed, batch, choice, wrong, seen.tolerance),
+            otherwise=lambda why: unexplained(self._probed, wrong, why),
+        )
+
+    def _compare_values(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
+        values = evaluation_values(self._probed, batch, choice)
+        if values is None:
+            evidence.is_done = True
+            return None
+        if not values.add_up:
+            evidence.is_done = True
+            return (
+                f"the evaluation loss of a few rows is {values.together:.6g} together and "
+                f"{values.apart:.6g} added up from two parts, so it depends on how a "
+                f"batch is cut. To mend it, {_REMEDIES}; metrics count every row once in any case"
+            )
+        if math.isfinite(values.together):
+            evidence.saw_values(choice)
+        return None
+
+    def _could_not_tell(self, seen: Seen) -> str | None:
+        if seen.noise:
+            return self._unchecked(
+                f"the forward draws what cannot be held constant ({', '.join(seen.noise)})"
+            )
+        why = (
+            f"the gradient of {seen.ordered} is another when the same rows come once more, in "
+            "another order: the forward keeps state from one call to the next, or depends on the "
+            "order of the rows"
+        )
+        if not self._is_known:
+            return self._unchecked(why)
+        self._has_said_unchecked = True
+        return (
+            f"could not check that a batch can be split: {why}. Each microbatch is a call of its "
+            "own; reset such state before each batch or keep it in what `forward` is given, or "
+            f"{KEEP_WHOLE}"
+        )
+
+    def _learned_nothing(self, evidence: "_Evidence", why: str) -> str | None:
+        evidence.fruitless += 1
+        return self._unchecked(why) if evidence.fruitless >= _PATIENCE else None
+
+    def _unchecked(self, why: str) -> str | None:
+        """What to say, once, where nothing could be seen; nothing where nothing was assumed."""
+        if self._has_said_unchecked:
+            return None
+        self._has_said_unchecked = True
+        if self._is_known:
+            logger.info("splitting was not checked: %s", why)
+            return None
+        averages = " and ".join(
+            dict.fromkeys(each.describe() for each in self._probed.averages.values())
+        )
+        return (
+            f"could not check that the loss is {averages}, which it was taken for: {why}. To be "
+            f"sure, {_REMEDIES}"
+        )
+
+
+class _Evidence:
+    """What looks have shown so far, of training or of evaluation.
+
+    Attributes:
+        assumed: whether the average is a guess, which a new kind of row could refute.
+        is_done: whether no further batch is of use.
+        is_informed: whether a look could tell all but what no batch has shown yet.
+        is_wrong: whether one showed that gradients do not add up.
+        has_checked: whether one showed that they do.
+        fruitless: looks that learned nothing.
+        pending: what rows have yet to differ in.
+        classes: those seen, by path.
+        most_rows: of a look.
+        looks: that were taken.
+    """
+
+    def __init__(self, *, assumed: bool) -> None:
+        self.assumed = assumed
+        self.is_done = False
+        self.is_informed = False
+        self.is_wrong = False
+        self.has_checked = False
+        self.fruitless = 0
+        self.pending: frozenset[tuple[str, str]] | None = None
+        self.classes: dict[str, frozenset[float]] = {}
+        self.most_rows = _FEWER_ROWS[0]
+        self._batches = 0
+        self._next = 1
+        self.looks = 0
+        self._blind: frozenset[str] | None = None
+        self._same_blind = 0
+        self._told = 0
+
+    def wants(self, probed: Probed, batch: Any, num_rows: int) -> bool:
+        """Whether this batch is worth a look."""
+        self._batches += 1
+        is_due = self._batches >= self._next
+        if is_due:
+            self._next *= 2
+        if self._batches > LAST_GLANCE or self.looks >= MAX_LOOKS:
+            self.is_done = True
+            return False
+        if not self.is_informed and (is_due or self.pending is None):
+            return is_due
+        return self._shows_news(probed, batch, num_rows, everywhere=is_due)
+
+    def took(self, choice: Choice | None) -> None:
+        """Count a look, and what was among its rows."""
+        self.looks += 1
+        if choice is None:
+            return
+        for path, classes in choice.classes.items():
+            self.classes[path] = self.classes.get(path, frozenset()) | classes
+
+    def takes_fewer_rows(self) -> bool:
+        """Whether another look may get by with fewer rows, as all later ones then do."""
+        fewer = [rows for rows in _FEWER_ROWS if rows < self.most_rows]
+        self.looks += 1
+        if fewer:
+            self.most_rows = fewer[0]
+        return bool(fewer)
+
+    def saw(self, seen: Seen, choice: Choice, *, is_known: bool) -> None:
+        """Take note of gradients that add up."""
+        self.has_checked = self.has_checked or seen.tells
+        blind = seen.blind if self._blind is None else self._blind & seen.blind
+        self._same_blind = self._same_blind + 1 if blind == self._blind else 0
+        self._blind = blind
+        # Some gradients are always zero (biases of keys in attention); those behind a head of
+        # zeros, or of half of an adapter, are so only at first.
+        is_usual = self._same_blind >= 2 and 2 * len(blind) < seen.num_reached
+        # Two looks, at other rows cut in another way: one cut may agree by coincidence.
+        self._told += seen.tells
+        self.is_informed = self._told >= _LOOKS_TO_TELL and (not blind or is_usual)
+        if is_known:
+            self.is_done = self.is_informed
+        else:
+            self.narrow(choice)
+            self.is_done = self.is_informed and not self.pending and not choice.classes
+
+    def saw_values(self, choice: Choice) -> None:
+        """Take note of evaluation losses that add up."""
+        self._told += 1
+        self.is_informed = self._told >= _LOOKS_TO_TELL
+        self.narrow(choice)
+        self.is_done = self.is_informed and not (self.assumed and (self.pending or choice.classes))
+
+    def narrow(self, choice: Choice) -> None:
+        """Only what no rows have differed in yet is still of interest."""
+        self.pending = choice.pending if self.pending is None else self.pending & choice.pending
+
+    def _shows_news(self, probed: Probed, batch: Any, num_rows: int, *, everywhere: bool) -> bool:
+        """Whether rows differ in something that they have not differed in before."""
+        pending = self.pending or frozenset()
+        paths = {path for path, _ in pending} | set(self.classes)
+        leaves: Mapping[str, Tensor] = dict(probed.layout.leaves(batch))
+        near = {
+            path
+            for path in paths
+            if everywhere or ((leaf := leaves.get(path)) is not None and leaf.device.type == "cpu")
+        }
+        if not near:
+            return False
+        for feature in read_features(probed.layout, batch, num_rows, only=near):
+            if feature.kind == "class":
+                if not set(feature.values.tolist()) <= self.classes.get(feature.path, frozenset()):
+                    return True
+            elif (feature.path, feature.kind) in pending and feature.varies:
+                return True
+        return False

@@ -1,0 +1,211 @@
+"""Modules: all that they hold, their modes, and what they are wrapped in.
+
+All parameters, buffers and modules that take part: walked once, and again where they changed.
+
+A walk over a model's modules costs more than everything else that a batch needs of them. What it
+finds is what lies in three tables of each module, so as long as these are the same tables with the
+same keys and values, the last walk still holds. Comparing them takes a tenth of a walk.
+
+Modules in evaluation mode for a while.
+
+What models are wrapped in, told without importing wrappers that nobody used.
+"""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro.sharding import is_sharded
+from automicro.torch_private import (
+    AnyBatchNorm,
+    are_tables_of,
+    buffer_table,
+    is_uninitialized,
+    module_tables,
+)
+from automicro.torch_private_distributed import is_fsdp_module, is_in_fsdp1, mesh_dims
+
+
+class ModuleIndex:
+    """Parameters, buffers and modules of some roots, each once, as of the last `refresh`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> index = ModuleIndex([model])
+        >>> len(index.parameters), [name for name, _, _ in index.buffer_tables]
+        (4, ['1'])
+        >>> index.refresh()
+        False
+        >>> model[0].register_buffer("scale", model[0].bias.detach())
+        >>> index.refresh(), [name for name, _, _ in index.buffer_tables]
+        (True, ['0', '1'])
+
+    Args:
+        modules: the model first, then further ones.
+        reached: gives modules by name that are not among them, but take part all the same.
+
+    Attributes:
+        parameters: of the modules, without those that are only reached; in the order of a walk.
+        known: the same by their ids.
+        roots: what a walk begins with, by what the names in it begin with.
+        owners: every module by name, with those that are reached.
+        buffer_tables: name, module, and its table of buffers, where there are any; as it was.
+        without_buffers: name and module of all others.
+        batchnorms: name and module of those that may average over the batch.
+        is_lazy: whether a parameter or a buffer waits for the first input to get its shape.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        reached: Callable[[], Mapping[str, nn.Module]] = dict,
+    ) -> None:
+        self._modules = list(modules)
+        self._reached = reached
+        self._walk(reached())
+
+    def refresh(self) -> bool:
+        """Walk again where anything has changed, and return whether it has."""
+        reached = self._reached()
+        if self._still_holds(reached):
+            return False
+        self._walk(reached)
+        return True
+
+    def _walk(self, reached: Mapping[str, nn.Module]) -> None:
+        self._last_reached = list(reached.items())
+        self.roots = {
+            "" if index == 0 else f"modules[{index - 1}].": root
+            for index, root in enumerate(self._modules)
+        }
+        self.roots |= {f"{name}.": root for name, root in reached.items()}
+        self.owners = list(
+            {
+                id(module): ((prefix + name).rstrip("."), module)
+                for prefix, root in self.roots.items()
+                for name, module in root.named_modules()
+            }.values()
+        )
+        self.parameters: list[nn.Parameter] = list(
+            dict.fromkeys(p for root in self._modules for p in root.parameters())
+        )
+        self.known: dict[int, Tensor] = {id(each): each for each in self.parameters}
+        self.buffer_tables = [
+            (name, module, dict(table))
+            for name, module in self.owners
+            if (table := buffer_table(module))
+        ]
+        self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
+        self.batchnorms = [
+            (name or type(module).__name__, module)
+            for name, module in self.owners
+            if isinstance(module, AnyBatchNorm)
+        ]
+        buffers = chain.from_iterable(table.values() for _, _, table in self.buffer_tables)
+        tensors = [*self.parameters, *(each for each in buffers if each is not None)]
+        self.is_lazy = any(map(is_uninitialized, tensors))
+        self._compare_from_now()
+
+    def _compare_from_now(self) -> None:
+        """Note what `_still_holds` compares."""
+        found = [module_tables(module) for _, module in self.owners]
+        self._tables = [tables for tables in found if tables is not None]
+        self._is_usual = len(self._tables) == len(found)
+        self._spaces = [vars(module) for _, module in self.owners]
+        self._all = list(chain.from_iterable(self._tables))
+        self._full = [table for table in self._all if table]
+        self._keys = list(chain.from_iterable(self._full))
+        self._values = list(chain.from_iterable(map(dict.values, self._full)))
+
+    def _still_holds(self, reached: Mapping[str, nn.Module]) -> bool:
+        """Whether a walk would find what the last one has found."""
+        values = chain.from_iterable(map(dict.values, self._full))
+        return (
+            self._is_usual
+            and not self.is_lazy  # a lazy parameter becomes another one without being replaced
+            and list(reached.items()) == self._last_reached
+            and sum(map(len, self._all)) == len(self._values)
+            and all(map(operator.is_, values, self._values))
+            and all(map(operator.is_, chain.from_iterable(self._full), self._keys))
+            and are_tables_of(self._spaces, self._tables)
+        )
+
+
+@contextlib.contextmanager
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode, and every submodule back in its own mode afterwards.
+
+    Modes change by calling ``eval()`` and ``train()``, because modules do more in them than set a
+    flag: they merge weights, or keep layers frozen. Nothing is called where nothing would change.
+
+    Example:
+        >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+        >>> with evaluation_mode([model]):
+        ...     model[0].training
+        False
+        >>> [module.training for module in model]
+        [True, False]
+    """
+    before = [(each, each.training) for module in modules for each in module.modules()]
+    if not any(training for _, training in before):
+        yield
+        return
+    try:
+        for module in modules:
+            if any(each.training for each in module.modules()):
+                module.eval()
+        yield
+    finally:
+        _put_modes_back(before)
+
+
+def _put_modes_back(before: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Parents come before their children, and take these along."""
+    for _ in range(2):  # a module that stands in two places may be taken along by the second
+        for each, training in before:
+            if each.training != training:
+                each.train(training)
+    for each, training in before:
+        if each.training != training:  # it overrides train() to stay as it is
+            each.training = training
+
+
+def is_parallel(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules communicate with other ranks.
+
+    >>> is_parallel([nn.Linear(2, 2)])
+    False
+    """
+    return runs_collectives(modules) or any(
+        _is_wrapper(module) for root in modules for module in root.modules()
+    )
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    is_ddp = isinstance(module, DistributedDataParallel)
+    return is_ddp or is_fsdp_module(module) or is_in_fsdp1(module)
+
+
+def runs_collectives(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules are known to communicate in forward or backward, beside DDP and FSDP2.
+
+    >>> runs_collectives([nn.Linear(2, 2)])
+    False
+    """
+    for root in modules:
+        sharded: set[int] = set()
+        for module in root.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                return True
+            if is_fsdp_module(module):
+                dims = mesh_dims(cast(Any, module))
+                own: list[Any] = [p for p in module.parameters() if is_sharded(p)]
+                sharded |= {id(p) for p in own if p.device_mesh.ndim <= dims}
+        if any(is_sharded(p) and id(p) not in sharded for p in root.parameters()):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""From gradient to parameters: unscale, clip, step, each once, with memory for it."""

@@ -1,0 +1,196 @@
+"""Scaling the loss, so that gradients in half precision do not vanish, around torch's own scaler.
+
+The scale belongs to no attempt: it is made before the first, read by each backward, and changes
+only after a step, so an attempt that is undone leaves it as it was. Dividing the gradients by it
+writes in place, which is done once or reported as half done.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.optimizer.once import run_once
+from automicro.ranks.interface import OneRank, Ranks
+from automicro.sharding import has_shards
+from automicro.torch_private import overflows
+from automicro.values import read_scalars
+
+
+class GradientScaler:
+    """A `torch.amp.GradScaler` whose step tells whether the optimizer stepped.
+
+    Example:
+        >>> from automicro.optimizer.step import step_optimizer
+        >>> device = torch.device("cpu")
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradientScaler(device)
+        >>> scaler.backward(weight.sum())
+        >>> step_optimizer(optimizer, device, scaler=scaler)
+        True
+        >>> weight.tolist(), scaler.scale
+        ([0.5, 0.5], 65536.0)
+
+    Args:
+        device: where the loss lies.
+        init_scale: the first scale; it is halved after each step in which a gradient overflowed,
+            and doubled after ``growth_interval`` steps in a row without.
+        growth_interval: steps.
+        ranks: that train together. Whether a gradient overflowed is known to all that share it;
+            where gradients are sharded, one that fails here has to tell the others.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._device = device
+        self._ranks = ranks or OneRank()
+        self._scaler = torch.amp.GradScaler(
+            device.type, init_scale=init_scale, growth_interval=growth_interval
+        )
+        # Now, because the first use makes two tensors: out of memory between them, inside an
+        # attempt, would leave a scaler that can never step.
+        self._scaler.scale(torch.zeros((), device=device))
+        self._unscaled: set[int] = set()
+        self._overflowed: dict[int, bool] = {}
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by now. Reading it waits for the device."""
+        return self._scaler.get_scale()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the loss times the scale: for the ``backward`` of a `Microbatcher`."""
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, if that is not done yet. Call it before clipping.
+
+        Raises:
+            OptimizerStepError: memory ran out and gradients may be half divided, or memory ran
+                out twice with nothing divided; the message says which.
+            ValueError: parameters in half precision.
+        """
+        if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
+            return
+        if has_shards(p for group in optimizer.param_groups for p in group["params"]):
+            self._ranks.ready("dividing the gradient by the loss scale")
+        try:
+            run_once(
+                lambda: self._scaler.unscale_(optimizer),
+                self._device,
+                refused=(
+                    "dividing the gradient by the loss scale ran out of memory twice; nothing was "
+                    "divided and the optimizer did not step. Use precision='bf16', which needs no "
+                    "scale, or a smaller model or a larger device."
+                ),
+                half_applied=(
+                    "dividing the gradient by the loss scale ran out of memory and may be half "
+                    "applied: some gradients may be divided and others not. Parameters and "
+                    "optimizer state are as before: clear the gradients and leave this batch out, "
+                    "or continue from a checkpoint."
+                ),
+            )
+        except ValueError as error:
+            raise ValueError(
+                "precision='fp16' needs parameters in float32, and some gradients are in float16: "
+                "call model.float() before the optimizer is built; autocast computes in half "
+                "precision by itself"
+            ) from error
+        self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step, unless a gradient overflowed, and return whether the optimizer stepped.
+
+        Call it through `step_optimizer`, which knows what to do where memory runs out.
+        """
+        self.read(optimizer)
+        if self._overflowed.get(id(optimizer)):
+            return False
+        optimizer.step()
+        return True
+
+    def read(self, optimizer: torch.optim.Optimizer, numbers: Sequence[Tensor] = ()) -> list[float]:
+        """The values of 0-d tensors; in the same read, whether a gradient overflowed.
+
+        Each reading waits for the device. `step` needs none after this one.
+        """
+        self.unscale(optimizer)
+        overflow: list[Tensor] = []
+        if id(optimizer) in self._unscaled and id(optimizer) not in self._overflowed:
+            overflow = overflows(self._scaler, optimizer)
+        values = read_scalars([*numbers, *overflow])
+        if overflow:
+            self._overflowed[id(optimizer)] = any(values[len(numbers) :])
+        return values[: len(numbers)]
+
+    def update(self) -> None:
+        """After the step: halve the scale if a gradient overflowed, double it if long none did.
+
+        Raises:
+            OptimizerStepError: memory ran out, and nobody knows whether the scale has changed.
+        """
+        if not self._unscaled:
+            return
+        text = (
+            "updating the loss scale ran out of memory and may be half applied: the optimizer is "
+            "done with this batch, but the scale may be the one before it. Continue from a "
+            "checkpoint."
+        )
+        run_once(self._scaler.update, self._device, refused=text, half_applied=text, watched=False)
+        self._clear()
+
+    def forget(self) -> None:
+        """Take note that a batch is left out: its gradients are dropped, the scale stays.
+
+        Needed where a batch was unscaled and no step follows; does nothing otherwise.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = torch.optim.SGD([weight])
+            >>> scaler = GradientScaler(torch.device("cpu"))
+            >>> scaler.backward(weight.sum() * float("inf"))
+            >>> scaler.unscale(optimizer)
+            >>> optimizer.zero_grad()
+            >>> scaler.forget()
+            >>> scaler.scale
+            65536.0
+        """
+        if self._unscaled:
+            one = torch.ones((), device=self._device)
+            self._scaler.update(self._scaler.scale(one))  # the scale it has
+            self._clear()
+
+    def _clear(self) -> None:
+        self._unscaled.clear()
+        self._overflowed.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and counters, as plain values. Call it between batches."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the scale of an earlier run.
+
+        Raises:
+            ValueError: not the state of a scaler.
+        """
+        missing = sorted(self._scaler.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(
+                f"the state of the gradient scaler lacks {missing}; pass what "
+                "GradientScaler.state_dict() returned"
+            )
+        self.forget()
+        self._scaler.load_state_dict(dict(state))
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

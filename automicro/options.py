@@ -1,0 +1,475 @@
+"""Arguments that are refused early, each with what was probably meant.
+
+Refusing misuse before it costs a run: models, optimizers, devices, losses, choices.
+
+Arguments of the trainer that are refused early.
+
+Arguments of callbacks that are refused early.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import BatchError, LossError
+from automicro.migration import PRECISION_SYNONYMS
+from automicro.units import Duration, Unit, parse_time
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in, by the name of a precision; None for the model's own types."""
+
+GRADIENT_SUMS = ("fp32", "native")
+"""What the gradients of parameters in bf16 or fp16 add up in."""
+
+_FP16 = ("fp16", "float16", "half")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """The value, if it is one of the choices.
+
+    Raises:
+        ValueError: it is not; the message suggests the nearest.
+
+    Example:
+        >>> check_choice("batchnorm", "warn", ["warn", "error"])
+        'warn'
+    """
+    accepted = list(choices)
+    if isinstance(value, str) and value in accepted:
+        return value
+    near = difflib.get_close_matches(str(value), accepted, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"{name}={value!r} is not known{hint}; use one of {', '.join(accepted)}")
+
+
+def check_precision(precision: object, has_backward: object) -> str:
+    """The precision, if it is one of `PRECISIONS` and the loss is scaled where it has to be.
+
+    Args:
+        precision: what was given.
+        has_backward: whether a ``backward`` was given that may scale the loss.
+
+    Raises:
+        ValueError: it is not known, or fp16 without a loss scaler.
+
+    Example:
+        >>> check_precision("bf16", has_backward=False)
+        'bf16'
+    """
+    if isinstance(precision, str) and precision.lower() in _FP16:
+        if precision != "fp16":
+            raise ValueError(f"precision={precision!r} is not known; use 'fp16'")
+        if not has_backward:
+            raise ValueError(
+                "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
+                "backward=lambda loss: scaler.scale(loss).backward() with a torch.amp.GradScaler, "
+                "call scaler.unscale_(optimizer) before clipping and scaler.step(optimizer) and "
+                "scaler.update() in place of optimizer.step(); or use precision='bf16', which "
+                "needs no scaler, or the Trainer, which scales by itself"
+            )
+    return check_precision_name(precision)
+
+
+def check_precision_name(precision: object) -> str:
+    """The precision, if it is one of `PRECISIONS`.
+
+    Raises:
+        ValueError: it is not known; the message suggests the one that others call so.
+
+    Example:
+        >>> check_precision_name("bf16")
+        'bf16'
+    """
+    meant = PRECISION_SYNONYMS.get(str(precision).lower())
+    if meant is None:
+        return check_choice("precision", precision, PRECISIONS)
+    raise ValueError(
+        f"precision={precision!r} is not known (did you mean {meant!r}?); use one of "
+        f"{', '.join(PRECISIONS)}"
+    )
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be trained by microbatches.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a wrapper that holds several devices in one process.
+    """
+    if isinstance(model, type):
+        raise TypeError(
+            f"model is the class {model.__name__}; make an instance: {model.__name__}(…)"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is of type {type(model).__name__}, not a torch.nn.Module; pass the module "
+            "itself"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in DataParallel, which splits each batch once "
+                "more, over devices of one process; pass the unwrapped module on one device, or "
+                "wrap it in DistributedDataParallel with one process per device (torchrun)"
+            )
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model of several ranks, where one process looks at it alone.
+
+    Raises:
+        ValueError: it is wrapped.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in kind:
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in {kind}, and this looks at it in one process "
+                "alone; pass the unwrapped module"
+            )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of DDP's wrapper, which shows none of its attributes.
+
+    >>> unwrapped(nn.Linear(2, 2))
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inside: nn.Module = model.module
+        return inside
+    return model
+
+
+_INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "optim", "_optim")
+"""What wrappers call the optimizer inside of them."""
+
+
+def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """The optimizer inside of all wrappers, itself where it has none; None where there is none.
+
+    accelerate and Lightning wrap the optimizer, as do ``ZeroRedundancyOptimizer`` and many a
+    Lookahead or SAM. It is the one inside that builds the state.
+
+    >>> adam = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    >>> innermost_optimizer(adam) is adam
+    True
+    """
+    found, seen = optimizer, set[int]()
+    while id(found) not in seen:
+        seen.add(id(found))
+        attributes = getattr(found, "__dict__", {})
+        inside = (attributes.get(name) for name in _INSIDE)
+        found = next((each for each in inside if _is_like_an_optimizer(each)), found)
+    return found if isinstance(found, torch.optim.Optimizer) else None
+
+
+def _is_like_an_optimizer(value: object) -> bool:
+    names = ("step", "param_groups")
+    return not isinstance(value, nn.Module | type) and all(hasattr(value, name) for name in names)
+
+
+def check_optimizer(
+    optimizer: object, modules: Sequence[nn.Module]
+) -> torch.optim.Optimizer | None:
+    """Refuse an optimizer of another model, or one that evaluates the loss itself.
+
+    Returns the optimizer that builds the state, inside of any wrapper.
+
+    Raises:
+        TypeError: not an optimizer.
+        ValueError: parameters that are in none of the modules, or a step that needs a closure.
+    """
+    if optimizer is None:
+        return None
+    innermost = innermost_optimizer(optimizer)
+    if innermost is None:
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
+            "an instance such as torch.optim.AdamW(model.parameters())"
+        )
+    if isinstance(innermost, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times in one step through a closure, which cannot "
+            "be one transaction; use another optimizer, or, in a loop of your own, leave "
+            "optimizer= out and call backward inside the closure:\n"
+            "    microbatcher = Microbatcher(model, loss_fn=loss_fn)\n"
+            "    def closure():\n"
+            "        optimizer.zero_grad()\n"
+            "        return microbatcher.backward(batch).loss\n"
+            "    optimizer.step(closure)"
+        )
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    parameters = [p for group in innermost.param_groups for p in group["params"]]
+    foreign = [parameter for parameter in parameters if id(parameter) not in known]
+    if foreign:
+        shapes = [str(tuple(parameter.shape)) for parameter in foreign[:3]]
+        raise ValueError(
+            f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not in the model "
+            f"(of shape {', '.join(shapes)}{', …' * (len(foreign) > 3)}); build the optimizer from "
+            "this model's parameters (after any .to() that replaces them), or name further modules "
+            "with modules=(…): tensors that are in no module go into an nn.ParameterList"
+        )
+    return innermost
+
+
+def check_modules(modules: object) -> list[nn.Module]:
+    """The further modules that take part.
+
+    Raises:
+        TypeError: something else, such as a bare parameter.
+
+    >>> check_modules([nn.Linear(2, 2)])
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    if isinstance(modules, Tensor) or not isinstance(modules, Iterable):
+        raise TypeError(
+            f"modules is a {type(modules).__name__} and not a list of modules; pass "
+            f"{_as_modules(modules)}"
+        )
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"modules holds a {type(module).__name__}, which is no torch.nn.Module; pass "
+                f"{_as_modules(module)}"
+            )
+    return listed
+
+
+def _as_modules(given: object) -> str:
+    if isinstance(given, Tensor):
+        return "modules=[torch.nn.ParameterList([…])], with the parameter in it"
+    if isinstance(given, nn.Module):
+        return "modules=[…], with it in the list"
+    return "modules=[…] with instances of torch.nn.Module"
+
+
+def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any]:
+    """The batches of a training step; refuses one without gradients, or without a batch.
+
+    Args:
+        batches: of the step.
+        may_be_none: whether other ranks may have some in their place.
+
+    Raises:
+        RuntimeError: gradients are switched off.
+        ValueError: there is no batch.
+    """
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward was called where gradients are switched off; leave the no_grad or "
+            "inference_mode block, or call evaluate"
+        )
+    listed = list(batches)
+    if not listed and not may_be_none:
+        raise ValueError("there is no batch to accumulate; pass at least one")
+    return listed
+
+
+def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Refuse the state of something else.
+
+    Args:
+        state: to be loaded.
+        own: what ``state_dict`` gives now, with the same keys.
+
+    Raises:
+        ValueError: keys are missing.
+    """
+    missing = sorted(own.keys() - state.keys())
+    if missing:
+        raise ValueError(f"the state lacks {missing}; pass what Microbatcher.state_dict() returned")
+
+
+def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
+    """The loss, if it can be differentiated.
+
+    Args:
+        loss: what the forward gave.
+        may_be_zero: whether a zero without a graph will do, as of rows without any target.
+
+    Raises:
+        LossError: not one scalar, not floating point, or cut off from every parameter.
+    """
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            f"the loss is of type {type(loss).__name__}, not a tensor; return the tensor itself, "
+            "not .item()"
+        )
+    if loss.dim() != 0:
+        raise LossError(
+            f"the loss has the shape {tuple(loss.shape)} and must be one number; average it "
+            "(loss.mean(), reduction='mean') or sum it and pass loss_average='none'"
+        )
+    if not loss.is_floating_point():
+        raise LossError(
+            f"the loss is of dtype {loss.dtype} and cannot be differentiated; return a floating "
+            "point loss, not a count or an index"
+        )
+    if not loss.requires_grad and not (may_be_zero and float(loss) == 0.0):
+        refuse_constant()
+    return loss
+
+
+def refuse_constant() -> NoReturn:
+    """Say that a loss has nothing to go backward through.
+
+    Raises:
+        LossError: always.
+    """
+    raise LossError(
+        "the loss does not depend on any parameter that requires a gradient: all parameters "
+        "are frozen, or the forward detaches (no_grad, .detach(), .item()); unfreeze some "
+        "with requires_grad_(True), or remove the detaching call"
+    )
+
+
+def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse to split a batch that was computed from something that requires a gradient.
+
+    Args:
+        leaves: the tensors of the batch by path.
+
+    Raises:
+        BatchError: one microbatch's backward would free the graph that the next one needs.
+    """
+    for path, leaf in leaves:
+        if leaf.grad_fn is not None and leaf.requires_grad:
+            raise BatchError(
+                f"the batch's tensor {path!r} hangs on a graph ({leaf.grad_fn.name()}), through "
+                "which every microbatch would have to go backward again; compute it inside "
+                "forward=…, .detach() it, or keep batches whole with microbatch_size=None"
+            )
+
+
+def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    """The device given, or the one where the model's parameters lie.
+
+    Raises:
+        ValueError: the parameters lie elsewhere, or nowhere.
+    """
+    found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if any(each.type == "meta" for each in found):
+        raise ValueError(
+            "the model has parameters on the meta device, without data; materialise it first "
+            "(model.to_empty(device=…) and initialise, or load a state dict with assign=True)"
+        )
+    if device is None:
+        return next(iter(p.device for p in model.parameters()), torch.device("cpu"))
+    wanted = torch.device(device)
+    if found and not any(_agrees(each, wanted) for each in found):
+        raise ValueError(
+            f"device={str(wanted)!r}, but the model lies on {', '.join(map(str, found))}; move "
+            "it first with model.to(device), before the optimizer is built"
+        )
+    return next((each for each in found if _agrees(each, wanted)), wanted)
+
+
+def _agrees(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and other.index in (None, one.index)
+
+
+def read_time(name: str, value: str | timedelta | None) -> float | None:
+    """Seconds, or None; with the argument's name in what goes wrong.
+
+    Raises:
+        TypeError: not text.
+        ValueError: no time.
+
+    >>> read_time("max_time", "2h30m")
+    9000.0
+    """
+    if value is None:
+        return None
+    try:
+        return parse_time(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def read_norm(name: str, value: float | None) -> float | None:
+    """A positive number, or None.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: not above zero.
+
+    >>> read_norm("grad_clip_norm", 1)
+    1.0
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
+    if not value > 0:
+        raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
+    return float(value)
+
+
+def read_count(name: str, value: object, *, least: int = 1) -> int:
+    """A whole number, not below the least.
+
+    Raises:
+        TypeError: not a whole number.
+        ValueError: too small.
+
+    >>> read_count("accumulate_batches", 4)
+    4
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, not a whole number; pass an int such as {least}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}; pass an int such as {least}")
+    return value
+
+
+def read_flag(name: str, value: object) -> bool:
+    """True or False, and nothing that only counts as one.
+
+    Raises:
+        TypeError: anything else.
+
+    >>> read_flag("channels_last", True)
+    True
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; pass True or False")
+    return value
+
+
+def in_tokens(**durations: Duration | None) -> dict[str, Duration]:
+    """Those durations that count tokens, by the names of their arguments.
+
+    >>> in_tokens(max_duration=Duration.parse("5tok"), eval_interval=Duration.parse("1ep"))
+    {'max_duration': Duration.parse('5tok')}
+    """
+    return {
+        name: duration
+        for name, duration in durations.items()
+        if duration is not None and duration.unit is Unit.TOKENS
+    }
+
+
+def read_duration(name: str, value: str | Duration) -> Duration:
+    """A duration, with the argument's name in what goes wrong.
+
+    Args:
+        name: of the argument.
+        value: what was given for it.
+
+    Raises:
+        TypeError: not text.
+        ValueError: no duration.
+
+    >>> read_duration("half_life", "100ba")
+    Duration.parse('100ba')
+    """
+    try:
+        return Duration.parse(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}={value!r}: {error}") from None

@@ -1,0 +1,277 @@
+"""The size that was asked for, whatever happens.
+
+What a policy is told and asked: the outcome of an attempt, a size for the next one.
+
+Policies are pure Python. They hold no tensor and read no device, so the same outcomes lead to
+the same sizes on every rank and in every test.
+"""
+
+import abc
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one attempt at an optimization batch.
+
+    What was not measured is None; a policy then does without.
+
+    Attributes:
+        num_rows: rows of the batch.
+        microbatch_size: rows of the largest slice that was really used.
+        fits: whether every microbatch went through.
+        peak_bytes: the most that was allocated during the attempt. Of a failed one: what was held
+            when it failed and what was asked for, together, so a lower bound of its need.
+        resident_bytes: what was held before the attempt, which every size needs.
+        capacity_bytes: what the device could give this process then: the limit of a budget; on
+            CUDA what is free and what is reserved, or the limit of the fraction.
+        seconds: how long the attempt took.
+        cost: of one row (elements, tokens): rows of the same structure that are longer cost more.
+        alloc_retries: how often the allocator had to free its cache and ask again.
+
+    Raises:
+        ValueError: if the size is not between 1 and the rows of the batch, or the cost is not a
+            positive, finite number.
+
+    >>> Outcome(num_rows=10, microbatch_size=5, fits=False).fits
+    False
+    """
+
+    num_rows: int
+    microbatch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    resident_bytes: int | None = None
+    capacity_bytes: int | None = None
+    seconds: float | None = None
+    cost: float | None = None
+    alloc_retries: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.microbatch_size <= self.num_rows:
+            raise ValueError(
+                f"an outcome of {self.num_rows} rows cannot have slices of "
+                f"{self.microbatch_size}: give the rows of the largest slice that was used"
+            )
+        require_cost(self.cost)
+
+
+class Policy(abc.ABC):
+    """Decides how many rows a microbatch may have.
+
+    Derive your own from it and hand it over as ``microbatch_size=``. `propose` is all that it
+    needs; the others have defaults. The caller asks before each attempt and tells after it; a
+    policy that proposes nothing smaller after an attempt that did not fit makes the caller give up.
+
+    Attributes:
+        adapts: whether sizes may change. Where they may not, running out of memory is final.
+        multiple_of: what the caller makes slices a multiple of, but for the last one.
+        may_measure: set by the caller before each batch: whether it may be.
+        grown_from: rows that had been known to fit, where the last outcome was the first that
+            fitted with more after memory had run out; else None.
+
+    Example:
+        >>> class Quarters(Policy):
+        ...     def __init__(self):
+        ...         self.parts = 1
+        ...
+        ...     def propose(self, num_rows, cost=None):
+        ...         return -(-num_rows // self.parts)
+        ...
+        ...     def record(self, outcome):
+        ...         self.parts = self.parts if outcome.fits else self.parts * 4
+        >>> policy = Quarters()
+        >>> policy.record(Outcome(num_rows=64, microbatch_size=64, fits=False))
+        >>> policy.propose(64), policy.adapts
+        (16, True)
+    """
+
+    adapts: bool = True
+    multiple_of: int = 1
+    may_measure: bool = True
+    grown_from: int | None = None
+
+    @property
+    def compares_seconds(self) -> bool:
+        """Whether the seconds of the next attempt are compared, and have to be the device's."""
+        return False
+
+    @property
+    def wants_to_measure(self) -> bool:
+        """Whether a batch to come might be cut smaller only to measure it, if it may be."""
+        return False
+
+    @abc.abstractmethod
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the most rows, 1 … ``num_rows``, that a microbatch of this batch may have.
+
+        Args:
+            num_rows: of the batch.
+            cost: of one row (elements, tokens); None where nobody knows.
+        """
+
+    def record(self, outcome: Outcome) -> None:  # noqa: B027
+        """Learn what became of an attempt."""
+
+    def suggest(self, rows: int, cost: float | None = None) -> bool:
+        """Start from a size that an earlier run found, and return whether it does."""
+        return False
+
+    def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
+        """Whether what it proposes for a batch is smaller than fits, and only there to measure."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned, as plain values that JSON can hold."""
+        return {"kind": type(self).__name__}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Raises:
+            ValueError: another kind of policy wrote it.
+        """
+        require_kind(state, self)
+
+
+def canonical_size(num_rows: int, microbatch_size: int) -> int:
+    """Return the largest slice when ``num_rows`` are cut into balanced slices of at most a size.
+
+    Two sizes with the same largest slice are the same cut.
+
+    >>> [canonical_size(10, size) for size in (4, 5, 9, 10, 99)]
+    [4, 5, 5, 10, 10]
+    """
+    num_slices = -(-num_rows // microbatch_size)
+    return -(-num_rows // num_slices)
+
+
+def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
+    """Return the largest slice of the coarsest cut into slices of at most ``most_rows``.
+
+    With ``multiple_of`` all slices but the last are multiples of it, where more rows than that
+    are allowed and there; below it a cut is balanced again.
+
+    >>> cut_size(100, 40), cut_size(100, 40, multiple_of=8), cut_size(100, 5, multiple_of=8)
+    (34, 40, 5)
+    >>> cut_size(6, 40, multiple_of=8)
+    6
+    """
+    most_rows = min(most_rows, num_rows)
+    if num_rows <= multiple_of or most_rows < multiple_of:
+        return canonical_size(num_rows, most_rows)
+    if most_rows == num_rows:
+        return num_rows
+    size = canonical_size(num_rows, most_rows // multiple_of * multiple_of)
+    return min(num_rows, -(-size // multiple_of) * multiple_of)
+
+
+def require_rows(num_rows: int) -> None:
+    """Refuse a batch without rows.
+
+    Raises:
+        ValueError: if there is no row.
+    """
+    if num_rows < 1:
+        raise ValueError(f"no size can be proposed for {num_rows} rows: give a batch with rows")
+
+
+def require_cost(cost: float | None) -> float:
+    """Return the cost of a row; where nobody told, every row costs the same.
+
+    Raises:
+        ValueError: if it is not a positive, finite number.
+
+    >>> require_cost(None), require_cost(128)
+    (1.0, 128.0)
+    """
+    if cost is None:
+        return 1.0
+    if not 0 < cost < math.inf:
+        raise ValueError(
+            f"a row cannot cost {cost}: give a positive number (elements or tokens of one row), "
+            f"or None"
+        )
+    return float(cost)
+
+
+def require_size(value: Any, *, name: str) -> int:
+    """Return a number of rows as an int.
+
+    Raises:
+        TypeError: if it is not an integer (True is not one here).
+        ValueError: if it is below 1.
+
+    >>> require_size(8, name="initial")
+    8
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError("True and False are ints to Python")
+        size = operator.index(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {value!r}, not a number of rows: give an int of at least 1"
+        ) from error
+    if size < 1:
+        raise ValueError(f"{name} is {size}, but a microbatch has rows: give at least 1")
+    return size
+
+
+def require_kind(state: dict[str, Any], policy: object) -> None:
+    """Refuse the state of another kind of policy.
+
+    Raises:
+        ValueError: if another kind of policy wrote the state, naming both.
+    """
+    kind = type(policy).__name__
+    if state.get("kind") != kind:
+        raise ValueError(
+            f"a {kind} policy cannot take over the state of {state.get('kind', 'no known')!r} "
+            f"(state: {state!r}): use the policy that wrote it, or leave the policy's state out"
+        )
+
+
+class Fixed(Policy):
+    """Propose always the same size; None stands for the whole batch.
+
+    Never adapts, so running out of memory is final.
+
+    Raises:
+        TypeError: if the size is not an int or None.
+        ValueError: if the size is below 1.
+
+    >>> Fixed(4).propose(10), Fixed(4).propose(3), Fixed(None).propose(10)
+    (4, 3, 10)
+    """
+
+    adapts = False
+
+    def __init__(self, microbatch_size: int | None) -> None:
+        self._microbatch_size = (
+            None
+            if microbatch_size is None
+            else require_size(microbatch_size, name="microbatch_size")
+        )
+
+    def __repr__(self) -> str:
+        return f"Fixed({self._microbatch_size})"
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the fixed size, or ``num_rows`` where the batch is smaller.
+
+        Raises:
+            ValueError: if the batch has no rows.
+        """
+        require_rows(num_rows)
+        return num_rows if self._microbatch_size is None else min(self._microbatch_size, num_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size, for whoever reads the state.
+
+        It is a setting and nothing learned: a run that is resumed with another one means it.
+        """
+        return {"kind": "Fixed", "microbatch_size": self._microbatch_size}

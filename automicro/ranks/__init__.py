@@ -1,0 +1,1 @@
+"""Several ranks: agreeing on sizes, voting on outcomes, and guarding what they wait for."""

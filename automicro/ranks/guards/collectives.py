@@ -1,0 +1,269 @@
+"""Collectives that a model runs itself: SyncBatchNorm, tensor parallelism, one's own.
+
+Where every collective of this process comes by before it runs, whoever runs it.
+
+A model, a loss, a metric or a callback may run collectives that nobody has told of. A rank that ran
+out of memory, or that never comes to one, would leave its peers waiting in them. So whoever keeps
+the entrance votes before each, except before those that are automicro's own or a wrapper's, which
+are voted on elsewhere.
+"""
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automicro.ranks.warm_up import Use
+from automicro.torch_private import without_modes
+from automicro.torch_private_compiler import is_compiled
+from automicro.torch_private_distributed import before_collectives, group_of, is_in_backward
+
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+}
+# Of these every member has to bring as many numbers.
+_ALIKE = {
+    "allreduce_",
+    "allreduce_coalesced_",
+    "broadcast_",
+    "reduce_",
+    "allgather_",
+    "allgather_coalesced_",
+    "_allgather_base_",
+    "allgather_into_tensor_coalesced_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+    "reduce_scatter_",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A collective that is about to run.
+
+    Attributes:
+        name: as people know it.
+        members: the ranks of its group, in order.
+        root: the rank that sends to all, or that all send to; None without one.
+        peer: the rank that it sends to or receives from; None where it is for all members.
+        sends: whether it sends to one peer.
+        shape: how many numbers of which type, where all members have to bring the same.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    root: int | None = None
+    peer: int | None = None
+    sends: bool = False
+    shape: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.name} of {self.shape}" if self.shape else self.name
+        if self.peer is not None:
+            return f"{what} {'to' if self.sends else 'from'} rank {self.peer}"
+        root = "" if self.root is None else f", root {self.root}"
+        return f"{what} among ranks {', '.join(map(str, self.members))}{root}"
+
+
+class Keeper(Protocol):
+    """Has its say before a collective."""
+
+    def before(self, call: Call) -> None:
+        """A collective is about to run. Where this raises, it does not."""
+
+
+@dataclass
+class _Kept:
+    """Who keeps the entrance.
+
+    Attributes:
+        step: in an attempt.
+        run: between attempts, in a run of a Trainer.
+        thread: on which these work.
+        process: that met the others.
+        group: in which they met.
+    """
+
+    step: Keeper | None = None
+    run: Keeper | None = None
+    thread: int = 0
+    process: int = 0
+    group: object = None
+
+
+class _Own(threading.local):
+    depth: int = 0
+
+
+_kept = _Kept()
+_own = _Own()
+
+
+def open_entrance() -> None:
+    """Let the collectives of this process group come by here."""
+    if _kept.process == 0:
+        before_collectives(_come_by)
+    _kept.process = os.getpid()
+    _kept.group = dist.group.WORLD
+
+
+def keep_in_step(keeper: Keeper | None) -> None:
+    """Let somebody have a say in an attempt, on this thread and in backwards; None for its end."""
+    _kept.step = keeper
+    _kept.thread = threading.get_ident()
+
+
+@contextlib.contextmanager
+def keeping_between_steps(keeper: Keeper) -> Iterator[None]:
+    """Let somebody have a say between attempts, on this thread."""
+    outer, _kept.run = _kept.run, keeper
+    _kept.thread = threading.get_ident()
+    try:
+        yield
+    finally:
+        _kept.run = outer
+
+
+@contextlib.contextmanager
+def own_collectives() -> Iterator[None]:
+    """Run collectives that are voted on elsewhere; no mode of a user's sees them either."""
+    _own.depth += 1
+    try:
+        with without_modes():
+            yield
+    finally:
+        _own.depth -= 1
+
+
+def _come_by(name: str, arguments: Mapping[str, Any]) -> None:
+    keeper = _kept.step or _kept.run
+    if os.getpid() != _kept.process:
+        _refuse_worker(name)
+    if keeper is None or _own.depth:
+        return
+    if threading.get_ident() != _kept.thread and not (_kept.step is not None and is_in_backward()):
+        return  # a thread of somebody's, whose collectives come at any time
+    tensors = list(_tensors(list(arguments.values())))
+    if not any(each.is_meta for each in tensors):  # a compiler looks at it
+        keeper.before(_read(name, arguments, tensors))
+
+
+def _refuse_worker(name: str) -> None:
+    if dist.group.WORLD is _kept.group:  # it has no connections of its own
+        raise RuntimeError(
+            f"{_NAMES.get(name, name.strip('_'))} in a process that was forked from rank "
+            f"{dist.get_rank()}, such as a worker of a data loader, which no other rank can hear; "
+            "let the rank itself communicate: in a callback, or with num_workers=0"
+        )
+
+
+def _read(name: str, arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> Call:
+    group = group_of(arguments["process_group"])
+    members = tuple(dist.get_process_group_ranks(group))
+    place = {each: arguments[each] for each in ("root_rank", "src", "dst") if each in arguments}
+    root = place.get("root_rank")
+    peer = place.get("dst", place.get("src"))
+    is_alike = name in _ALIKE or peer is not None
+    return Call(
+        name=_NAMES.get(name, name.strip("_")),
+        members=members,
+        root=None if root is None else members[root],
+        peer=None if peer is None else members[peer],
+        sends="dst" in place,
+        shape=_shape(tensors) if is_alike else "",
+    )
+
+
+def _shape(tensors: Sequence[Tensor]) -> str:
+    sizes = [f"{each.numel()} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
+    counted = [(size, len(list(each))) for size, each in itertools.groupby(sizes)]
+    return ", ".join(size if count == 1 else f"{count} times {size}" for size, count in counted)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+class CollectivesGuard:
+    """Stands for collectives that come from no wrapper: a vote comes before each, see `entrance`.
+
+    All ranks must run the same collectives in the same order, as they have to anyway.
+
+    Args:
+        modules: the model, and others that take part.
+
+    Raises:
+        ValueError: a module is compiled, and its collectives are out of sight.
+    """
+
+    has_strayed = False
+    unused: Sequence[bool] = ()
+    communicates_in_forward = True
+
+    is_replaying = False
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        if any(is_compiled(module) for root in modules for module in root.modules()):
+            raise ValueError(
+                "the model is compiled and runs collectives of its own (SyncBatchNorm, tensor "
+                "parallelism), which cannot be guarded inside compiled code; leave torch.compile "
+                "out, or use a fixed microbatch size that fits on every rank"
+            )
+
+    def owns(self, call: Call) -> bool:
+        """It has a vote before each."""
+        return False
+
+    def uses(self) -> list[Use]:
+        """Nobody has told of them."""
+        return []
+
+    def stay_guarded(self) -> None:
+        """It never replays."""
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        """There is no wrapper."""
+
+    def settle(self) -> None:
+        """There is no wrapper."""
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
+    def meet(self, *, training: bool) -> None:
+        """Nothing comes before the first forward."""
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
+        """Nothing is known in advance."""
+
+    @contextlib.contextmanager
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
+        yield
+
+    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
+        """Nothing is learned."""
+
+    def play_rest(self) -> None:
+        """The peers' next collective begins with a vote."""
+
+    def recover(self) -> None:
+        """There is no wrapper."""

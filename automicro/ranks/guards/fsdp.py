@@ -1,0 +1,427 @@
+"""FSDP2 (`fully_shard`): parameters are gathered and gradients scattered in every microbatch."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from automicro.memory.oom import once_more
+from automicro.ranks.guards.collectives import Call, own_collectives
+from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
+from automicro.ranks.interface import StrayedError
+from automicro.ranks.votes import Votes
+from automicro.ranks.warm_up import Use
+from automicro.torch_private_distributed import (
+    collectives_of,
+    drop_unsharded,
+    groups_of_shards,
+    has_many_groups,
+    replicas_average,
+    replicate_group,
+    reset_sharded,
+    uses_symmetric_memory,
+)
+
+_SHARD_WHAT_IS_USED = (
+    "Every microbatch of every rank has to use the same sharded modules. Let a layer that is used "
+    "only now and then be sharded together with what is around it: apply fully_shard to a module "
+    "that is always used and not to that layer, and call "
+    "model.set_reduce_scatter_unused_params(True)."
+)
+
+
+class Collective(NamedTuple):
+    """One collective of a microbatch, with all that is needed to take part in it.
+
+    Attributes:
+        kind: ``"all-gather"`` or ``"reduce-scatter"``.
+        where: its place among the collectives of the model's modules.
+        numel: of the tensor that goes in.
+        dtype: of that tensor.
+    """
+
+    kind: str
+    where: int
+    numel: int
+    dtype: torch.dtype
+
+
+class _Guarded:
+    """Puts the guard before a module's collective of one kind."""
+
+    def __init__(self, guard: "FsdpGuard", where: int, inner: Any) -> None:
+        self.guard = guard
+        self.where = where
+        self.inner = inner
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.guard.allocate(self.inner, size, dtype=dtype, device=device)
+
+
+class GuardedAllGather(_Guarded):
+    """An all-gather with a vote before it, or noted for a replay."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        step = Collective("all-gather", self.where, input_tensor.numel(), input_tensor.dtype)
+        self.guard.before(step, group)
+        with own_collectives():
+            work: dist.Work | None = self.inner(
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                async_op=async_op,
+            )
+        self.guard.after(step)
+        return work
+
+
+class GuardedReduceScatter(_Guarded):
+    """A reduce-scatter with a vote before it, or noted for a replay."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        step = Collective("reduce-scatter", self.where, input_tensor.numel(), input_tensor.dtype)
+        reduction = self.guard.reduction(self, group, op, input_tensor.device)
+        self.guard.before(step, group, reduction)
+        with own_collectives():
+            if self.guard.is_weightless:
+                input_tensor.zero_()
+            work: dist.Work | None = self.inner(
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+                op=op,
+                async_op=async_op,
+            )
+        self.guard.after(step)
+        return work
+
+
+class _Reduction(NamedTuple):
+    comm: Any  # allocates and scatters, as the peers' does
+    group: dist.ProcessGroup
+    op: Any
+    device: torch.device
+    replicas: dist.ProcessGroup | None
+    replicas_op: Any
+
+
+_Key = tuple[bool, bool, bool]
+
+
+class FsdpGuard:
+    """Guards all modules of a model that `fully_shard` was applied to.
+
+    The first microbatch of each kind votes before every collective and takes down which they were.
+    Afterwards a microbatch has one vote, at its end (the last one's is that of the attempt), and a
+    rank that ran out of memory plays the rest: it gathers its real shards and scatters zeros.
+
+    Args:
+        modules: the model, and others that take part.
+        votes: among all ranks.
+
+    Raises:
+        ValueError: the model is sharded in a way that an attempt cannot be undone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
+        modules = list(modules)
+        self._votes = votes
+        self._can_replay = True
+        found = {
+            id(module): (name, module)
+            for root in modules
+            for name, module in root.named_modules()
+            if isinstance(module, FSDPModule)
+        }
+        self._names = [name for name, _ in found.values()]
+        self._modules: list[FSDPModule] = [module for _, module in found.values()]
+        self._roots = _outermost(self._modules)
+        for where, module in enumerate(self._modules):
+            self._take_over(where, module)
+        self._schedules: dict[_Key, list[Collective]] = {}
+        self._fresh: dict[_Key, list[Collective]] = {}
+        self._trace: list[Collective] = []
+        self._reductions: dict[int, _Reduction] = {}
+        self._gather_groups: dict[int, dist.ProcessGroup] = {}
+        self._key: _Key = (True, True, True)
+        self._num_microbatches = 0
+        self._index = 0
+        self._votes_here = True
+        self._is_open = False
+        self._is_playing = False
+        self._has_looked = False
+        self._next_sum: dist.ProcessGroup | None = None
+        self.is_weightless = False
+
+    communicates_in_forward = True
+    has_strayed = False  # it ends an attempt
+    unused: Sequence[bool] = ()
+
+    def uses(self) -> list[Use]:
+        found: list[Use] = []
+        for module in self._modules:
+            shards = groups_of_shards(module)
+            if shards is None:
+                continue
+            device, gathered, scattered = shards
+            found += [Use("all_gather", group, device) for group in gathered]
+            replicas = replicate_group(module)
+            # By which it reduces is known at the first gradient.
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                found += [Use("reduce_scatter", group, device, op) for group in scattered]
+                if replicas is not None:
+                    found.append(Use("all_reduce", replicas, device, op))
+        return found
+
+    def stay_guarded(self) -> None:
+        self._can_replay = False
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._is_open and not self._votes_here
+
+    def owns(self, call: Call) -> bool:
+        # Over the replicas torch sums up right after it has scattered over the shards.
+        group, self._next_sum = self._next_sum, None
+        if group is None or call.name != "all_reduce":
+            return False
+        return call.members == tuple(dist.get_process_group_ranks(group))
+
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        new = [
+            name
+            for root in self._roots
+            if isinstance(root, nn.Module)
+            for name, each in root.named_parameters()
+            if each.requires_grad and not isinstance(each, DTensor)
+        ]
+        if new:
+            raise ValueError(
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model "
+                "after fully_shard was applied to it, so nobody would average their gradients "
+                "over ranks; change the model before it is sharded, or shard them too and make a "
+                "new Microbatcher or Trainer"
+            )
+
+    def settle(self) -> None:
+        # After a forward without gradients the outermost modules stay whole.
+        for module in self._modules:
+            module.reshard()
+
+    def prepare(self) -> None:
+        if not self._has_looked:
+            watch_for_strangers(self._votes)
+            self._has_looked = True
+
+    def meet(self, *, training: bool) -> None:
+        """Nothing comes before the first forward."""
+
+    def open(self, num_microbatches: int, *, training: bool) -> None:
+        self._num_microbatches = num_microbatches
+        self._training = training
+        self._fresh = {}
+        self._is_open = True
+        self._begin(0)
+
+    @contextlib.contextmanager
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
+        assert index == self._index, "microbatches run in order"
+        self.is_weightless = weightless
+        try:
+            yield
+        finally:
+            self.is_weightless = False
+        if self._votes_here:
+            self._fresh[self._key] = self._trace
+        elif rest := self._rest():
+            raise StrayedError(f"microbatch {index} ended before {self._describe(rest[0])}")
+        if index + 1 < self._num_microbatches:
+            self._votes.cast(f"end of microbatch {index}")
+            self._begin(index + 1)
+        else:
+            # What comes before the vote of the attempt has no collectives to play.
+            self._votes_here = True
+
+    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
+        self._is_open = False
+        if not self._training:
+            self.settle()
+        if self._can_replay:
+            self._schedules |= self._fresh
+
+    def play_rest(self) -> None:
+        if self._votes_here or not self._is_open:
+            return
+        rest = self._rest()
+        self._is_open = False
+        self._reset()
+        self._is_playing = True
+        try:
+            with own_collectives(), torch.no_grad():
+                for step in rest:
+                    if step.kind == "all-gather":
+                        self._modules[step.where].unshard()
+                        self._modules[step.where].reshard()
+                    else:
+                        self._scatter_zeros(step)
+        finally:
+            self._is_playing = False
+
+    def allocate(self, comm: Any, size: Any, **memory: Any) -> torch.Tensor:
+        """Memory for a collective; asked for once more where peers wait for what is played."""
+        request: Callable[[], torch.Tensor] = functools.partial(comm.allocate, size, **memory)
+        if not self._is_playing:
+            return request()
+        return once_more(request, memory["device"], doing="taking part in what peers wait for")
+
+    def recover(self) -> None:
+        self._is_open = False
+        self._reset()
+
+    def before(
+        self,
+        step: Collective,
+        group: dist.ProcessGroup,
+        reduction: _Reduction | None = None,
+    ) -> None:
+        """A collective is about to be enqueued, with all that it needs allocated.
+
+        Args:
+            step: the collective.
+            group: of ranks that come to it.
+            reduction: what is played in place of a reduce-scatter; None for an all-gather.
+
+        Raises:
+            PeerStoppedError: a peer will not come to it.
+            StrayedError: it is another than was known.
+        """
+        if not self._is_open:
+            if self._votes.is_in_attempt:
+                refuse_stranger(self._roots[0])  # type: ignore[arg-type]
+            return
+        if self._votes_here:
+            self._votes.cast(self._describe(step), remedy=_SHARD_WHAT_IS_USED)
+            if reduction is None:
+                # Played, a module gathers over its own group, not over that after forward.
+                self._can_replay &= self._gather_groups.setdefault(step.where, group) is group
+            else:
+                self._reductions[step.where] = reduction
+        elif not self._is_next(step):
+            # Peers may wait in the one that was known, and for ever.
+            raise StrayedError(f"{self._describe(step)} was not known")
+
+    def reduction(
+        self, guarded: _Guarded, group: dist.ProcessGroup, op: Any, device: torch.device
+    ) -> _Reduction:
+        """How a module reduces its gradients."""
+        module = self._modules[guarded.where]
+        averages = replicas_average(module, op)
+        return _Reduction(
+            comm=guarded.inner,
+            group=group,
+            op=op,
+            device=device,
+            replicas=replicate_group(module),
+            replicas_op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+        )
+
+    def after(self, step: Collective) -> None:
+        """A collective was enqueued."""
+        if self._is_open:
+            self._trace.append(step)
+            if step.kind == "reduce-scatter":
+                self._next_sum = replicate_group(self._modules[step.where])
+
+    def _rest(self) -> list[Collective]:
+        """What is to come of the microbatch, as far as it is known."""
+        return self._schedules[self._key][len(self._trace) :]
+
+    def _is_next(self, step: Collective) -> bool:
+        known, place = self._schedules[self._key], len(self._trace)
+        return place < len(known) and known[place] == step
+
+    def _describe(self, step: Collective) -> str:
+        name = self._names[step.where] or "the whole model"
+        return f"{step.kind} of {name!r}, {step.numel} numbers"
+
+    def _begin(self, index: int) -> None:
+        self._index = index
+        self._next_sum = None
+        self._key = (self._training, index == 0, index == self._num_microbatches - 1)
+        self._trace = []
+        self._votes_here = not self._can_replay or self._key not in self._schedules
+
+    def _scatter_zeros(self, step: Collective) -> None:
+        to = self._reductions[step.where]
+        memory = {"dtype": step.dtype, "device": to.device}
+        zeros = self.allocate(to.comm, (step.numel,), **memory).zero_()
+        share_numel = step.numel // dist.get_world_size(to.group)
+        share = self.allocate(to.comm, (share_numel,), **memory)
+        to.comm(output_tensor=share, input_tensor=zeros, group=to.group, op=to.op)
+        if to.replicas is not None:
+            dist.all_reduce(share, op=to.replicas_op, group=to.replicas)
+
+    def _reset(self) -> None:
+        for root in self._roots:
+            reset_sharded(root)
+        drop_unsharded(module for module in self._modules if isinstance(module, nn.Module))
+
+    def _take_over(self, where: int, module: FSDPModule) -> None:
+        if not hasattr(module, "reset_iter_state"):
+            raise ValueError(
+                f"torch {torch.__version__} cannot put a model that fully_shard was applied to "
+                "back in order after running out of memory; upgrade to torch 2.13, or use "
+                "DistributedDataParallel"
+            )
+        name = self._names[where]
+        if has_many_groups(module):
+            raise ValueError(
+                f"the parameters of {name!r} are sharded over several meshes (shard_placement_fn), "
+                "whose collectives cannot be guarded one by one; shard each over one mesh"
+            )
+        inner = collectives_of(module)
+        if inner is None:
+            return
+        # There may be the guard of a process group that has ended.
+        gather, scatter = (each.inner if isinstance(each, _Guarded) else each for each in inner)
+        if uses_symmetric_memory(gather) or uses_symmetric_memory(scatter):
+            raise ValueError(
+                f"{name or 'the whole model'!r} communicates out of symmetric memory, which all "
+                "ranks register together, each block at its first use: a rank that ran out of "
+                "memory may use other blocks than its peers, and all would wait for ever; leave "
+                "set_symm_mem_for_comm out"
+            )
+        module.set_custom_all_gather(GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(
+            GuardedReduceScatter(self, where, scatter)  # type: ignore[arg-type]
+        )
+
+
+def _outermost(modules: list[FSDPModule]) -> list[FSDPModule]:
+    inside = {
+        id(inner)
+        for module in modules
+        if isinstance(module, nn.Module)
+        for inner in module.modules()
+        if inner is not module
+    }
+    return [module for module in modules if id(module) not in inside]

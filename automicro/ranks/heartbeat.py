@@ -1,0 +1,605 @@
+"""Signs of life: every rank gives them, watches a few others, and tells all whom it misses.
+
+Each beat is one write and one read of the store that the processes met in, over a connection of
+its own. A store whose host is gone keeps a request waiting for good, whatever its timeout, so one
+thread talks to it and another looks at the clock.
+
+Who has given no sign of life for how long: a pure function of what was seen, and when.
+
+Breaking off what a process waits for, where its peers will never answer.
+
+Who is missing after a vote broke off: all that are left sign in the processes' store.
+
+One watch over the hosts of all ranks for each process group, begun by whoever needs it first.
+"""
+
+import contextlib
+import datetime
+import logging
+import math
+import multiprocessing.util
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from automicro.ranks.exchange import Exchange
+from automicro.torch_private_distributed import PrefixStore, Store, TCPStore, default_tcp_store
+
+ENDED = "ended"
+"""The beat of a rank that ended in order."""
+
+NEIGHBOURS = 2
+_LATE_BEATS = 3
+_BEATS_OF_A_GAP = 2
+
+
+class Attendance:
+    """What one rank knows of the others' beats, which are texts that differ from one to the next.
+
+    Each rank watches the next two in a ring of those that have not ended, so what it asks for does
+    not grow with the world. Where one of these is late it asks for all, to name everybody who went
+    with it.
+
+    Time counts only while this process runs and the store answers: one that was stopped itself,
+    or cut off for a while, does not blame others for it. So nobody is accused whose beats reach
+    the store within `timeout_seconds` of each other, however the watching rank is held up; and one
+    that gives none any more is found two intervals after that, by a rank that is not held up.
+
+    Args:
+        rank: that watches.
+        world_size: how many ranks there are.
+        timeout_seconds: without a beat, after which a rank is lost.
+        interval_seconds: between two looks.
+        now: the time by any clock that does not go back.
+
+    Example:
+        >>> attendance = Attendance(
+        ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
+        ... )
+        >>> for second in range(8):
+        ...     attendance.note(float(second), {1: "1", 2: f"{second}"})
+        >>> attendance.lost()
+        [1]
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        interval_seconds: float,
+        now: float,
+    ) -> None:
+        self._ring = [(rank + step) % world_size for step in range(1, world_size)]
+        self._timeout_seconds = timeout_seconds
+        self._late_seconds = _LATE_BEATS * interval_seconds
+        self._longest_gap = _BEATS_OF_A_GAP * interval_seconds
+        self._beats: dict[int, str] = {}
+        # Seconds in which the store answered, and when each rank was heard by that clock.
+        self._answered_seconds = 0.0
+        self._heard_at: dict[int, float] = {}
+        self._last_answer = now
+        # Seconds without an answer in which this process ran.
+        self._unanswered_seconds = 0.0
+        self._last_wake = now
+
+    def wanted(self) -> list[int]:
+        """The ranks whose beats to ask for next, nearest first."""
+        there = [rank for rank in self._ring if self._beats.get(rank) != ENDED]
+        near = there[:NEIGHBOURS]
+        return there if any(self._is_silent(rank, self._late_seconds) for rank in near) else near
+
+    def note(self, now: float, beats: Mapping[int, str]) -> None:
+        """Take down an answer of the store.
+
+        Args:
+            now: the time.
+            beats: by rank.
+        """
+        self._answered_seconds += min(now - self._last_answer, self._longest_gap)
+        self._last_answer = self._last_wake = now
+        self._unanswered_seconds = 0.0
+        for rank, beat in beats.items():
+            if self._beats.get(rank) != beat:
+                self._beats[rank] = beat
+                self._heard_at[rank] = self._answered_seconds
+
+    def wake(self, now: float) -> None:
+        """Take down that this process runs, whether the store answers or not."""
+        self._unanswered_seconds += min(now - self._last_wake, self._longest_gap)
+        self._last_wake = now
+
+    def lost(self) -> list[int]:
+        """The ranks that are lost, in order; those too that fell silent with a lost one."""
+        if not any(self._is_silent(rank, self._timeout_seconds) for rank in self._heard_at):
+            return []
+        # Those farther off are looked at only since a neighbour was late.
+        return sorted(
+            rank for rank in self._heard_at if self._is_silent(rank, self._timeout_seconds / 2)
+        )
+
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether the store has not answered for the whole timeout."""
+        return self._unanswered_seconds >= self._timeout_seconds
+
+    def _is_silent(self, rank: int, seconds: float) -> bool:
+        if self._beats.get(rank) == ENDED or rank not in self._heard_at:
+            return False
+        return self._answered_seconds - self._heard_at[rank] >= seconds
+
+
+def interval_for(timeout_seconds: float) -> float:
+    """How often to give a sign of life.
+
+    >>> interval_for(60.0)
+    5.0
+    """
+    return min(timeout_seconds / 12, 5.0)
+
+
+def in_words(ranks: Iterable[int], world_size: int) -> str:
+    """Ranks as a subject of a sentence.
+
+    >>> in_words([2, 3], 4), in_words([1], 4)
+    ('ranks 2, 3 of 4 are', 'rank 1 of 4 is')
+    """
+    names = list(map(str, ranks))
+    several = len(names) > 1
+    return f"rank{'s' * several} {', '.join(names)} of {world_size} {'are' if several else 'is'}"
+
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+def shut_connections(*, except_port: int) -> int:
+    """Shut the TCP connections of this process; how many there were.
+
+    Nothing that torch offers ends a wait in gloo: its groups have no abort, and a timeout is set
+    when a wait begins. A connection that is shut does: whoever waits for it gets an error at once.
+    Those of gloo cannot be told from others, so all are shut but those of the store.
+
+    Args:
+        except_port: connections to and from it stay.
+
+    >>> server = socket.create_server(("127.0.0.1", 0))
+    >>> shut_connections(except_port=server.getsockname()[1])
+    0
+    >>> server.close()
+    """
+    count = 0
+    for each in _connections():
+        with each, contextlib.suppress(OSError):  # it was closed meanwhile, or never connected
+            if except_port in (each.getpeername()[1], each.getsockname()[1]):
+                continue
+            each.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def _connections() -> Iterator[socket.socket]:
+    """A second handle on every TCP socket of this process; none where they cannot be listed."""
+    folder = next((each for each in map(Path, ("/proc/self/fd", "/dev/fd")) if each.is_dir()), None)
+    for name in [] if folder is None else [path.name for path in folder.iterdir()]:
+        with contextlib.suppress(OSError):  # the folder itself was open while it was read
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            found = socket.socket(fileno=os.dup(int(name)))
+            if found.family in _INTERNET and found.type == socket.SOCK_STREAM:
+                yield found
+            else:
+                found.close()
+
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 2.0
+
+
+class RollCall:
+    """Names the ranks that do not answer.
+
+    Args:
+        store: where the processes met.
+        rank: this process's number.
+        world_size: how many there are.
+        wait_seconds: for the others to notice too.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, wait_seconds: float = 3.0
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._wait_seconds = wait_seconds
+        self._known: list[int] | None = None
+
+    def missing(self) -> list[int] | None:
+        """The ranks that have not signed in time; None if the store itself is gone."""
+        # A store whose host is gone keeps a request waiting for good, whatever its timeout.
+        asking = threading.Thread(target=self._ask, name="automicro-roll-call", daemon=True)
+        asking.start()
+        asking.join(self._wait_seconds + _ANSWER_SECONDS)
+        return self._known
+
+    def _ask(self) -> None:
+        waiting = {rank for rank in range(self._world_size) if rank != self._rank}
+        end = time.monotonic() + self._wait_seconds
+        try:
+            self._store.set(self._key(self._rank), "here")
+            while waiting and time.monotonic() < end:
+                waiting = {rank for rank in waiting if not self._store.check([self._key(rank)])}
+                self._known = sorted(waiting)
+                time.sleep(0.05)
+        except Exception as error:
+            logger.debug("the store is gone: %s", error)
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"automicro/still_here/{rank}"
+
+
+class NoRollCall:
+    """Where there is no store to sign in."""
+
+    def missing(self) -> list[int] | None:
+        return None
+
+
+EXIT_CODE = 75
+"""Of a process that could not be freed from its wait: "try again" by the convention of sysexits."""
+
+FREE_AFTER_SECONDS = 0.5
+END_AFTER_SECONDS = 20.0
+_ASK_SECONDS = 2.0
+_LOST = "lost"
+
+
+class Watch(Protocol):
+    """What a vote asks about the peers' hosts."""
+
+    def loss(self, *, fresh: bool = False) -> str | None:
+        """Why no rank can go on, in words that begin a sentence; None where all is well.
+
+        Args:
+            fresh: whether to ask now, and not only at the next beat.
+        """
+
+
+class NoWatch:
+    """Where nobody watches."""
+
+    def loss(self, *, fresh: bool = False) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAddress:
+    """Where the store is.
+
+    Attributes:
+        host: of its server.
+        port: of its server.
+        outlives_ranks: whether none of the ranks is its server, so that it never ends in order.
+    """
+
+    host: str
+    port: int
+    outlives_ranks: bool
+
+
+class Heartbeat:
+    """The signs of life of one rank.
+
+    Args:
+        connect: makes a connection to the store, in a part of it that is this group's alone.
+        address: of the store.
+        rank: of this process.
+        world_size: how many there are.
+        timeout_seconds: without a sign of life, after which a rank is lost.
+        is_over: whether the process group has ended in order.
+        end: the process, where nothing else helps.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        *,
+        address: StoreAddress,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        is_over: Callable[[], bool] = lambda: False,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._connect = connect
+        self._address = address
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_seconds = timeout_seconds
+        self._is_over = is_over
+        self._end = end
+        self._interval_seconds = interval_for(timeout_seconds)
+        self._store: Store | None = None
+        self._num_beats = 0
+        self._num_answers = 0
+        self._loss: str | None = None
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._hurry = threading.Event()
+        self._news = threading.Event()
+        self._was_told = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"automicro-{name}", daemon=True)
+            for name, work in (("heartbeat", self._talk), ("watch", self._judge))
+        ]
+
+    def sign_in(self) -> None:
+        """Give the first sign of life. All ranks have, before any of them calls `start`."""
+        self._store = self._connect()
+        self._store.set(_host_key(self._rank), socket.gethostname())
+        if self._rank == 0:
+            self._store.set(_LOST, "")
+        self._store.set(_beat_key(self._rank), "0")
+        self._store.get(_beat_key(self._rank))  # nothing else waits until they are written
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._attendance = Attendance(
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout_seconds=self._timeout_seconds,
+            interval_seconds=self._interval_seconds,
+            now=time.monotonic(),
+        )
+        for thread in self._threads:
+            thread.start()
+        # It runs at the end of child processes too, where atexit does not.
+        multiprocessing.util.Finalize(None, self.stop, exitpriority=1)
+
+    def stop(self) -> None:
+        """Sign off: this rank ends in order, and its peers may go on for a while."""
+        self._ends.set()
+        self._hurry.set()
+        self._news.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_ASK_SECONDS)
+
+    def loss(self, *, fresh: bool = False) -> str | None:
+        if fresh and self._loss is None:
+            self._ask_now()
+        if self._loss is not None:
+            self._was_told.set()
+        return self._loss
+
+    def _ask_now(self) -> None:
+        # One answer may have been on its way before this.
+        enough = self._num_answers + 2
+        end = time.monotonic() + _ASK_SECONDS
+        while self._loss is None and self._num_answers < enough and time.monotonic() < end:
+            self._hurry.set()
+            time.sleep(0.02)
+
+    def _talk(self) -> None:
+        while not self._ends.is_set():
+            try:
+                self._beat()
+            except Exception as error:
+                # What is still on its way would be taken for the answer to something else.
+                self._store = None
+                logger.debug("no sign of life could be given: %s", error)
+            self._hurry.wait(self._interval_seconds)
+            self._hurry.clear()
+        with contextlib.suppress(Exception):  # nobody is left to read it
+            if self._store is not None:
+                self._store.set(_beat_key(self._rank), ENDED)
+                self._store.get(_beat_key(self._rank))
+
+    def _beat(self) -> None:
+        self._store = store = self._store or self._connect()
+        self._num_beats += 1
+        store.set(_beat_key(self._rank), str(self._num_beats))
+        ranks = self._attendance.wanted()
+        told, *beats = store.multi_get([_LOST, *map(_beat_key, ranks)])
+        with self._lock:
+            texts = [beat.decode() for beat in beats]
+            self._attendance.note(time.monotonic(), dict(zip(ranks, texts, strict=True)))
+            lost = self._attendance.lost()
+        self._num_answers += 1
+        if self._loss is None and (told or lost):
+            self._learn(told.decode() or self._accuse(store, lost))
+
+    def _accuse(self, store: Store, lost: list[int]) -> str:
+        """Tell all who is lost, unless somebody was faster; what was told."""
+        hosts = dict.fromkeys(host.decode() for host in store.multi_get(list(map(_host_key, lost))))
+        numbers = ",".join(map(str, lost))
+        said = f"{numbers} {self._rank} {', '.join(hosts)}"
+        told: bytes = store.compare_set(_LOST, "", said)
+        return told.decode()
+
+    def _learn(self, told: str) -> None:
+        numbers, by, hosts = told.split(" ", 2)
+        lost = list(map(int, numbers.split(",")))
+        seconds = f"{self._timeout_seconds:g} s"
+        if self._rank in lost:
+            self._conclude(
+                f"rank {self._rank} of {self._world_size} ({hosts}) was given up by rank {by} "
+                f"after {seconds} without a sign of life: this process stood still or was cut off, "
+                "and the others have stopped or begun anew without it"
+            )
+        else:
+            self._conclude(
+                f"{in_words(lost, self._world_size)} lost: no sign of life from host {hosts} for "
+                f"{seconds}, rank {by} found"
+            )
+
+    def _judge(self) -> None:
+        while not self._ends.is_set() and self._loss is None:
+            self._news.wait(self._interval_seconds)
+            if self._is_over():
+                self._ends.set()
+                self._hurry.set()
+                return
+            with self._lock:
+                self._attendance.wake(time.monotonic())
+                has_lost_store = self._attendance.has_lost_store
+            if has_lost_store and not self._lose_store():
+                return
+        if not self._ends.is_set():
+            self._end_waiting()
+
+    def _lose_store(self) -> bool:
+        """Whether the store's end is a loss."""
+        if self._store is None and not self._address.outlives_ranks:
+            # A closed connection: rank 0's process has ended, which gloo tells those it concerns.
+            logger.debug("the store has ended with rank 0; hosts are no longer watched")
+            self._ends.set()
+            return False
+        self._conclude(
+            f"the host of the run's store, {self._address.host}, is gone: port "
+            f"{self._address.port} has not answered rank {self._rank} of {self._world_size} for "
+            f"{self._timeout_seconds:g} s"
+        )
+        return True
+
+    def _conclude(self, loss: str) -> None:
+        logger.info("%s", loss)
+        self._loss = loss
+        self._news.set()
+
+    def _end_waiting(self) -> None:
+        """Free the threads that wait for a peer; end the process where that does not help."""
+        # Time to leave by the next vote.
+        self._ends.wait(FREE_AFTER_SECONDS)
+        count = shut_connections(except_port=self._address.port)
+        logger.debug("shut %d connections, so that nobody waits for lost ranks", count)
+        end = time.monotonic() + END_AFTER_SECONDS
+        while time.monotonic() < end:
+            if self._ends.is_set() or self._was_told.wait(self._interval_seconds):
+                return
+        line = (
+            f"automicro: rank {self._rank} of {self._world_size} ends at once: {self._loss}, and "
+            f"it still waits {END_AFTER_SECONDS:g} s later; start again from the last checkpoint\n"
+        )
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        with contextlib.suppress(Exception):
+            os.write(2, line.encode())
+        self._end(EXIT_CODE)
+
+
+def _beat_key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _host_key(rank: int) -> str:
+    return f"host/{rank}"
+
+
+VARIABLE = "AUTOMICRO_PEER_TIMEOUT"
+DEFAULT_SECONDS = 60.0
+_ANSWER = datetime.timedelta(seconds=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    group: object
+    watch: Watch
+
+
+_begun: _Begun | None = None
+
+
+def watch_peers(exchange: Exchange) -> Watch:
+    """The watch of this process group, which begins with the first call. All ranks call it.
+
+    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. Nobody watches a single process, or where
+    the processes met in something else than a TCPStore.
+
+    Args:
+        exchange: reaches all ranks.
+
+    Raises:
+        ValueError: the variable is no number of seconds.
+
+    >>> from automicro.ranks.exchange import AloneExchange
+    >>> type(watch_peers(AloneExchange())).__name__
+    'NoWatch'
+    """
+    global _begun
+    if exchange.world_size == 1:
+        return NoWatch()
+    group = dist.group.WORLD
+    if _begun is not None and _begun.group is group:
+        return _begun.watch
+    watch = _begin(exchange, group)
+    _begun = _Begun(group=group, watch=watch)
+    return watch
+
+
+def timeout_from_environment() -> float:
+    """Seconds without a sign of life, after which a rank is lost; 0 where nobody is to watch.
+
+    Raises:
+        ValueError: the variable is no number of seconds.
+
+    >>> timeout_from_environment()
+    60.0
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    try:
+        seconds = float(text) if text else DEFAULT_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(
+            f"the environment has {VARIABLE}={text!r}, which is no number of seconds; set it to "
+            f"how long a host may be silent, such as {DEFAULT_SECONDS:g}, to 0 for any time, or "
+            "unset it"
+        )
+    return seconds
+
+
+def _begin(exchange: Exchange, group: object) -> Watch:
+    own_timeout = timeout_from_environment()
+    server = default_tcp_store()
+    if server is None:
+        return NoWatch()
+    # A name of its own: the store may outlive this group and have the beats of an earlier one.
+    told = exchange.texts(f"{uuid.uuid4().hex} {own_timeout}" if exchange.rank == 0 else "")
+    name, timeout = told.split()
+    timeout_seconds = float(timeout)
+    if timeout_seconds == 0:
+        return NoWatch()
+    host, port = server.host, server.port
+    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+    def connect() -> Store:
+        store = TCPStore(host, port, None, False, _ANSWER, wait_for_workers=False)
+        return PrefixStore(f"automicro/watch {name}", store)
+
+    heartbeat = Heartbeat(
+        connect,
+        address=StoreAddress(host=host, port=port, outlives_ranks=uses_agent),
+        rank=exchange.rank,
+        world_size=exchange.world_size,
+        timeout_seconds=timeout_seconds,
+        is_over=lambda: not dist.is_initialized() or dist.group.WORLD is not group,
+    )
+    heartbeat.sign_in()
+    exchange.texts("")  # all have signed in
+    heartbeat.start()
+    return heartbeat

@@ -1,0 +1,354 @@
+"""What a step asks of the other ranks: the one interface between it and several devices.
+
+A step that finds out alone what fits would leave its peers waiting in a collective. So ranks agree
+on a size before an attempt, and vote on its outcome before any of them commits::
+
+    agreement = ranks.agree(Proposal(num_rows=…, microbatch_size=…))
+    ranks.begin(agreement.num_microbatches)
+    try:
+        for index, microbatch in enumerate(…):      # agreement.num_microbatches of them
+            with ranks.microbatch(index):
+                …                                   # forward and backward
+        ranks.vote()
+    except BaseException as error:
+        failure = error
+    else:
+        …                                           # commit
+    # outside "except", with the memory given back
+    status = ranks.stop(failure, status)            # all ranks learn the same
+
+`OneRank` is the implementation for one process, where all of it is free.
+"""
+
+import contextlib
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+TOLD = "automicro: this happened on rank"
+"""How the note begins of an error that the other ranks were told of."""
+HIGHS = 6
+"""How many highs one vote carries."""
+
+
+class Status(enum.IntEnum):
+    """How an attempt went on a rank. The worst of all ranks counts for all."""
+
+    OK = 0
+    STRAYED = 1
+    """The model ran other collectives than before: the same again, with a vote before each."""
+    TWO_ROWS = 2
+    """BatchNorm refused a single row: the same size, cut so that no row is alone."""
+    OUT_OF_MEMORY = 3
+    FATAL = 4
+
+
+class StrayedError(Exception):
+    """A model is about to run other collectives than before. It reaches nobody outside a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What one rank brings to a step.
+
+    Attributes:
+        num_rows: of this rank's batch, or of all that count as one; 0 where its data have run out.
+        microbatch_size: rows that its policy proposes.
+        denominators: what each loss of its batch is divided by, by name.
+        num_batches: that count as one.
+        max_rows: rows of the largest of them; ``num_rows`` unless given.
+        cost: of one row, None where it is not known.
+        wants_to_stop: whether somebody asked this rank to end the run.
+        training: whether gradients will be computed.
+        lacks_rows: whether this rank has no rows and has never had any, not even for fillers.
+    """
+
+    num_rows: int
+    microbatch_size: int
+    denominators: Mapping[str, float] = field(default_factory=dict)
+    num_batches: int = 1
+    max_rows: int | None = None
+    cost: float | None = None
+    wants_to_stop: bool = False
+    training: bool = True
+    lacks_rows: bool = False
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest batch."""
+        return self.num_rows if self.max_rows is None else self.max_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks together bring to a step; the same on every one of them.
+
+    Attributes:
+        microbatch_size: the smallest that a rank proposed, at most `max_rows`.
+        max_rows: rows of the largest batch.
+        min_rows: rows of the smallest batch.
+        num_rows: of all batches.
+        denominators: summed over ranks.
+        num_batches: the most that count as one on a rank.
+        cost: the highest of a row, None where nobody knows one.
+        stops: whether any rank wants to end the run.
+        lender: the lowest rank that has rows, where another lacks any to run fillers on; else None.
+    """
+
+    microbatch_size: int
+    max_rows: int
+    min_rows: int
+    num_rows: int
+    denominators: Mapping[str, float]
+    num_batches: int
+    cost: float | None
+    stops: bool
+    lender: int | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches every rank runs, fillers included.
+
+        >>> agreement = OneRank().agree(Proposal(num_rows=10, microbatch_size=4))
+        >>> agreement.num_microbatches
+        3
+        """
+        return max(1, -(-self.max_rows // self.microbatch_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank tells with its vote to commit, and what all have told together.
+
+    Attributes:
+        sums: numbers that are added up over ranks.
+        highs: numbers of which the highest of all ranks counts, at most `HIGHS`.
+    """
+
+    sums: Sequence[float] = ()
+    highs: Sequence[float] = ()
+
+
+class Ranks(Protocol):
+    """The other ranks, as a step sees them."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with, and nothing to guard."""
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have the same rows, because they share the work on each."""
+
+    @property
+    def communicates_in_forward(self) -> bool:
+        """Whether a forward outside of a step needs all ranks."""
+
+    @property
+    def communication_share(self) -> float:
+        """Of a device's memory, what sizes that are predicted leave to communication."""
+
+    @property
+    def told(self) -> Sequence[float]:
+        """The highs of the vote that ended the last attempt; empty where nobody told any."""
+
+    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
+        """Put wrappers into the state that they have between steps, a user's forward behind.
+
+        Args:
+            parameters: of the model and all that is trained with it, before a training step.
+
+        Raises:
+            ValueError: some of them came into a model after it was wrapped.
+        """
+
+    def looking_alone(self) -> AbstractContextManager[None]:
+        """Around forwards of an attempt that this rank alone runs: a collective in one raises."""
+
+    def voted(self) -> AbstractContextManager[None]:
+        """Around collectives that a vote has come before."""
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        """Around what users do between attempts: a vote comes before each collective of theirs."""
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        """Put together what all ranks bring to an attempt. All call it."""
+
+    def begin(self, num_microbatches: int, *, training: bool = True) -> None:
+        """Begin the attempt that was agreed on, with so many microbatches on every rank."""
+
+    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
+        """Around forward and backward of one microbatch.
+
+        Args:
+            index: of the microbatch.
+            weightless: whether its gradient is to count as zero, whatever it computes to.
+        """
+
+    def vote(self, report: Report = ...) -> Report:
+        """Say that this rank is ready to commit, and wait for the others; what all told together.
+
+        Raises:
+            PeerStoppedError: another rank is not; call `stop`.
+        """
+
+    def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
+        """End an attempt that failed here or elsewhere. Call it outside ``except``.
+
+        Afterwards all ranks have been told, no rank waits for another, and wrappers of the model
+        can start anew. Returns what all ranks found together; where that is ``FATAL`` because of
+        this rank, raise the failure.
+
+        Args:
+            failure: what ended the attempt here.
+            status: what it means, unless it is a `PeerStoppedError`.
+            highs: told with it, see `told`.
+
+        Raises:
+            PeerFailedError: another rank failed for good.
+        """
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell the others that this rank ends outside a step, with a reason."""
+
+    def ready(self, point: str) -> None:
+        """Vote right before collectives outside a step, named by a point that all come by.
+
+        Raises:
+            PeerFailedError: another rank called `fail` and will not come.
+        """
+
+    def from_first(self, values: Iterable[float]) -> list[float]:
+        """Rank 0's values on every rank: a size that it remembers, say."""
+
+    def from_rank(self, rank: int, message: bytes) -> bytes:
+        """A rank's message, of any length, on every rank. All call it, outside of attempts."""
+
+    def add_up(self, values: Iterable[float]) -> list[float]:
+        """As many values of every rank, added up over ranks."""
+
+    def most(self, value: float) -> float:
+        """The highest value of any rank."""
+
+
+class OneRank:
+    """One process, alone."""
+
+    rank = 0
+    world_size = 1
+    is_alone = True
+    copies = 1
+    communicates_in_forward = False
+    communication_share = 0.0
+    told: Sequence[float] = ()
+
+    def __init__(self) -> None:
+        self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
+
+    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
+        """There is no wrapper."""
+
+    def looking_alone(self) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def voted(self) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def guarding_calls(self) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        return Agreement(
+            microbatch_size=max(1, min(proposal.microbatch_size, proposal.largest)),
+            max_rows=proposal.largest,
+            min_rows=proposal.num_rows,
+            num_rows=proposal.num_rows,
+            denominators=proposal.denominators,
+            num_batches=proposal.num_batches,
+            cost=proposal.cost,
+            stops=proposal.wants_to_stop,
+        )
+
+    def begin(self, num_microbatches: int, *, training: bool = True) -> None:
+        """There is nothing to guard."""
+
+    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def vote(self, report: Report = Report()) -> Report:
+        return report
+
+    def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
+        return status
+
+    def fail(self, failure: BaseException) -> None:
+        """There is nobody to tell."""
+
+    def ready(self, point: str) -> None:
+        """There is nobody to wait for."""
+
+    def from_first(self, values: Iterable[float]) -> list[float]:
+        return list(values)
+
+    def from_rank(self, rank: int, message: bytes) -> bytes:
+        return message
+
+    def add_up(self, values: Iterable[float]) -> list[float]:
+        return list(values)
+
+    def most(self, value: float) -> float:
+        return value
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def telling(ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    """Tell the other ranks of an error of this one, before it has begun to agree with them.
+
+    >>> with telling(OneRank()):
+    ...     pass
+    """
+    return _NOTHING if ranks.is_alone else _telling(ranks)
+
+
+@contextlib.contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int = 1) -> list[int]:
+    """The rows of a rank's microbatches where all ranks run the same number of them.
+
+    Balanced, the larger first. A 0 stands for a filler: a microbatch of any rows whose loss weighs
+    nothing, run because the peers' collectives need it.
+
+    Args:
+        num_rows: of the rank's batch.
+        num_microbatches: that were agreed on.
+        min_rows: the fewest rows of a microbatch that is no filler, if the batch has as many.
+
+    >>> rows_of_microbatches(5, 3), rows_of_microbatches(2, 3)
+    ([2, 2, 1], [1, 1, 0])
+    >>> rows_of_microbatches(5, 3, min_rows=2)
+    [3, 2, 0]
+    """
+    pieces = min(num_microbatches, max(1, num_rows // min_rows)) if num_rows else 0
+    sizes = [num_rows // pieces + (index < num_rows % pieces) for index in range(pieces)]
+    return sizes + [0] * (num_microbatches - pieces)

@@ -1,0 +1,121 @@
+"""Many ranks in one process: threads that exchange in memory and count their messages."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from automicro.ranks.exchange import TreeExchange, arrange
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the members of a group meet, again and again."""
+
+    def __init__(self, size: int, timeout_seconds: float) -> None:
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_seconds)
+
+    def exchange(self, index: int, value: Any) -> list[Any]:
+        self.slots[index] = value
+        try:
+            self.barrier.wait()
+            seen = list(self.slots)
+            self.barrier.wait()  # nobody writes before all have read
+        except threading.BrokenBarrierError as error:
+            raise RuntimeError("a simulated rank is gone, or took too long") from error
+        return seen
+
+
+class SimulatedGroup:
+    """A group of threads.
+
+    Attributes:
+        messages: how many this member has sent, as rings and plain broadcasts send them.
+    """
+
+    def __init__(self, meeting: _Meeting, index: int) -> None:
+        self._meeting = meeting
+        self.index = index
+        self.size = len(meeting.slots)
+        self.messages = 0
+
+    def gather(self, message: list[float]) -> list[list[float]]:
+        self.messages += self.size - 1
+        return self._meeting.exchange(self.index, message)
+
+    def broadcast(self, message: list[float]) -> list[float]:
+        self.messages += self.size - 1 if self.index == 0 else 0
+        values: list[list[float]] = self._meeting.exchange(self.index, message)
+        return values[0]
+
+    def gather_text(self, text: bytes) -> list[bytes]:
+        self.messages += self.size - 1
+        return self._meeting.exchange(self.index, text)
+
+    def broadcast_text(self, text: bytes) -> bytes:
+        self.messages += self.size - 1 if self.index == 0 else 0
+        texts: list[bytes] = self._meeting.exchange(self.index, text)
+        return texts[0]
+
+
+class SimulatedWorld:
+    """So many ranks as threads of this process.
+
+    Args:
+        world_size: how many.
+        local_world_size: how many of them share a node; all of them unless given.
+        timeout_seconds: how long one waits for the others.
+
+    Example:
+        >>> from automicro.ranks.exchange import healthy
+        >>> world = SimulatedWorld(3)
+        >>> ballots = world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
+        >>> [ballot.is_in_step for ballot in ballots]
+        [True, True, True]
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        local_world_size: int | None = None,
+        timeout_seconds: float = 10.0,
+    ) -> None:
+        self.world_size = world_size
+        self._local = local_world_size or world_size
+        self._timeout_seconds = timeout_seconds
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._groups: dict[int, list[SimulatedGroup]] = {}
+        self._lock = threading.Lock()
+
+    def exchange(self, rank: int) -> TreeExchange:
+        """The exchange of one rank."""
+        place = arrange(rank, self.world_size, self._local)
+        with self._lock:
+            groups = [
+                SimulatedGroup(self._meeting(tuple(members)), members.index(rank))
+                for members in place.groups
+            ]
+            self._groups[rank] = groups
+        return TreeExchange(groups, height=place.height, rank=rank, world_size=self.world_size)
+
+    def messages(self, rank: int) -> int:
+        """How many messages a rank has sent through its last exchange."""
+        return sum(group.messages for group in self._groups[rank])
+
+    def run(self, work: Callable[[int], T]) -> Sequence[T]:
+        """Do some work on every rank at once; what each gave, in order.
+
+        Raises:
+            Exception: of the first rank that failed.
+        """
+        with ThreadPoolExecutor(self.world_size) as threads:
+            running = [threads.submit(work, rank) for rank in range(self.world_size)]
+            return [each.result() for each in running]
+
+    def _meeting(self, members: tuple[int, ...]) -> _Meeting:
+        if members not in self._meetings:
+            self._meetings[members] = _Meeting(len(members), self._timeout_seconds)
+        return self._meetings[members]

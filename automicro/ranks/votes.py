@@ -1,0 +1,463 @@
+"""The vote: at agreed points all ranks learn whether all are well.
+
+A healthy rank votes at points that all ranks come by. A rank that failed votes once, wherever it
+is, and meets its peers' next vote. One exchange is one vote, whatever it is about, so that any two
+can meet. What a rank knows changes only after an exchange succeeded.
+
+Whether all members of a group came to a collective: found by adding up numbers of all ranks.
+
+Each rank brings numbers drawn from what it is about to run. The first member of a group brings
+them negative, as many times as there are others, so that they add up to nothing where all came,
+however many groups there are. So does who sends, and who receives.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, Protocol
+
+from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
+from automicro.ranks.exchange import SLOTS, Ballot, Exchange, failed, healthy, padded_highs
+from automicro.ranks.guards.collectives import Call
+from automicro.ranks.heartbeat import NoRollCall, NoWatch, Watch
+from automicro.ranks.interface import Agreement, Proposal, Report, Status
+
+COUNT = 4
+_LARGEST = 1 << 24  # times the ranks of any world it is exact in fp64
+
+
+def brought(call: Call, rank: int) -> tuple[float, ...]:
+    """The numbers of one rank.
+
+    >>> both = [Call(name="all_reduce", members=(0, 1), shape="3 float32")] * 2
+    >>> [sum(each) for each in zip(*(brought(call, rank) for rank, call in enumerate(both)))]
+    [0.0, 0.0, 0.0, 0.0]
+    """
+    if call.peer is not None:
+        pair = (rank, call.peer) if call.sends else (call.peer, rank)
+        factor = -1 if call.sends else 1
+        text = f"{pair} {call.shape}"
+    else:
+        factor = -(len(call.members) - 1) if rank == call.members[0] else 1
+        text = str(call)
+    drawn = struct.unpack(f"{COUNT}I", hashlib.sha256(text.encode()).digest()[: 4 * COUNT])
+    return tuple(float(factor * (1 + each % (_LARGEST - 1))) for each in drawn)
+
+
+class Messages:
+    """What was sent to one peer and not received yet, by all ranks together.
+
+    A message that is on its way when an attempt fails would be taken for one of the next attempt.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[float, ...]] = []
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether some have not been received."""
+        return bool(self._under_way)
+
+    def note(self, together: Sequence[float], *, any_receives: bool) -> bool:
+        """Take down what all ranks brought to a vote; whether all that is received was sent.
+
+        >>> messages = Messages()
+        >>> messages.note([-3.0], any_receives=False), messages.are_under_way
+        (True, True)
+        >>> messages.note([3.0], any_receives=True), messages.are_under_way
+        (True, False)
+        >>> messages.note([3.0], any_receives=True)
+        False
+        """
+        numbers = tuple(together)
+        if not any(numbers):
+            return True
+        if not any_receives:
+            self._under_way.append(numbers)
+            return True
+        sent = tuple(-each for each in numbers)
+        if sent in self._under_way:
+            self._under_way.remove(sent)
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._under_way.clear()
+
+
+_SAME_CALLS = (
+    "Let every rank train, evaluate and save at the same places, with the same model and the same "
+    "options: no rank leaves one of these out. One whose data have run out takes part with None in "
+    "the place of a batch."
+)
+
+_ALL_COME = (
+    "All ranks vote before every collective, because memory may run out on one of them; so all of "
+    "them have to come to each: let every rank run it at the same place, with as many numbers, and "
+    "of subgroups one on each rank, or leave it out."
+)
+
+
+class _RollCall(Protocol):
+    def missing(self) -> list[int] | None: ...
+
+
+class Votes:
+    """All votes of one rank.
+
+    Args:
+        exchange: reaches all ranks.
+        roll_call: finds out who is missing when it does not.
+        watch: knows of hosts that are gone.
+
+    Attributes:
+        count: how many exchanges there were.
+        told: the highs of the exchange that ended the last attempt.
+        is_in_attempt: whether an attempt has begun and was not voted on; set by who begins it.
+        messages: of which one rank sends each to one other.
+        any_strayed: whether a rank said there that its collectives were others than before.
+        is_over: whether all ranks know of an error since the last call that they made together.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        roll_call: _RollCall | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.rank = exchange.rank
+        self.world_size = exchange.world_size
+        self.count = 0
+        self.is_over = False
+        self._exchange = exchange
+        self._roll_call = roll_call or NoRollCall()
+        self._watch = watch or NoWatch()
+        self._agreements = 0
+        self._trained = 0  # of these
+        self._point = "at the beginning"
+        self._stopped: Status | None = None
+        self._culprit: int | None = None
+        self.any_strayed = False
+        self.is_in_attempt = False
+        self.told: tuple[float, ...] = ()
+        self.messages = Messages()
+        self._broken: RankError | None = None
+
+    @property
+    def stopped(self) -> Status | None:
+        """What a vote told since the last agreement, if not all were well."""
+        return self._stopped
+
+    def cast(self, point: str, *, remedy: str = "") -> None:
+        """Say at a point of the program that this rank is well.
+
+        Args:
+            point: where this rank is.
+            remedy: where a peer is at another point, if it is not the usual one.
+
+        Raises:
+            PeerStoppedError: a peer is not. Raised again at every further vote of the attempt.
+            PeerLostError: a peer is gone.
+            DesyncError: a peer is at another point.
+        """
+        self._raise_stopped()
+        self._require_well(self._send(healthy(point, self._agreements), point, remedy))
+
+    def collective(self, call: Call, *, where: str) -> None:
+        """Say before a collective that somebody else runs that this rank comes to it.
+
+        Args:
+            call: the collective.
+            where: it runs, for errors.
+
+        Raises:
+            RankError: as `cast`; `DesyncError` also where not all of its group come.
+        """
+        self._raise_stopped()
+        is_message = call.peer is not None
+        point = f"{'sending or receiving' if is_message else call.name} {where}"
+        own = healthy(point, self._agreements, flag=is_message and not call.sends)
+        own = own._replace(sums=_slots(list(brought(call, self.rank))))
+        together = self._require_well(self._send(own, point, _ALL_COME, said=f"{call} {where}"))
+        if is_message:
+            is_met = self.messages.note(together.sums, any_receives=together.flag > 0)
+        else:
+            is_met = not any(together.sums)
+        if not is_met:
+            self._report_desync(f"{call} {where}", _ALL_COME)
+
+    def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
+        """Put together what all ranks bring to an attempt.
+
+        Args:
+            proposal: of this rank.
+            asker: which of the Microbatchers of this process it is.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        self.clear()
+        self.messages.clear()
+        names = list(proposal.denominators)
+        point = f"beginning to {'train on' if proposal.training else 'evaluate'} a batch"
+        if names != [""]:
+            point += f" with the losses {', '.join(names) or '(none)'}"
+        point = f"{asker}: {point}" if asker else point
+        values = [float(proposal.denominators[name]) for name in names]
+        own = healthy(point, self._agreements, flag=proposal.wants_to_stop)._replace(
+            max_rows=float(proposal.largest),
+            min_rows=float(proposal.num_rows),
+            num_rows=float(proposal.num_rows),
+            size=_proposed_size(proposal),
+            highs=padded_highs(_highs(proposal, self.rank)),
+        )
+        together, sums = self._add_up(own, values, point)
+        self._agreements += 1
+        self._trained += proposal.training
+        max_rows = int(together.max_rows)
+        return Agreement(
+            microbatch_size=max(1, int(min(together.size, max_rows))),
+            max_rows=max_rows,
+            min_rows=int(together.min_rows),
+            num_rows=int(together.num_rows),
+            denominators=dict(zip(names, sums, strict=False)),
+            num_batches=int(together.highs[0]),
+            cost=together.highs[1] if together.highs[1] > -math.inf else None,
+            stops=together.flag > 0,
+            lender=_lender(together.highs),
+        )
+
+    def commit(
+        self, report: Report, *, flag: bool, unused: Sequence[bool] = ()
+    ) -> tuple[bool, Report, Sequence[bool]]:
+        """Say that this rank is ready to commit; whether any flag was raised, what all told.
+
+        Args:
+            report: of this rank.
+            flag: whether its collectives were others than were known.
+            unused: of each parameter, whether this rank did not use it. Returned is whether none
+                did, which takes a further vote only where every rank left some out.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        self._raise_stopped()
+        point = "being done with a batch"
+        own = healthy(point, self._agreements, flag=flag)._replace(
+            fewest_unused=float(sum(unused)), highs=padded_highs(report.highs)
+        )
+        together, sums = self._add_up(own, list(report.sums), point)
+        everywhere = [False] * len(unused)
+        if together.fewest_unused > 0:
+            everywhere = self._all_say(unused)
+        return together.flag > 0, Report(sums=sums, highs=together.highs), everywhere
+
+    def _all_say(self, answers: Sequence[bool]) -> list[bool]:
+        base = self.world_size + 1  # the digits of a number that fp64 holds: one count each
+        width = max(1, int(53 / math.log2(base)))
+        packed = [
+            float(
+                sum(base**place for place, yes in enumerate(answers[start : start + width]) if yes)
+            )
+            for start in range(0, len(answers), width)
+        ]
+        counts = map(int, self.add_up(packed))
+        digits = [count // base**place % base for count in counts for place in range(width)]
+        return [digit == self.world_size for digit in digits[: len(answers)]]
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """As many values of every rank, added up over ranks.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        point = f"adding up numbers of all ranks ({len(values)}) between batches"
+        return self._add_up(healthy(point, self._agreements), list(values), point)[1]
+
+    def most(self, value: float) -> float:
+        """The highest value of any rank.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        point = "looking for the highest number of all ranks between batches"
+        own = healthy(point, self._agreements)._replace(highs=padded_highs([value]))
+        return self._require_well(self._send(own, point)).highs[0]
+
+    def _add_up(self, own: Ballot, values: list[float], point: str) -> tuple[Ballot, list[float]]:
+        together = self._require_well(self._send(own._replace(sums=_slots(values)), point))
+        sums = list(together.sums)
+        for start in range(SLOTS, len(values), SLOTS):
+            more = self._send(own._replace(sums=_slots(values[start:])), point)
+            sums += self._require_well(more).sums
+        return together, sums[: len(values)]
+
+    def from_first(self, values: Iterable[float]) -> list[float]:
+        """Rank 0's values on every rank, at most as many as one ballot carries.
+
+        Raises:
+            RankError: as `cast`.
+        """
+        own = [float(value) for value in values]
+        if len(own) > SLOTS:
+            raise ValueError(f"from_first takes at most {SLOTS} values, got {len(own)}; send fewer")
+        point = f"taking over numbers of rank 0 ({len(own)}) between batches"
+        ballot = healthy(point, self._agreements)
+        if self.rank == 0:
+            ballot = ballot._replace(sums=_slots(own))
+        return list(self._require_well(self._send(ballot, point)).sums[: len(own)])
+
+    def clear(self) -> None:
+        """Forget what a vote told: the attempt that it ended is dealt with."""
+        self._stopped = None
+
+    def report(
+        self, status: Status, highs: Sequence[float] = (), *, strayed: bool = False
+    ) -> Status:
+        """Tell, once per failure, that this rank is not well; what all found together.
+
+        Raises:
+            PeerLostError: a peer is gone.
+        """
+        if self._stopped is None:
+            ballot = failed(status, self.rank, highs=highs)._replace(flag=float(strayed))
+            self._hear(self._send(ballot, "telling of a failure"))
+        assert self._stopped is not None
+        return self._stopped
+
+    def state_here(self, *, rolls_back: bool) -> str:
+        """What became of the state of this rank when another one failed.
+
+        Args:
+            rolls_back: whether this rank was in an attempt, which leaves no trace.
+        """
+        if rolls_back:
+            return "The batch at hand was rolled back here: the state is as before it."
+        return (
+            f"This rank was between attempts ({self._point}), and nothing was rolled back: ranks "
+            "may be one step apart."
+        )
+
+    def explain(self, reason: str | None) -> str:
+        """The reasons of all ranks that failed, after a vote told that some did. All call it.
+
+        Raises:
+            PeerLostError: a peer is gone.
+        """
+        text = "" if reason is None else f"rank {self.rank}: {reason}"
+        try:
+            return self._exchange.texts(text)
+        except RuntimeError as error:
+            self.give_up(error, "telling why")
+
+    def _send(self, ballot: Ballot, point: str, remedy: str = "", *, said: str = "") -> Ballot:
+        if self._broken is not None:
+            raise self._broken
+        if (loss := self._watch.loss()) is not None:
+            self._lose(loss)
+        self._point = point
+        try:
+            together = self._exchange.ballots(ballot)
+        except RuntimeError as error:
+            self.give_up(error, point)
+        self.count += 1
+        if not together.is_in_step:
+            self._report_desync(said or point, remedy or _SAME_CALLS)
+        return together
+
+    def _require_well(self, together: Ballot) -> Ballot:
+        if together.means is not Status.OK:
+            self._hear(together)
+            self._raise_stopped()
+        return together
+
+    def _hear(self, together: Ballot) -> None:
+        self._stopped, self.told = together.means, together.highs
+        self._culprit = int(together.culprit) if together.culprit < math.inf else None
+        self.any_strayed = together.flag > 0
+
+    def _raise_stopped(self) -> None:
+        if self._stopped is not None:
+            who = "another rank" if self._culprit is None else f"rank {self._culprit}"
+            stopped = PeerStoppedError(
+                f"rank {self.rank} stops this attempt because {who} voted {self._stopped.name}; "
+                "all ranks roll back together"
+            )
+            stopped.culprit = self._culprit
+            raise stopped
+
+    def _report_desync(self, point: str, remedy: str) -> None:
+        where = self.explain(f"{point}, after {self._attempts_so_far()}")
+        self._broken = DesyncError(
+            "ranks are at different points of the program, so they would wait for each other:\n"
+            f"{where}\n{remedy}"
+        )
+        raise self._broken
+
+    def _attempts_so_far(self) -> str:
+        trained, evaluated = self._trained, self._agreements - self._trained
+        tries = "1 attempt" if trained == 1 else f"{trained} attempts"
+        return f"{tries} to train on a batch and {evaluated} to evaluate one"
+
+    def require_hosts(self, error: Exception) -> None:
+        """After an error that several ranks have: raise one that names who is lost, if any is.
+
+        Raises:
+            PeerLostError: a host is gone.
+        """
+        if self._broken is None and (loss := self._watch.loss(fresh=True)) is not None:
+            self._lose(loss, error)
+
+    def _lose(self, loss: str, error: Exception | None = None) -> NoReturn:
+        self._broken = PeerLostError(
+            f"{loss}; rank {self.rank} stops, because nothing can be retried without all ranks: "
+            "start again from the last checkpoint"
+        )
+        raise self._broken from error
+
+    def give_up(self, error: Exception, point: str) -> NoReturn:
+        """Say which peers are missing, after an exchange or a collective broke off.
+
+        Raises:
+            PeerLostError: always.
+        """
+        if (loss := self._watch.loss(fresh=True)) is not None:
+            self._lose(loss, error)
+        missing = self._roll_call.missing()
+        if missing:
+            names = ", ".join(map(str, missing))
+            who = f"rank{'s' * (len(missing) > 1)} {names} of {self.world_size} gone or stuck"
+        elif missing is None:
+            who = "a peer is gone, and so is the store in which the others could have signed"
+        else:
+            who = f"all ranks are still there, so one was too late or the network failed ({error})"
+        self._broken = PeerLostError(
+            f"rank {self.rank} could not go on at {point!r}: {who}. Nothing can be retried without "
+            "all ranks: start again from the last checkpoint; the log of the missing rank, or the "
+            "kernel's (out of memory on the host), has the cause"
+        )
+        raise self._broken from error
+
+
+def _proposed_size(proposal: Proposal) -> float:
+    # Whose whole batch fits says nothing about larger ones.
+    fits = proposal.microbatch_size >= proposal.largest
+    return math.inf if fits else float(proposal.microbatch_size)
+
+
+def _highs(proposal: Proposal, rank: int) -> list[float]:
+    cost = -math.inf if proposal.cost is None else proposal.cost
+    has_rows_as = float(-rank) if proposal.num_rows else -math.inf
+    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as]
+
+
+def _lender(highs: Sequence[float]) -> int | None:
+    _, _, lacks_rows, lowest_with_rows, *_ = highs
+    return int(-lowest_with_rows) if lacks_rows > 0 and lowest_with_rows > -math.inf else None
+
+
+def _slots(values: list[float]) -> tuple[float, ...]:
+    return tuple((values + [0.0] * SLOTS)[:SLOTS])

@@ -1,0 +1,95 @@
+"""Parameters and gradients of which every rank holds a part.
+
+Tensors of which every rank has a part (DTensor), without importing what makes them.
+
+What checkpoints ask of tensors of which each rank has a part.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether ranks hold parts of a tensor, or agreed copies of it, on a device mesh.
+
+    >>> import torch
+    >>> is_sharded(torch.ones(2))
+    False
+    """
+    # Where nobody imported it there is none; importing it takes half a second.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What lies on this rank; of a plain tensor all of it.
+
+    >>> import torch
+    >>> local(torch.ones(2))
+    tensor([1., 1.])
+    """
+    if not is_sharded(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def is_pending(tensor: Tensor) -> bool:
+    """Whether the value of a sharded tensor is still to be summed over ranks."""
+    placements: Any = getattr(tensor, "placements", ())
+    return any(each.is_partial() for each in placements)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; of a plain one all of it.
+
+    >>> import torch
+    >>> local_part(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return local(tensor.detach()) if is_sharded(tensor) else tensor
+
+
+def has_shards(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of them is sharded, or laid out over ranks in another way.
+
+    >>> has_shards([torch.ones(2)])
+    False
+    """
+    return any(is_sharded(tensor) for tensor in tensors)
+
+
+def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]]]:
+    """The sums of the squares of this rank's parts, each with the groups that hold the rest.
+
+    >>> squares_by_layout([torch.tensor([3.0, 4.0])])
+    [(tensor(25., dtype=torch.float64), [])]
+    """
+    found: dict[Any, tuple[list[Tensor], list[Any]]] = {}
+    for tensor in tensors:
+        key, groups = None, []
+        if is_sharded(tensor):
+            mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+            key = (mesh, placements)
+            dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+            groups = [mesh.get_group(dim) for dim in dims]
+        norms = found.setdefault(key, ([], groups))[0]
+        norms.append(torch.linalg.vector_norm(local(tensor)).to(torch.float64))
+    return [(torch.stack(norms).square().sum(), groups) for norms, groups in found.values()]
+
+
+def norm_of_all(squares: Sequence[tuple[Tensor, list[Any]]]) -> Tensor:
+    """The norm of what all ranks hold together. All of them call it.
+
+    >>> norm_of_all(squares_by_layout([torch.tensor([3.0, 4.0])])).item()
+    5.0
+    """
+    for square, groups in squares:
+        for group in groups:
+            dist.all_reduce(square, group=group)
+    return torch.stack([square for square, _ in squares]).sum().sqrt()

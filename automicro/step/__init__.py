@@ -1,0 +1,1 @@
+"""One optimization batch: propose, attempt, commit or roll back, until it fits."""

@@ -1,0 +1,279 @@
+"""Metrics whose value depends on how many updates their rows came in: warned of by name."""
+
+import contextlib
+import inspect
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automicro.batch.layout import BatchLayout
+from automicro.errors import MetricWarning, warn
+from automicro.memory.oom import Failure, classify
+from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.transaction.transaction import Part, Transaction
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+UpdateMetric = Callable[[Any, Any, Any, str], None]
+
+_MOST_LOOKS = 3
+_MOST_ROWS = 16
+_CLOSE = 1e-3  # of a value, whatever the precision of the outputs
+
+
+def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
+    """Return what hands a function the metric's name, too, if it has a parameter called ``name``.
+
+    Args:
+        update: takes metric, outputs and microbatch.
+
+    >>> told = []
+    >>> naming_metrics(lambda metric, outputs, batch, *, name: told.append(name))(0, 0, 0, "seen")
+    >>> naming_metrics(lambda metric, outputs, batch: None)(0, 0, 0, "seen")
+    >>> told
+    ['seen']
+    """
+    if not _takes_name(update):
+        return lambda metric, outputs, microbatch, name: update(metric, outputs, microbatch)
+    return lambda metric, outputs, microbatch, name: update(metric, outputs, microbatch, name=name)
+
+
+def _takes_name(update: Callable[..., None]) -> bool:
+    try:
+        parameters = list(inspect.signature(update).parameters.values())
+    except (TypeError, ValueError):  # of builtins nobody knows
+        return False
+    after = parameters[3:]
+    keyword = [each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(each.name == "name" and each.kind in by_name for each in (*after, *keyword))
+
+
+class MetricGuard:
+    """Warns once of each metric that comes out otherwise when a batch is split.
+
+    Of torchmetrics' own it is known which do. Any other metric is looked at in the first
+    microbatches: a few rows are counted in one update and in two, and the values compared. Nothing
+    of that stays. A function of the caller's that updates metrics may do more than that, and is not
+    called for it: there only a mean that gets one value for several rows is noticed.
+
+    Args:
+        update: feeds one metric, by its name, with outputs and microbatch.
+        is_callers: whether that is a function of the caller's.
+        layout: where a microbatch has its rows.
+        undo: gives what undoes what an update may draw.
+    """
+
+    def __init__(
+        self,
+        update: UpdateMetric,
+        layout: BatchLayout,
+        undo: Callable[[], Sequence[Part]],
+        *,
+        is_callers: bool,
+    ) -> None:
+        self._update = update
+        self._is_callers = is_callers
+        self._layout = layout
+        self._undo = undo
+        self._is_split = False
+        self._looks: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+        self._warned: set[str] = set()
+
+    def expect(self, metrics: Any, cuts: Sequence[Sequence[int]]) -> None:
+        """Say how the next batches are cut. Called inside the attempt.
+
+        Warns:
+            MetricWarning
+        """
+        self._is_split = metrics is not None and any(len(sizes) > 1 for sizes in cuts)
+        if not self._is_split:
+            return
+        for metric in flatten_metrics(metrics):
+            reason = _known_reason(metric)
+            if reason:
+                self._warn(metric, reason)
+
+    def update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+        """Update a metric with a microbatch.
+
+        Args:
+            metric: the metric.
+            outputs: of the model.
+            microbatch: what gave them.
+            name: of the metric.
+
+        Warns:
+            MetricWarning
+        """
+        looked_at = [each for each in _members(metric) if self._is_split and self._may_look(each)]
+        if not looked_at:
+            self._update(metric, outputs, microbatch, name)
+            return
+        if not self._is_callers:
+            for each in looked_at:
+                self._look(each, outputs, microbatch, name)
+        weights = [_weight_of(each) for each in looked_at]
+        self._update(metric, outputs, microbatch, name)
+        for each, weight in zip(looked_at, weights, strict=True):
+            got_one = weight is not None and _weight_of(each) == weight + 1
+            if got_one and self._layout.num_rows(microbatch) > 1:
+                self._warn(each, "counts updates rather than rows")
+
+    def _may_look(self, metric: Any) -> bool:
+        known, looks = self._looks.get(id(metric), (None, 0))
+        if known is metric and looks >= _MOST_LOOKS:
+            return False
+        self._looks[id(metric)] = (metric, looks + 1 if known is metric else 1)
+        if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
+            return False
+        return not _has_peers() and _is_worth_a_look(metric)
+
+    def _look(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+        try:
+            rows = self._layout.num_rows(microbatch)
+            outputs_layout = BatchLayout(0)
+            if outputs_layout.num_rows(outputs) != rows:
+                return
+        except Exception:  # outputs that nobody can cut
+            return
+        indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
+        cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
+
+        def value_of(pieces: Iterable[Sequence[int]]) -> list[Any]:
+            undo = Transaction([Metrics(flatten_metrics(metric)), *self._undo()])
+            try:
+                undo.begin()
+                metric.reset()
+                for piece in pieces:
+                    self._update(
+                        metric,
+                        outputs_layout.take_rows(outputs, list(piece)),
+                        self._layout.take_rows(microbatch, list(piece)),
+                        name,
+                    )
+                return _numbers(metric.compute())
+            finally:
+                undo.roll_back()
+
+        def values() -> tuple[list[Any], list[Any]]:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                return value_of([indices]), value_of([indices[:cut], indices[cut:]])
+
+        found = _unless_it_always_fails(values, type(metric).__name__)
+        if found is not None and not _are_close(*found):
+            self._warn(metric, "counts updates rather than rows")
+
+    def _warn(self, metric: Any, reason: str) -> None:
+        name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        warn(
+            f"the metric {name} {reason}, and a batch that is split updates it once for each "
+            "microbatch, so its value depends on the microbatch size. Let it count rows, update it "
+            "yourself with the outputs of whole batches (evaluate(batch, return_outputs=True)), or "
+            "keep batches whole with microbatch_size=None",
+            MetricWarning,
+        )
+
+
+def _unless_it_always_fails(look: Callable[[], T], name: str) -> T | None:
+    """What a look finds; None where a few rows are too few for a metric, or memory is short.
+
+    Raises:
+        Exception: what comes once, and not again, is no matter of the few rows.
+    """
+    try:
+        return look()
+    except Exception as error:
+        failure = error
+    try:
+        if classify(failure) is Failure.RETRYABLE:
+            logger.debug("no memory to look at the metric %s", name)
+            return None
+        try:
+            look()
+        except Exception as error:
+            logger.debug("cannot look at the metric %s: %s", name, error)
+            return None
+        raise failure
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+def _known_reason(metric: Any) -> str:
+    """Why the value of a metric of torchmetrics depends on how its rows are cut; else empty."""
+    torchmetrics = sys.modules.get("torchmetrics")  # whoever made one has imported it
+    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
+        return ""
+    names = {each.__name__ for each in type(metric).__mro__}
+    if "Running" in names:
+        return f"looks at the last {getattr(metric, 'window', 'few')} updates"
+    if "BootStrapper" in names:
+        return "draws anew with every update"
+    ranged = {"StructuralSimilarityIndexMeasure", "MultiScaleStructuralSimilarityIndexMeasure"}
+    if names & ranged and getattr(metric, "data_range", 1.0) is None:
+        return "takes the range of the data from each update (give it data_range)"
+    return ""
+
+
+def _members(metric: Any) -> Sequence[Any]:
+    """The metrics of a collection, each on its own."""
+    kind = getattr(sys.modules.get("torchmetrics"), "MetricCollection", None)
+    if kind is None or not isinstance(metric, kind):
+        return [metric]
+    return list(metric.values(copy_state=False))
+
+
+def _is_worth_a_look(metric: Any) -> bool:
+    package, _, module = type(metric).__module__.partition(".")
+    return package != "torchmetrics" or module == "aggregation"
+
+
+def _weight_of(metric: Any) -> float | None:
+    """How many values a mean is of; None for what is no mean. Waits for the device."""
+    if any(each.__name__ == "MeanMetric" for each in type(metric).__mro__):
+        weight = getattr(metric, "weight", None)
+        return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else None
+    return None
+
+
+def _has_peers() -> bool:
+    """Whether computing a value may be a collective."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _numbers(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [number for key in value for number in _numbers(value[key])]
+    if isinstance(value, list | tuple):
+        return [number for each in value for number in _numbers(each)]
+    if isinstance(value, Tensor):
+        return value.detach().cpu().flatten().tolist()
+    if isinstance(value, np.ndarray):
+        return list(value.ravel().tolist())
+    return [value]
+
+
+def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_is_close, one, other))
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        a, b = float(one), float(other)
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return repr(a) == repr(b)
+        return abs(a - b) <= _CLOSE * max(abs(a), abs(b)) + 1e-6
+    return True  # texts and objects are not compared

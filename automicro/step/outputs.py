@@ -1,0 +1,296 @@
+"""What comes out of a step beside its loss: outputs of all rows, and state for the next batch."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from automicro.batch.cutting import concat_rows
+from automicro.batch.device import on_host
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import map_tensors
+from automicro.errors import BatchError, LossError, add_note
+from automicro.loss.conventions import Carried, Output, outputs_with_rows
+from automicro.memory.budget import active_budget
+from automicro.step.events import WHILE_JOINING, Microbatch
+
+Where: TypeAlias = bool | Literal["host", "device"]
+"""Whether outputs are kept, and where: True where their batch lies."""
+
+
+class Kept:
+    """What the caller asked for of every microbatch's forward. A part of the transaction.
+
+    Args:
+        where: outputs are kept.
+        device: where the model computes, and where state for the next batch stays.
+        carry_layout: where that has its rows; None where there is none.
+
+    Attributes:
+        outputs: of all rows in order, detached; None where they were not asked for, and before
+            `join`.
+        carry: state for the next batch, likewise.
+
+    Raises:
+        ValueError: ``where`` is none of those that there are.
+    """
+
+    def __init__(
+        self, where: object, device: torch.device, carry_layout: BatchLayout | None
+    ) -> None:
+        if where not in (True, False, "host", "device"):
+            raise ValueError(
+                f"return_outputs={where!r}; say True for outputs where the batch lies, 'host', "
+                "'device', or False"
+            )
+        self._where = where
+        self._device = device
+        self._layout = carry_layout
+        self._home: torch.device | None = None
+        self.outputs: Any = None
+        self.carry: Any = None
+        self.roll_back()
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing was asked for."""
+        return self._where is False and self._layout is None
+
+    def begin(self) -> None:
+        """Nothing is kept yet."""
+
+    def prepare(self) -> None:
+        """It is joined."""
+
+    def commit(self) -> None:
+        """The caller has it."""
+
+    def roll_back(self) -> None:
+        self._outputs: list[Any] = []
+        self._carries: list[Any] = []
+        self._row_dims: Mapping[str, int] = {}
+        self.outputs = self.carry = None
+
+    def add(self, output: Output, batch: list[Tensor], num_rows: int) -> None:
+        """Keep what is asked for of one microbatch.
+
+        Args:
+            output: of its forward.
+            batch: tensors of the whole one, where it lies.
+            num_rows: of the microbatch.
+
+        Raises:
+            LossError: state for the next batch has other rows.
+        """
+        if self._where is not False:
+            if self._home is None:
+                self._home = self._find_home(batch)
+            self._outputs.append(_bring(outputs_with_rows(output.outputs), self._home))
+        if self._layout is not None:
+            if output.carry is not None:
+                self._read_carry(self._layout, output.carry, num_rows)
+            self._carries.append(map_tensors(output.carry, _copied))
+
+    def join(self) -> None:
+        """Put all rows together.
+
+        Raises:
+            BatchError: what the forward gave cannot be joined.
+        """
+        is_at_home = self._home is not None and self._home.type == "cpu"
+        try:
+            with on_host() if is_at_home else contextlib.nullcontext():
+                if self._outputs:
+                    self.outputs = concat_rows(self._outputs)
+        except Exception as error:
+            if not is_at_home:
+                add_note(error, f"{WHILE_JOINING}outputs of all rows (return_outputs='host')")
+            raise
+        if self._carries:
+            self.carry = concat_rows(self._carries, self._row_dims)
+        self._outputs, self._carries = [], []
+
+    def _find_home(self, batch: list[Tensor]) -> torch.device | None:
+        if self._where == "device":
+            return None
+        if self._where == "host":
+            return torch.device("cpu")
+        return next((tensor.device for tensor in batch), self._device)
+
+    def _read_carry(self, layout: BatchLayout, carry: Any, num_rows: int) -> None:
+        try:
+            found = layout.num_rows(carry)
+        except BatchError as error:
+            raise LossError(
+                f"forward returned a carry that cannot be read by carry_layout=…: {error}"
+            ) from error
+        if found != num_rows:
+            raise LossError(
+                f"forward returned a carry of {found} rows for a microbatch of {num_rows}; return "
+                "the state of its own rows, and let carry_layout=… say in which dimension they lie"
+            )
+        self._row_dims = layout.row_dims(carry)
+
+
+def _bring(outputs: Any, home: torch.device | None) -> Any:
+    """Copies, so that nothing of the forward's memory is held; None is where they are."""
+    if home is None:
+        return map_tensors(outputs, _copied)
+    if active_budget() is None:
+        return map_tensors(outputs, lambda tensor: tensor.detach().to(home, copy=True))
+    with on_host():
+        return map_tensors(outputs, _copied)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+class CarriedLayout(BatchLayout):
+    """Where a batch and the state beside it have their rows.
+
+    Example:
+        >>> layout = CarriedLayout(0, 1)
+        >>> both = Carried(torch.zeros(4, 3), torch.zeros(2, 4, 8))
+        >>> layout.num_rows(both), [tuple(each.carry.shape) for each in layout.split(both, [3, 1])]
+        (4, [(2, 3, 8), (2, 1, 8)])
+
+    Args:
+        batch_layout: of the batch; see `split_batch`.
+        carry_layout: the same of the state.
+    """
+
+    def __init__(
+        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self._batch, self.carry = BatchLayout(batch_layout), BatchLayout(carry_layout)
+
+    def num_rows(self, batch: Carried) -> int:
+        num_rows = self._batch.num_rows(batch.batch)
+        self.holds_rows = self._batch.holds_rows
+        if batch.carry is None:
+            return num_rows
+        carried = self._about_carry(self.carry.num_rows, batch.carry)
+        if carried != num_rows:
+            raise BatchError(
+                f"The rows of the carry and of the batch disagree: {carried} and {num_rows}. "
+                "Pass the state of the same rows (drop_last=True gives every batch as many), or "
+                "carry=None to begin anew. Let carry_layout=… say where the state has its rows, "
+                "and batch_layout=… the batch: both are 1 where time comes first."
+            )
+        return num_rows
+
+    def split(self, batch: Carried, sizes: Sequence[int]) -> list[Any]:
+        batches = self._batch.split(batch.batch, sizes)
+        carries = [None] * len(sizes)
+        if batch.carry is not None:
+            carries = self.carry.split(batch.carry, sizes)
+        return list(map(Carried, batches, carries))
+
+    def take_rows(self, batch: Carried, indices: Sequence[int]) -> Carried:
+        carry = None if batch.carry is None else self.carry.take_rows(batch.carry, indices)
+        return Carried(self._batch.take_rows(batch.batch, indices), carry)
+
+    def row_dims(self, batch: Carried) -> dict[str, int]:
+        found = {"batch": self._batch.row_dims(batch.batch)}
+        if batch.carry is not None:
+            found["carry"] = self.carry.row_dims(batch.carry)
+        return {
+            f"{name}.{path}" if path else name: dim
+            for name, dims in found.items()
+            for path, dim in dims.items()
+        }
+
+    @staticmethod
+    def _about_carry(read: Callable[[Any], int], carry: Any) -> int:
+        try:
+            return read(carry)
+        except BatchError as error:
+            raise BatchError(f"In carry, whose layout carry_layout=… declares: {error}") from error
+
+
+class Carrying:
+    """Whether state goes from batch to batch, and all that follows from it.
+
+    What the caller gave knows batches as the data loader gives them, without the state beside.
+
+    Args:
+        batch_layout: of the batch; see `split_batch`.
+        carry_layout: of the state; None where there is none.
+
+    Attributes:
+        layout: of what is cut.
+        is_on: whether there is state.
+
+    Example:
+        >>> carrying = Carrying(0, 1)
+        >>> carrying.hiding(len)(carrying.beside([1, 2, 3], None))
+        3
+    """
+
+    def __init__(
+        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any] | None
+    ) -> None:
+        self.is_on = carry_layout is not None
+        self._carry_layout: BatchLayout | None = None
+        self.layout = BatchLayout(batch_layout)
+        if carry_layout is not None:
+            self.layout = layout = CarriedLayout(batch_layout, carry_layout)
+            self._carry_layout = layout.carry
+
+    def beside(self, batch: Any, carry: Any) -> Any:
+        """A batch with its state; None where a rank has no batch.
+
+        Raises:
+            ValueError: there is state, and nothing was said of its rows.
+        """
+        if self.is_on:
+            return None if batch is None else Carried(batch, carry)
+        if carry is not None:
+            raise ValueError(
+                "carry=… was given to a Microbatcher without carry_layout=…; say in which "
+                "dimension the state has its rows: Microbatcher(…, carry_layout=1) for nn.LSTM"
+            )
+        return batch
+
+    def keep(self, where: object, device: torch.device) -> Kept:
+        """What keeps outputs and state of one step; see `Kept`."""
+        return Kept(where, device, self._carry_layout)
+
+    def refuse_several(self) -> None:
+        """Refuse batches that are to be taken as one.
+
+        Raises:
+            ValueError: each of them begins where the one before ended.
+        """
+        if self.is_on:
+            raise ValueError(
+                "accumulate takes batches as if they were one, and with carry_layout=… each begins "
+                "where the one before ended; call backward for each of them before the optimizer's "
+                "step, with carry=result.carry of the one before"
+            )
+
+    def hiding(self, function: Any) -> Any:
+        """A function of the caller's, or several by name; it gets batches without their state."""
+        if isinstance(function, Mapping):
+            return {name: self.hiding(each) for name, each in function.items()}
+        if not self.is_on or not callable(function):
+            return function
+
+        def told(*arguments: Any, **options: Any) -> Any:
+            return function(*map(_without_carry, arguments), **options)
+
+        return functools.update_wrapper(told, function, updated=())
+
+
+def _without_carry(value: Any) -> Any:
+    if isinstance(value, Carried):
+        return value.batch
+    if isinstance(value, Microbatch):
+        return dataclasses.replace(value, batch=_without_carry(value.batch))
+    return value

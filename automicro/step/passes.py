@@ -1,0 +1,385 @@
+"""Forward and backward of one microbatch."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.device import on_device, on_host
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import map_tensors
+from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
+from automicro.errors import (
+    BatchError,
+    LossAverageWarning,
+    LossError,
+    MetricWarning,
+    add_note,
+    warn,
+)
+from automicro.loss.averages import Average
+from automicro.loss.conventions import Convention, Output
+from automicro.loss.passes import extra_pass
+from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.memory.oom import once_more
+from automicro.modules import evaluation_mode
+from automicro.options import check_loss
+from automicro.ranks.interface import OneRank, Ranks
+from automicro.step.events import WHILE_UPDATING, Tell
+from automicro.torch_private_compiler import compiler_is_used
+from automicro.transaction.gradients import Gradients
+
+T = TypeVar("T")
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+Losses = tuple[Tensor, dict[str, Tensor]]
+Keep = Callable[[Output], None]
+
+
+class Passes:
+    """A model, its loss and how to cut its batches.
+
+    Args:
+        modules: the model, then further modules that take part.
+        convention: from a microbatch to loss and outputs.
+        averages: what each loss averages over, by name.
+        layout: where a batch has its rows.
+        device: where the model computes.
+        autocast_dtype: of forward and loss; None for the model's own.
+        run_backward: computes gradients from a loss.
+        update_metric: feeds one metric with outputs and microbatch, and is told its name.
+        ranks: that train together; gradients are taken to be averaged over them.
+
+    Attributes:
+        layout: as given.
+        device: as given.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        convention: Convention,
+        averages: Mapping[str, Average],
+        layout: BatchLayout,
+        *,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+        run_backward: Callable[[Tensor], Any],
+        update_metric: Callable[[Any, Any, Any, str], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._modules = modules
+        self._convention = convention
+        self._averages = averages
+        self.layout = layout
+        self.device = device
+        self._autocast_dtype = autocast_dtype
+        self._run_backward = run_backward
+        self._update_metric = update_metric
+        self._ranks = ranks or OneRank()
+        self._is_alone = self._ranks.is_alone
+        self._has_warned_of_nothing = False
+        self._has_looked_at_parts = False
+        self._row_dims: dict[str, int] = {}
+        self._captures = captures_cuda_graphs(modules)
+
+    def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
+        """Refuse a list of rows where inputs and targets are looked for in a pair.
+
+        Of two rows each would be taken for one of them. Call it after the batches were read.
+
+        Raises:
+            BatchError: the last batch is a list of rows.
+        """
+        if self._convention.needs_pairs and self.layout.holds_rows:
+            raise BatchError(
+                f"with loss_fn a batch is a pair (inputs, targets), and this "
+                f"{type(batches[-1]).__name__} is read as {rows[-1]} rows, one in each element; "
+                "collate the rows into such a pair, declare batch_layout={'': 'fields'} if it is "
+                "one, or pass forward=… that takes (model, microbatch)"
+            )
+
+    def cut(
+        self,
+        batches: Sequence[Any],
+        cuts: Sequence[Sequence[int]],
+        *,
+        sizes_change: bool = True,
+    ) -> list[CutBatch]:
+        """Each batch as microbatches of these rows: views, where it lies.
+
+        Args:
+            batches: of one step.
+            cuts: the rows of each batch's microbatches.
+            sizes_change: whether other sizes may come; code is then compiled for any size.
+        """
+        self._row_dims = {}
+        is_compiled = sizes_change and compiler_is_used()
+        if not is_compiled and all(len(sizes) == 1 for sizes in cuts):
+            return list(map(self._cut_one, batches, cuts))
+        with on_host():
+            if is_compiled:
+                for batch in batches:
+                    self._row_dims |= self.layout.row_dims(batch)
+            return once_more(
+                lambda: [self._cut_one(*each) for each in zip(batches, cuts, strict=True)],
+                self.device,
+                doing="cutting the batch into microbatches",
+            )
+
+    def _cut_one(self, batch: Any, sizes: Sequence[int]) -> CutBatch:
+        microbatches = self.layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+        return CutBatch(batch=batch, microbatches=microbatches, sizes=sizes)
+
+    def weights(
+        self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None
+    ) -> BatchWeights:
+        """What each microbatch's loss weighs in the loss of all batches together.
+
+        Args:
+            cuts: the batches of this rank.
+            totals: what the losses of all ranks are divided by; None for those of this rank alone.
+        """
+        with on_host():
+            return BatchWeights(
+                self._averages,
+                cuts,
+                totals=totals,
+                copies=1 if totals is None else self._ranks.copies,
+            )
+
+    def denominators(self, batches: Sequence[Any], rows: Sequence[int]) -> dict[str, float]:
+        """What the losses of whole batches are divided by, by name; without those that are sums.
+
+        Reading a count of targets that lie on a device waits for the device.
+        """
+        cuts = [
+            CutBatch(batch=batch, microbatches=[batch], sizes=[num_rows])
+            for batch, num_rows in zip(batches, rows, strict=True)
+        ]
+        totals = self.weights(cuts).totals
+        return {name: float(total) for name, total in totals.items() if total is not None}
+
+    def check_counts(self, weights: BatchWeights, whole: Mapping[str, float]) -> None:
+        """Refuse a count of a batch that is not the sum of those of its microbatches.
+
+        Raises:
+            LossError: the ranks have agreed on another denominator than the microbatches have.
+        """
+        for name, total in weights.totals.items():
+            if isinstance(total, Tensor) or total is None:
+                continue
+            if not math.isclose(total, whole[name], rel_tol=1e-6):
+                raise LossError(
+                    f"loss_average counts {whole[name]} in a whole batch, and {total} in its "
+                    "microbatches together; on several ranks they must be the same, because ranks "
+                    "agree on what the loss is divided by before they cut: count what does not "
+                    "depend on the other rows of the batch"
+                )
+
+    def warn_of_nothing(self, weights: BatchWeights) -> None:
+        """Warn, the first time, of a training batch in which no target counts.
+
+        Warns:
+            LossAverageWarning
+        """
+        if self._ranks.rank or self._has_warned_of_nothing:
+            return
+        if weights.all_are_nothing:
+            warn(
+                "no target of this batch counts: all are ignored or weigh nothing, so its loss "
+                "and its gradient are zero. Check the labels (and the collate function, and "
+                "ignore_index), and skip such batches if they are meant; said once",
+                LossAverageWarning,
+            )
+            self._has_warned_of_nothing = True
+
+    def tensors(self, batch: Any) -> list[Tensor]:
+        """All tensors of a batch."""
+        return [tensor for _, tensor in self.layout.leaves(batch)]
+
+    def train(
+        self,
+        microbatch: Any,
+        weights: BatchWeights,
+        index: int,
+        metrics: Any,
+        gradients: Gradients,
+        tell: Tell | None = None,
+        keep: Keep | None = None,
+    ) -> Losses:
+        """Forward and backward of one microbatch; its weighted losses, detached.
+
+        The model's outputs die here, before the next forward begins, but for what is kept of them.
+
+        Raises:
+            LossError: there is no loss, or it cannot be differentiated.
+        """
+        is_nothing = weights.is_nothing(index)
+        if is_nothing:
+            microbatch = map_tensors(microbatch, _cut_off)
+        gradients.before_forward()
+        output = self._forward(self._convention.train, microbatch, tell)
+        if output.losses and not output.has_total and not self._has_looked_at_parts:
+            self._warn_of_metrics_among(output.losses)
+        loss, parts = weights.apply(
+            index,
+            check_loss(output.loss, may_be_zero=True),
+            output.losses,
+            has_total=output.has_total,
+        )
+        if tell is not None:
+            tell("loss_end", loss.detach())
+            tell("backward_start", loss.detach())
+        weight = weights.of_all(index)
+        if not loss.requires_grad:
+            gradients.skip(weight=weight)
+        elif not self._is_alone:
+            # Undone where wrappers average gradients over ranks.
+            with self.zeroing_gradients() if is_nothing else _NOTHING:
+                gradients.run(self._run_backward, loss * self._ranks.world_size)
+        elif is_nothing:
+            gradients.run_for_nothing(self._run_backward, loss, weight=weight)
+        else:
+            gradients.run(self._run_backward, loss, weight=weight)
+        if tell is not None:
+            tell("backward_end", loss.detach())
+        if metrics is not None:
+            outputs = map_tensors(output.outputs, Tensor.detach)
+            if self._convention.has_eval_forward:
+                outputs = self._eval_forward(microbatch, outputs)
+            self._count(metrics, outputs, microbatch)
+        if keep is not None:
+            keep(output)
+        return loss.detach(), {name: part.detach() for name, part in parts.items()}
+
+    def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
+        """Warn, the first time, of what is added to the losses and cannot be trained on.
+
+        Warns:
+            MetricWarning
+        """
+        self._has_looked_at_parts = True
+        names = [name for name, part in losses.items() if not part.requires_grad and bool(part)]
+        if not names or len(names) == len(losses):
+            return
+        listed = ", ".join(map(repr, names))
+        warn(
+            f"the forward gave {', '.join(map(repr, losses))} as losses, which are added up, and "
+            f"{listed} needs no gradient: it changes the reported loss, and trains nothing. If it "
+            "is no loss, name the total yourself, {'loss': total, " + f"{names[0]!r}: …"
+            "}; StepResult.losses tells both",
+            MetricWarning,
+        )
+
+    def fill(self, microbatch: Any) -> Losses:
+        """Forward and backward that count for nothing, for the sake of other ranks' collectives."""
+        output = self._forward(self._convention.train, map_tensors(microbatch, _cut_off))
+        loss = check_loss(output.loss, may_be_zero=True)
+        if loss.requires_grad:
+            with self.zeroing_gradients():
+                self._run_backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
+        return torch.zeros_like(loss), {n: torch.zeros_like(p) for n, p in output.losses.items()}
+
+    @contextlib.contextmanager
+    def zeroing_gradients(self) -> Iterator[None]:
+        """Let every gradient be zero, although it may compute as NaN, before a wrapper sees it."""
+        parameters = {id(p): p for module in self._modules for p in module.parameters()}
+        handles = [
+            parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+            for parameter in parameters.values()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def evaluate(self, microbatch: Any, metrics: Any, tell: Tell | None = None) -> Output:
+        """Forward of one microbatch for evaluation."""
+        if tell is not None:
+            tell("forward_start")
+        output = self._forward(self._convention.evaluate, microbatch)
+        if tell is not None:
+            tell("forward_end")
+        if metrics is not None:
+            self._count(metrics, output.outputs, microbatch)
+        return output
+
+    def predict(self, microbatch: Any, _: Any, tell: Tell | None = None) -> Output:
+        """Forward of one microbatch for its outputs alone."""
+        if tell is not None:
+            tell("forward_start")
+        predict = functools.partial(self._convention.predict, holds_rows=self.layout.holds_rows)
+        outputs = self._forward(predict, microbatch)
+        if tell is not None:
+            tell("forward_end")
+        return Output(None, {}, outputs)
+
+    def materialize(self, batch: Any) -> None:
+        """Let lazy modules take their shapes from one row, before any attempt.
+
+        Inside an attempt their initialisation could not be rolled back: it draws random numbers
+        and happens only once.
+        """
+        with on_host():
+            row = self.layout.take_rows(batch, [0])
+        with extra_pass(), evaluation_mode(self._modules), torch.no_grad(), uncompiled():
+            moved = next(on_device([row], self.device, isolate=True))
+            self._convention.evaluate(self._modules[0], moved)
+
+    def _forward(self, forward: Callable[..., T], microbatch: Any, tell: Tell | None = None) -> T:
+        if tell is not None:
+            forward = functools.partial(forward, forwarded=lambda: _tell_forwarded(tell))
+            tell("forward_start")
+        dtype = self._autocast_dtype
+        if dtype is None and not self._row_dims:  # costs as little as can be
+            found = forward(self._modules[0], microbatch)
+        else:
+            # None of ours leaves the caller's own, around the call, as it is.
+            ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
+            with dynamic_rows(microbatch, self._row_dims), ours:
+                found = forward(self._modules[0], microbatch)
+        return _with_own_losses(found) if self._captures else found
+
+    def _eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        with evaluation_mode(self._modules), torch.no_grad():
+            return self._forward(
+                lambda _, batch: self._convention.eval_forward(batch, outputs), microbatch
+            )
+
+    def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
+        named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
+        for name, metric in named.items():
+            try:
+                self._update_metric(metric, outputs, microbatch, name)
+            except Exception as error:
+                add_note(error, f"{WHILE_UPDATING}{name!r}")
+                raise
+
+
+def _with_own_losses(output: T) -> T:
+    """The same, with losses that the next run of a CUDA graph does not overwrite."""
+    if not isinstance(output, Output):
+        return output
+    losses = {name: _own(part) for name, part in output.losses.items()}
+    return dataclasses.replace(output, loss=_own(output.loss), losses=losses)
+
+
+def _own(loss: Any) -> Any:
+    return loss.clone() if isinstance(loss, Tensor) else loss
+
+
+def _tell_forwarded(tell: Tell) -> None:
+    tell("forward_end")
+    tell("loss_start")
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """An input that keeps its gradient, which may be NaN, to itself."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

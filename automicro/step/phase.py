@@ -1,0 +1,387 @@
+"""Training, or evaluation: sizes of its own, and what was learned of the model meanwhile.
+
+Starting from the size that an earlier run found, and leaving one for the next.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from automicro.batch.device import InputGuard, InputWatch
+from automicro.batch.tensors import Contents
+from automicro.errors import SizeCacheWarning, describe_error, warn
+from automicro.memory.device import use_libraries
+from automicro.memory.meter import Meter
+from automicro.modules import ModuleIndex
+from automicro.policy.policy import Policy
+from automicro.ranks.interface import OneRank, Ranks, telling
+from automicro.reach import Reach
+from automicro.remembered.cache import SizeCache, SizeMemory
+from automicro.remembered.entry import RememberedSize
+from automicro.remembered.key import RunKey
+from automicro.step.events import Narrator, Observer
+from automicro.step.plan import CutRule, Finished
+from automicro.step.step import ReadBatch, Step
+from automicro.torch_private import is_uninitialized
+from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.transaction.parameters import TensorCopy
+from automicro.transaction.remembering import Growth
+from automicro.transaction.rng import OwnGenerators, RandomState, devices_of
+from automicro.transaction.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+# Batches of varying length have a size each: what is remembered of them changes by this share.
+CHANGE = 0.05
+
+
+class Recollection:
+    """What one phase of a run takes from the cache of sizes, and gives to it.
+
+    Nothing in it can stop a run: whatever goes wrong is one `SizeCacheWarning`, and the run goes
+    on without remembering.
+
+    Args:
+        describe: ``describe(batch, rows=…)`` is the key of a run, from its first batch.
+        shapes: of a batch; see `describe_shapes`.
+        cache: where sizes lie; that of the user unless given.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[..., RunKey],
+        shapes: Callable[[Any], Mapping[str, str]],
+        *,
+        cache: SizeCache | None = None,
+    ) -> None:
+        self._describe = describe
+        self._shapes = shapes
+        self._cache = cache or SizeCache()
+        self._memory: SizeMemory | None = None
+        self._has_asked = False
+        self._row_cost: float | None = None
+        self._size: int | None = None
+        # While lengths vary: the most elements of a microbatch that fitted, of batches that were
+        # cut if any was.
+        self._elements = 0.0
+        self._has_cut = False
+
+    def look_up(
+        self,
+        batch: ReadBatch | None,
+        policy: Policy,
+        *,
+        is_new: bool,
+        ranks: Ranks | None = None,
+    ) -> int | None:
+        """Let a policy start from what is remembered, at the first batch of a new run.
+
+        Returns the rows that it starts from, None where nothing was recalled.
+
+        Args:
+            batch: that comes next; None where this rank has none. While the cost of a row stays,
+                shapes are not read, which takes longer.
+            policy: of the sizes; told where it can be.
+            is_new: whether nothing was found yet, here or in a checkpoint.
+            ranks: that all start from what the first of them remembers.
+        """
+        ranks = ranks or OneRank()
+        row_cost = None if batch is None else batch.cost
+        if self._has_asked:
+            is_same = row_cost is not None and row_cost == self._row_cost
+            if self._memory is not None and not (self._memory.varies or is_same or batch is None):
+                with self._going_on():
+                    self._memory.see(self._shapes(batch.batch))
+            return None
+        self._row_cost = row_cost
+        with telling(ranks):
+            size, cost = 0.0, 0.0
+            if ranks.rank == 0:
+                with self._going_on():
+                    size, cost = self._recall(batch)
+        if not ranks.is_alone:
+            size, cost = ranks.from_first([size, cost])
+        self._has_asked = True
+        if not size or not is_new or not policy.suggest(int(size), cost or None):
+            return None
+        logger.info(
+            "starting from %d rows per microbatch, which an earlier run found; "
+            '"automicro cache" lists what is remembered',
+            int(size),
+        )
+        return int(size)
+
+    def _recall(self, batch: ReadBatch | None) -> tuple[float, float]:
+        """Rows and cost of a row that are remembered; zeros where nothing is of use."""
+        if batch is None:
+            return 0.0, 0.0
+        self._memory = SizeMemory(self._cache, self._describe(batch.batch, rows=batch.num_rows))
+        recalled = self._memory.recalled
+        if recalled is None or recalled.microbatch_size >= batch.num_rows:
+            return 0.0, 0.0  # the whole batch comes first anyway, and longer rows may fit as well
+        return float(recalled.microbatch_size), recalled.cost_per_row or 0.0
+
+    def take_down(self, finished: Finished[Any], costs: Sequence[float | None]) -> None:
+        """Remember the size of a step, once it is settled.
+
+        While all batches have one shape, two in a row had it. Where lengths vary, it is the
+        largest that fitted, in elements, until one of no more than these fails.
+        """
+        size, self._size = self._size, finished.microbatch_size
+        if self._memory is None or not finished.is_committed or not costs:
+            return
+        with self._going_on():
+            self._take_down(self._memory, finished, costs, size)
+
+    def _take_down(
+        self,
+        memory: SizeMemory,
+        finished: Finished[Any],
+        costs: Sequence[float | None],
+        size: int | None,
+    ) -> None:
+        index = max(range(len(costs)), key=lambda each: finished.cuts[each][0] * (costs[each] or 1))
+        rows, cost = finished.cuts[index][0], costs[index] or 1.0
+        if memory.varies:
+            is_cut = len(finished.cuts[index]) > 1
+            failed = [each * cost for each in finished.failed_sizes]
+            if not self._is_news(rows * cost, failed, is_cut=is_cut):
+                return
+        elif size != self._size:
+            return
+        measured = finished.measured
+        found = RememberedSize(
+            microbatch_size=rows,
+            cost_per_row=costs[index] or None,
+            peak_bytes=None if measured is None else measured.peak_bytes,
+            seconds=measured.seconds if measured is not None and measured.has_waited else None,
+        )
+        memory.settle(found, rows=sum(finished.cuts[index]))
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except SizeCacheWarning:  # one of those that the user wants as errors
+            raise
+        except Exception as error:
+            self._memory = None
+            warn(
+                f"microbatch sizes are not remembered in this run ({describe_error(error)}); it "
+                "finds them by itself, and remember_sizes=False says nothing of it",
+                SizeCacheWarning,
+            )
+
+    def _is_news(self, elements: float, failed: Sequence[float], *, is_cut: bool) -> bool:
+        if is_cut < self._has_cut:
+            return False  # a batch that went whole tells less than one that did not
+        if is_cut > self._has_cut or min(failed, default=math.inf) <= self._elements:
+            self._has_cut, self._elements = is_cut, 0.0
+        if elements <= self._elements * (1 + CHANGE):
+            return False
+        self._elements = elements
+        return True
+
+
+class Spare(Protocol):
+    """Rows that a rank runs fillers on."""
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether this rank has none."""
+
+    def pass_on(self, lender: int) -> None:
+        """Give those of one rank to all that have none. All ranks call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What training and evaluation have in common.
+
+    Attributes:
+        modules: everything that takes part.
+        device: where they compute.
+        ranks: that run steps together.
+        reach: modules and generators that the caller's functions get at by themselves.
+        spare: rows for the fillers of a rank that has none; None where there are no ranks.
+        observer: told of every attempt; None for nobody.
+        repeatable: whether sizes may not depend on how long attempts took.
+    """
+
+    modules: Sequence[nn.Module]
+    device: torch.device
+    ranks: Ranks = field(default_factory=OneRank)
+    reach: Reach = field(default_factory=lambda: Reach({}))
+    spare: Spare | None = None
+    observer: Observer | None = None
+    repeatable: bool = False
+
+    @functools.cached_property
+    def index(self) -> ModuleIndex:
+        """All that the modules hold."""
+        return ModuleIndex(self.modules, self.reach.modules)
+
+    @functools.cached_property
+    def buffers(self) -> BufferMemory:
+        """What is known of the modules' buffers."""
+        return BufferMemory(self.index)
+
+    @functools.cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that draw and compute, the main one first."""
+        return devices_of([*self.modules, *self.reach.modules().values()], self.device)
+
+
+class Phase:
+    """Training, or evaluation: its sizes, and what outlives its steps.
+
+    Args:
+        name: ``"train"`` or ``"eval"``.
+        policy: proposes sizes.
+        shared: with the other phase.
+        strict_divisible: whether a batch must be a multiple of the size.
+        recollection: of sizes that earlier runs found; None for none.
+
+    Attributes:
+        policy: as given.
+        size: rows of the largest microbatch of the last batch; None before the first.
+        rule: turns sizes into slices.
+        device: where the modules compute.
+        ranks: that run steps together.
+        reach: as shared.
+        spare: as shared.
+        is_training: whether gradients are computed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        shared: Shared,
+        *,
+        strict_divisible: bool = False,
+        recollection: Recollection | None = None,
+    ) -> None:
+        self.policy = policy
+        self.size: int | None = None
+        self.rule = CutRule(strict_divisible=strict_divisible)
+        self.device, self.ranks = shared.device, shared.ranks
+        self.reach, self.spare = shared.reach, shared.spare
+        self.is_training = name == "train"
+        self.is_repeatable = shared.repeatable
+        self._meter = Meter(
+            shared.devices,
+            repeatable=shared.repeatable,
+            left_free=shared.ranks.communication_share,
+        )
+        self._name = name
+        self._shared = shared
+        self._recollection = recollection
+        self._is_new = True
+        self._has_run = False
+        self._growth = Growth()
+        self._inputs = InputGuard()
+
+    def __repr__(self) -> str:
+        size = "" if self.size is None else f", last {self.size} rows"
+        return f"microbatch_size={self.policy!r}{size}, device={str(self.device)!r}"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether sizes may change."""
+        return self.policy.adapts
+
+    @property
+    def meter(self) -> Meter | None:
+        """What measures attempts, where sizes may change."""
+        return self._meter if self.adapts else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found, as plain values."""
+        return {"policy": self.policy.state_dict(), "min_rows": self.rule.min_rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was found earlier.
+
+        Raises:
+            ValueError: a state of another policy.
+        """
+        self.policy.load_state_dict(state["policy"])
+        self._is_new = False
+        self.rule.min_rows = state["min_rows"]
+
+    def watch(self, batches: Sequence[Contents]) -> InputWatch:
+        """Guard the batches of a step against a model that writes into its input."""
+        return self._inputs.watch(batches, self.device)
+
+    def undoing(self) -> Transaction:
+        """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
+        return Transaction([Buffers(self._shared.buffers), self.random_state()])
+
+    @contextlib.contextmanager
+    def initializing(self) -> Iterator[None]:
+        """Let modules take their shapes meanwhile, and nothing else change that is there already.
+
+        Torch's own generator is left where it is: weights were drawn from it.
+        """
+        ready = [
+            TensorCopy(buffer)
+            for _, module in self._shared.index.owners
+            for buffer in module.buffers(recurse=False)
+            if not is_uninitialized(buffer)
+        ]
+        generators = OwnGenerators(self.reach.generators())
+        generators.begin()
+        try:
+            yield
+        finally:
+            generators.roll_back()
+            for copy in ready:
+                copy.put_back()
+
+    def buffers(self) -> Buffers:
+        """The buffers of the modules, for a step that begins with an index of them."""
+        return Buffers(self._shared.buffers, is_fresh=True)
+
+    def random_state(self) -> RandomState:
+        """Every generator that a step may draw from."""
+        return RandomState(self._shared.devices, self.reach.generators)
+
+    def narrator(self) -> Narrator | None:
+        """What tells of one step; None where nobody listens."""
+        observer = self._shared.observer
+        return None if observer is None else Narrator(observer, self._name)
+
+    def metrics(self, metrics: Any) -> Metrics:
+        """What is updated with the rows of one step."""
+        with telling(self.ranks):
+            return Metrics(flatten_metrics(metrics), self._growth)
+
+    def begin(self, step: Step) -> int | None:
+        """A step is about to be attempted; the rows that it starts from, if an earlier run says."""
+        recalled: int | None = None
+        if self._recollection is not None and self.adapts:
+            first = step.batches[0] if step.batches else None
+            recalled = self._recollection.look_up(
+                first, self.policy, is_new=self._is_new, ranks=self.ranks
+            )
+        if not self._has_run:
+            self._has_run = True
+            use_libraries(self._shared.devices, self._shared.modules)
+        self._is_new = False
+        self.reach.step()
+        return recalled
+
+    def end(self, step: Step, finished: Finished[Any]) -> None:
+        """It is done: learn from it."""
+        self.size = finished.microbatch_size
+        if self._recollection is not None and self.adapts:
+            self._recollection.take_down(finished, step.costs)

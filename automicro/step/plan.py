@@ -1,0 +1,283 @@
+"""What an attempt will run, agreed on with the other ranks, and what came of it.
+
+From a proposed microbatch size to the rows of each slice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from automicro.batch.layout import balanced_sizes
+from automicro.errors import BatchError
+from automicro.memory.meter import Measured
+from automicro.policy.policy import Policy
+from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
+from automicro.step.step import ReadBatch, Step
+
+
+@dataclass
+class CutRule:
+    """From a proposed size to the rows of each slice.
+
+    Attributes:
+        strict_divisible: whether all slices must have the same number of rows.
+        min_rows: the fewest rows of a slice; 2 where BatchNorm refuses a single row.
+
+    >>> CutRule().cut(10, 4), CutRule().cut(50, 16, multiple_of=8)
+    ([4, 3, 3], [16, 16, 16, 2])
+    """
+
+    strict_divisible: bool = False
+    min_rows: int = 1
+
+    def cut(self, num_rows: int, size: int, *, multiple_of: int = 1) -> list[int]:
+        """The rows of each slice, the largest first.
+
+        Args:
+            num_rows: of the batch.
+            size: the most rows of a slice.
+            multiple_of: what the rows of all slices but the last are a multiple of, where the
+                size is one.
+
+        Raises:
+            BatchError: ``strict_divisible`` is set and the rows do not divide by the size.
+        """
+        if not self.strict_divisible:
+            if multiple_of > 1 and size % multiple_of == 0:
+                return _whole_units(num_rows, size // multiple_of, multiple_of)
+            return balanced_sizes(num_rows, size, min_rows=self.min_rows)
+        if num_rows % size:
+            raise BatchError(
+                f"strict_divisible=True: a batch of {num_rows} rows is not a multiple of "
+                f"microbatch_size={size} (remainder {num_rows % size}); make the batch a multiple "
+                "of it (drop_last=True in the data loader), or leave strict_divisible out: a "
+                "ragged rest is exact"
+            )
+        return [size] * (num_rows // size)
+
+    def largest_divisor(self, num_rows: int, size: int) -> int:
+        """The largest size of at most ``size`` rows that divides the batch."""
+        return next(each for each in range(size, 0, -1) if num_rows % each == 0)
+
+
+def _whole_units(num_rows: int, most_units: int, unit: int) -> list[int]:
+    """Balanced slices of whole units of rows, of which the last unit may be short."""
+    units = -(-num_rows // unit)
+    sizes = [each * unit for each in balanced_sizes(units, most_units)]
+    sizes[-1] -= units * unit - num_rows
+    return sizes
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one attempt will run.
+
+    Attributes:
+        cuts: rows of each slice of each batch of this rank; none where no rank has any row.
+        size: rows of the largest slice, of any rank.
+        num_microbatches: that every rank runs.
+        num_rows: of the batch that speaks for the step: the one with the largest slice, or of
+            several ranks, the largest batch.
+        cost: of one row of it; None where it is not known.
+        num_global_rows: of the batches of all ranks.
+        stops: whether any rank asks for the end of the run.
+        is_measuring: whether it is smaller than fits, and only there to measure what rows need.
+        agreement: with the other ranks; None where there are none.
+    """
+
+    cuts: list[list[int]]
+    size: int
+    num_microbatches: int
+    num_rows: int
+    cost: float | None
+    num_global_rows: int
+    stops: bool
+    is_measuring: bool = False
+    agreement: Agreement | None = None
+
+    @property
+    def num_fillers(self) -> int:
+        """Microbatches without any weight, which this rank runs because others have more."""
+        return self.num_microbatches - sum(map(len, self.cuts))
+
+    @property
+    def totals(self) -> Mapping[str, float] | None:
+        """What the losses of all ranks are divided by; None where there is one rank."""
+        return None if self.agreement is None else self.agreement.denominators
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Generic[T]):
+    """What came of a step, and how many attempts it took.
+
+    Attributes:
+        result: of the attempt that succeeded; None where no rank had any row, and none was made.
+        plan: what the last attempt ran.
+        attempts: how many were made.
+        failed_sizes: rows of the largest slice of each attempt that ran out of memory.
+        is_committed: False where it was not accepted, and was rolled back.
+        measured: what the last attempt took, where somebody measured.
+        recalled_size: rows that an earlier run found, where the step was the first to use them.
+        grown_from: rows that had been known to fit, where the step was the first with more.
+    """
+
+    result: T | None
+    plan: Plan
+    attempts: int = 0
+    failed_sizes: tuple[int, ...] = ()
+    is_committed: bool = False
+    measured: Measured | None = None
+    recalled_size: int | None = None
+    grown_from: int | None = None
+
+    @property
+    def cuts(self) -> list[list[int]]:
+        """Rows of each slice of each batch."""
+        return self.plan.cuts
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of the largest slice."""
+        return self.plan.size
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What results tell of rows, slices and attempts, by the names of their fields."""
+        plan = self.plan
+        return {
+            "num_samples": sum(map(sum, plan.cuts)),
+            "num_global_samples": plan.num_global_rows,
+            "microbatch_size": plan.size,
+            "num_microbatches": plan.num_microbatches,
+            "attempts": self.attempts,
+            "failed_sizes": self.failed_sizes,
+            "recalled_size": self.recalled_size,
+            "is_measuring": plan.is_measuring,
+            "grown_from": self.grown_from,
+            "stops": plan.stops,
+        }
+
+
+def plan_alone(step: Step, rule: CutRule) -> Plan:
+    """The plan of one process.
+
+    Raises:
+        BatchError: as `CutRule.cut`.
+    """
+    unit = step.policy.multiple_of
+    cuts = [
+        rule.cut(each.num_rows, _propose(each, step.policy, rule), multiple_of=unit)
+        for each in step.batches
+    ]
+    if len(cuts) == 1:
+        [sizes], [cost] = cuts, step.costs
+        size = sizes[0]
+    else:
+        # The batch with the largest slice, in elements, speaks for the step.
+        sizes, cost = max(
+            zip(cuts, step.costs, strict=True),
+            key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
+        )
+        size = max(sizes[0] for sizes in cuts)
+    return Plan(
+        cuts=cuts,
+        size=size,
+        num_microbatches=sum(map(len, cuts)),
+        num_rows=sum(sizes),
+        cost=cost,
+        num_global_rows=sum(step.rows),
+        stops=step.wants_to_stop,
+        is_measuring=any(map(step.policy.is_measuring, step.rows, step.costs)),
+    )
+
+
+def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
+    """What this rank brings to an agreement.
+
+    Args:
+        step: at any size.
+        rule: turns sizes into slices.
+        training: whether gradients are computed.
+        lacks_rows: whether it has no rows, not even for fillers.
+    """
+    sizes = [_propose(each, step.policy, rule) for each in step.batches]
+    largest = max(step.rows, default=0)
+    # A batch that goes whole says nothing of the size of others.
+    cut = [size for size, rows in zip(sizes, step.rows, strict=True) if size < rows]
+    return Proposal(
+        num_rows=sum(step.rows),
+        microbatch_size=min(cut, default=max(largest, 1)),
+        denominators=step.denominators,
+        num_batches=len(step.batches),
+        max_rows=largest,
+        cost=max((cost for cost in step.costs if cost is not None), default=None),
+        wants_to_stop=step.wants_to_stop,
+        training=training,
+        lacks_rows=lacks_rows,
+    )
+
+
+def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks) -> Plan:
+    """The plan of this rank: as many microbatches as every other one runs.
+
+    Raises:
+        BatchError: ``strict_divisible`` is set, and ranks have batches of different rows.
+    """
+    policy, size = step.policy, agreement.microbatch_size
+    unit = policy.multiple_of
+    if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_rows:
+        raise BatchError(
+            f"strict_divisible=True: ranks have from {agreement.min_rows} to {agreement.max_rows} "
+            "rows, so their microbatches cannot all be alike; give every rank as many rows "
+            "(drop_last=True in the data loader), or leave strict_divisible out: uneven rows are "
+            "exact"
+        )
+    if agreement.num_batches <= 1:
+        widest = rule.cut(agreement.max_rows, size, multiple_of=unit)
+        size, count = widest[0], len(widest)
+        if unit > 1 or rule.strict_divisible:
+            cuts = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
+        else:
+            cuts = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
+    else:
+        cuts = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
+        count = int(ranks.most(sum(map(len, cuts))))
+    return Plan(
+        cuts=cuts,
+        size=size,
+        num_microbatches=count,
+        num_rows=agreement.max_rows,
+        cost=agreement.cost,
+        num_global_rows=agreement.num_rows // ranks.copies,
+        stops=agreement.stops,
+        is_measuring=policy.is_measuring(agreement.max_rows, agreement.cost),
+        agreement=agreement,
+    )
+
+
+def nothing_to_run(*, stops: bool) -> Plan:
+    """The plan where no rank has any row.
+
+    >>> nothing_to_run(stops=False).num_microbatches
+    0
+    """
+    return Plan(
+        cuts=[], size=0, num_microbatches=0, num_rows=0, cost=None, num_global_rows=0, stops=stops
+    )
+
+
+def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
+    return [size for size in rows_of_microbatches(num_rows, count, min_rows=min_rows) if size]
+
+
+def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
+    num_rows = batch.num_rows
+    size = policy.propose(num_rows) if batch.cost is None else policy.propose(num_rows, batch.cost)
+    if not size >= 1:
+        raise ValueError(f"{policy!r} proposed {size} rows; a policy must propose at least one")
+    if rule.strict_divisible and policy.adapts:
+        size = rule.largest_divisor(num_rows, min(size, num_rows))
+    return size

@@ -1,0 +1,263 @@
+"""Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left.
+
+What to say where not even the smallest microbatch fits.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from automicro.batch.layout import describe_cut
+from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note
+from automicro.memory.device import allocated_bytes, peak_bytes
+from automicro.memory.oom import empty_cache, first_line
+from automicro.memory.residents import ResidentMemory
+from automicro.policy.policy import Outcome
+from automicro.ranks.interface import telling
+from automicro.step.attempt import Tried, Verdict, Work, try_once
+from automicro.step.events import bystander
+from automicro.step.phase import Phase
+from automicro.step.plan import (
+    Finished,
+    Plan,
+    nothing_to_run,
+    plan_alone,
+    plan_together,
+    propose_to,
+)
+from automicro.step.step import Step
+from automicro.units import format_bytes
+
+_LESS_BESIDE = (
+    "let it compute and keep less on the device (detach and move to the host what it keeps), take "
+    "it out, or a larger device"
+)
+
+
+def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
+    """Raise the out-of-memory error of a size that never changes, with what would.
+
+    Raises:
+        BaseException: the failure.
+        SampleTooLargeError: it happened on another rank.
+    """
+    if isinstance(failure, PeerStoppedError):
+        who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
+        raise SampleTooLargeError(
+            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on {who}; "
+            'microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        ) from failure
+    beside = bystander(failure)
+    if beside is not None:
+        add_note(
+            failure,
+            f"automicro: memory ran out in {beside}, while {size} rows of {num_rows} were "
+            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}.",
+        )
+        raise failure
+    what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
+    add_note(
+        failure,
+        f"automicro: the microbatch size is fixed, and {what or f'{size} rows of {num_rows} do'} "
+        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.',
+    )
+    raise failure
+
+
+def why_nothing_fits(
+    num_rows: int,
+    tried: Sequence[int],
+    min_rows: int,
+    residents: ResidentMemory | None,
+    device: torch.device,
+    *,
+    who: str | None = None,
+) -> str:
+    """What there is to say where the smallest size ran out of memory.
+
+    Args:
+        num_rows: of the batch.
+        tried: sizes, in order.
+        min_rows: the fewest rows of a slice.
+        residents: what lies on the device at any size.
+        device: where the work ran.
+        who: the callback or metric in which memory ran out at the last size; None for neither.
+    """
+    # A size may have been tried twice, the second time cut into slices of two rows.
+    listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
+    text = f"a microbatch of {tried[-1]} of {num_rows} rows does not fit, and "
+    state = "The state is as before the step. What helps:"
+    if who is not None:
+        return (
+            f"memory ran out in {who}, with every size {listed} of {num_rows} rows, so that fewer "
+            f"rows do not help. {state} {_LESS_BESIDE}."
+        )
+    less_state = "an optimizer with less state, " if _has_state(residents) else ""
+    shared = residents is not None and residents.shared_inputs > 0
+    less_shared = "less in the parts of the batch that are shared by all rows, " * shared
+    if residents is not None and residents.limit is not None and residents.leaves_nothing:
+        return (
+            f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
+            f"without any row, and the limit is {format_bytes(residents.limit)}. {state} "
+            f"{less_shared}{less_state}a smaller model, a higher limit, a larger device."
+        )
+    floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
+    text += f"there is no smaller one{floor} {listed}."
+    peak, allocated = peak_bytes(device), allocated_bytes(device)
+    if peak is not None:
+        text += f" Peak memory on {device} was {format_bytes(peak)}."
+    if allocated is not None:
+        text += f" Between attempts {format_bytes(allocated)} were allocated."
+    if residents is not None and residents.total:
+        limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
+        text += f" Every size needs {format_bytes(residents.total)}{limit} for {residents}."
+    # Where more than half is taken without any row, it is not the samples that are large.
+    smaller = "shorter or smaller samples, "
+    if _is_mostly_taken(residents):
+        smaller = "" if shared else "a smaller model, "
+    return (
+        f"{text} {state} {less_shared}{smaller}activation checkpointing, precision='bf16', "
+        f"{less_state}a larger device."
+    )
+
+
+def _is_mostly_taken(residents: ResidentMemory | None) -> bool:
+    if residents is None or residents.limit is None:
+        return False
+    return residents.total > residents.limit / 2
+
+
+def _has_state(residents: ResidentMemory | None) -> bool:
+    return residents is not None and residents.optimizer_state > 0
+
+
+logger = logging.getLogger("automicro.attempts")  # a name that does not move
+
+T = TypeVar("T")
+
+
+def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
+    """Attempt a step at ever smaller sizes, until it fits.
+
+    Where no rank has any row nothing is attempted, and there is no result.
+
+    Args:
+        step: what it brings at any size.
+        work: what an attempt does.
+        phase: that it belongs to.
+
+    Raises:
+        SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
+            state is as it was before.
+        RollbackError: the state could not be put back.
+    """
+    policy, rule, ranks = step.policy, phase.rule, phase.ranks
+    recalled_size = phase.begin(step)
+    learned: dict[str, Any] | None = None
+    last_size = phase.size
+    tried: list[int] = []
+    attempts = 0
+    failure: BaseException | None = None
+    while True:
+        plan = _plan(step, phase)
+        if plan.num_microbatches == 0:
+            return Finished(result=None, plan=plan)
+        size = plan.size
+        if failure is not None and size >= tried[-1]:
+            try:
+                if not policy.adapts:
+                    give_up_fixed(failure, plan.num_rows, tried[-1])
+                text = why_nothing_fits(
+                    plan.num_rows,
+                    tried,
+                    rule.min_rows,
+                    work.residents(),
+                    phase.device,
+                    who=bystander(failure),
+                )
+                raise SampleTooLargeError(
+                    f"{text} The last failure: {first_line(failure)}"
+                ) from failure
+            finally:
+                failure = None  # it holds this frame: a cycle
+                assert learned is not None
+                policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
+        if failure is not None:
+            logger.log(
+                logging.WARNING if ranks.rank == 0 else logging.DEBUG,
+                "out of memory, microbatch size %d → %d %s (%s)",
+                tried[-1],
+                size,
+                "row" if size == 1 else "rows",
+                describe_cut(sum(step.rows), size, plan.num_microbatches),
+            )
+            failure = None  # it holds this frame, which the next attempt may leave by an exception
+        attempts += 1
+        if last_size is not None and size > last_size:
+            # Blocks that are kept for smaller microbatches cannot serve these.
+            empty_cache(phase.device)
+            last_size = None
+        ranks.begin(plan.num_microbatches, training=phase.is_training)
+        done = try_once(
+            work,
+            plan,
+            phase,
+            # On several ranks the rows of a slice are not what somebody fixed.
+            can_recut=rule.min_rows == 1 and (policy.adapts or not ranks.is_alone),
+            times=not phase.is_repeatable and policy.compares_seconds,
+        )
+        if done.verdict in (Verdict.NEEDS_TWO_ROWS, Verdict.STRAYED):
+            if done.verdict is Verdict.NEEDS_TWO_ROWS:
+                rule.min_rows = 2
+            attempts -= 1  # not a question of memory: the same size again
+            continue
+        if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
+            learned = policy.state_dict()
+        policy.record(_outcome(done, plan, repeatable=phase.is_repeatable))
+        if done.verdict is not Verdict.OUT_OF_MEMORY:
+            assert done.result is not None
+            finished = Finished(
+                result=done.result,
+                plan=plan,
+                attempts=attempts,
+                failed_sizes=tuple(tried),
+                is_committed=done.verdict is Verdict.COMMITTED,
+                measured=done.measured,
+                recalled_size=recalled_size,
+                grown_from=policy.grown_from,
+            )
+            phase.end(step, finished)
+            return finished
+        tried.append(size)
+        failure = done.failure
+        del done  # it holds the failure, too
+
+
+def _plan(step: Step, phase: Phase) -> Plan:
+    ranks, rule, spare = phase.ranks, phase.rule, phase.spare
+    if ranks.is_alone:
+        return plan_alone(step, rule)
+    with telling(ranks):
+        lacks_rows = spare is not None and spare.is_lacking
+        proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
+    agreement = ranks.agree(proposal)
+    if agreement.max_rows == 0:
+        return nothing_to_run(stops=agreement.stops)
+    if agreement.lender is not None and spare is not None:
+        spare.pass_on(agreement.lender)
+    with telling(ranks):
+        return plan_together(step, rule, agreement, ranks)
+
+
+def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
+    measured = {} if done.measured is None else vars(done.measured)
+    left_out = {"has_waited", "seconds"} if repeatable else {"has_waited"}
+    return Outcome(
+        num_rows=plan.num_rows,
+        microbatch_size=plan.size,
+        fits=done.verdict is not Verdict.OUT_OF_MEMORY,
+        cost=plan.cost,
+        **{name: value for name, value in measured.items() if name not in left_out},
+    )

@@ -1,0 +1,392 @@
+"""The work of a step: all its microbatches, one after the other, and what they may change.
+
+The loss of a step: on the host in one read, and over all ranks.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automicro.batch.device import on_device
+from automicro.loss.averages import Weight
+from automicro.loss.probe import Prober
+from automicro.loss.weights import BatchWeights, CutBatch, add_up
+from automicro.memory.residents import OccupiedDevice, ResidentMemory
+from automicro.modules import ModuleIndex
+from automicro.optimizer.reservation import OptimizerReservation
+from automicro.options import check_history, refuse_constant
+from automicro.step.events import Tell
+from automicro.step.fillers import SpareRows
+from automicro.step.metrics import MetricGuard
+from automicro.step.outputs import Kept
+from automicro.step.passes import Keep, Losses, Passes
+from automicro.step.phase import Phase
+from automicro.step.plan import Plan
+from automicro.step.split_guard import SplitGuard
+from automicro.step.step import Step
+from automicro.transaction.gradients import GradientMemory, Gradients
+from automicro.transaction.parameters import Parameters
+from automicro.transaction.surroundings import ChangingState
+from automicro.transaction.transaction import Part
+from automicro.values import read_scalars, stack_scalars
+
+
+def read_losses(losses: Losses) -> Losses:
+    """The loss and its parts on the host. Waits for the device once, however many parts there are.
+
+    >>> read_losses((torch.tensor(3.0), {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}))
+    (tensor(3.), {'a': tensor(1.), 'b': tensor(2.)})
+    """
+    loss, parts = losses
+    every = [loss, *parts.values()]
+    if all(each.device.type == "cpu" for each in every):
+        return losses
+    return _like(losses, stack_scalars(every).to("cpu").unbind())
+
+
+def _like(losses: Losses, values: Iterable[Tensor]) -> Losses:
+    """Other values for a loss and its parts, in their types."""
+    loss, parts = losses
+    loss, *others = (
+        value.to(each.dtype) for each, value in zip((loss, *parts.values()), values, strict=True)
+    )
+    return loss, dict(zip(parts, others, strict=True))
+
+
+class SharedLosses:
+    """Adds up the losses of all ranks, each of which has divided its own by what all count.
+
+    On the host the vote to commit carries them. On an accelerator reading them would make the host
+    wait for the device, so there they are added up by one collective of its own, after the vote,
+    unless somebody has to look at the loss before the commit.
+
+    Args:
+        device: where the model computes.
+        at_once: whether the loss is looked at before the commit.
+    """
+
+    def __init__(self, device: torch.device, *, at_once: bool) -> None:
+        self._device = device
+        self._votes = at_once or device.type == "cpu"
+        self._own: Tensor | None = None  # on an accelerator
+
+    def numbers(self, result: Losses) -> Sequence[float]:
+        """The loss and its parts, where the vote carries them."""
+        loss, parts = result
+        if self._votes:
+            return read_scalars([loss, *parts.values()])
+        # Before the vote: after it, running out of memory here would leave the others alone.
+        self._own = stack_scalars([loss, *parts.values()]).to(self._device)
+        return ()
+
+    def together(self, result: Losses, sums: Sequence[float]) -> Losses:
+        """The loss of all ranks and its parts."""
+        stacked, self._own = self._own, None
+        if stacked is None:
+            return _like(result, torch.tensor(sums, dtype=torch.float64, device="cpu").unbind())
+        from automicro.ranks.guards.collectives import own_collectives
+
+        with own_collectives():  # the vote to commit has just come before
+            dist.all_reduce(stacked)
+        return _like(result, stacked.unbind())
+
+
+Accept = Callable[[Tensor], bool]
+Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a Microbatcher was made with, and has learned; the work of each step uses it.
+
+    Attributes:
+        index: of all parameters and buffers that take part.
+        passes: run one microbatch.
+        spare: rows for microbatches that count for nothing.
+        split_guard: warns where splitting changes the model.
+        metric_guard: warns where it changes a metric.
+        prober: looks at a few rows before sizes are tried.
+        gradients: what is known of them.
+        memory: the device, and what lies on it.
+        reservation: for the optimizer's first step.
+    """
+
+    index: ModuleIndex
+    passes: Passes
+    spare: SpareRows
+    split_guard: SplitGuard
+    metric_guard: MetricGuard
+    prober: Prober
+    gradients: GradientMemory
+    memory: OccupiedDevice
+    reservation: OptimizerReservation
+
+
+class _Each(NamedTuple):
+    """One microbatch, on the device.
+
+    Attributes:
+        number: among those of this rank, from 0.
+        rows: of it.
+        is_filler: whether it counts for nothing.
+        tell: of its events; None where nobody listens.
+        keep: of its output what is asked for; None for nothing.
+    """
+
+    number: int
+    rows: Any
+    is_filler: bool = False
+    tell: Tell | None = None
+    keep: Keep | None = None
+
+
+class _Work:
+    """What training and evaluation have in common.
+
+    Args:
+        setup: that the Microbatcher was made with.
+        phase: that the step belongs to.
+        step: what it brings.
+        metrics: updated with every row; None for none.
+        kept: what the caller asked for of each forward.
+
+    Attributes:
+        narrator: tells of every microbatch; None where nobody listens.
+    """
+
+    def __init__(self, setup: Setup, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
+        self._setup, self._phase, self._step = setup, phase, step
+        self._passes = setup.passes
+        self._ranks = phase.ranks
+        self._metrics, self._kept = metrics, kept
+        self._updated = [] if metrics is None else [phase.metrics(metrics)]
+        self._keeps = [] if kept.is_nothing else [kept]
+        self._watch = phase.watch([each.contents for each in step.batches])
+        self._buffers = phase.buffers()
+        self.narrator = phase.narrator()
+
+    def _changing(self) -> list[Part]:
+        """What looks have shown that forwards change beside tensors; nothing, as a rule."""
+        changing = self._setup.prober.changing
+        return [ChangingState(changing)] if changing else []
+
+    def _cut(self, plan: Plan) -> list[CutBatch]:
+        self._setup.metric_guard.expect(self._metrics, plan.cuts)
+        return self._passes.cut(self._step.raw, plan.cuts, sizes_change=self._phase.adapts)
+
+    def _shared_inputs(self) -> list[Tensor]:
+        """What lies on the device with every microbatch: of several batches, the most of one."""
+        each: list[list[Tensor]] = []
+        with contextlib.suppress(Exception):  # it is for words, where memory has run out
+            each = [self._passes.layout.shared(batch) for batch in self._step.raw]
+        return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+
+    def _each(self, cuts: Sequence[CutBatch], fillers: Sequence[Any]) -> Iterator[_Each]:
+        """Every microbatch of this rank, with what comes before and after it.
+
+        What runs one stands in the loop of the caller and not in a function that is handed over:
+        after an error its frame would keep the function, and that all tensors that it refers to.
+        """
+        passes, watch, narrator = self._passes, self._watch, self.narrator
+        microbatches = [each for cut in cuts for each in cut.microbatches]
+        num_real = len(microbatches)
+        keeping = self._keeping(cuts)
+        moved = on_device([*microbatches, *fillers], passes.device, isolate=watch.isolate)
+        for index, microbatch in enumerate(moved):
+            if index >= num_real:
+                yield _Each(index, microbatch, is_filler=True)
+                continue
+            tell = None if narrator is None else narrator.microbatch(index, microbatch)
+            if tell is not None:
+                tell("microbatch_start")
+            used = passes.tensors(microbatch) if watch.compares else ()
+            keep = None if keeping is None else keeping(index)
+            yield _Each(index, microbatch, tell=tell, keep=keep)
+            if watch.compares:
+                watch.compare(passes.tensors(microbatches[index]), used)
+            if tell is not None:
+                tell("microbatch_end")
+        if self._keeps:
+            self._kept.join()
+
+    def _keeping(self, cuts: Sequence[CutBatch]) -> Callable[[int], Keep] | None:
+        """What keeps the output of a microbatch, by its index; None where nothing is kept."""
+        if not self._keeps:
+            return None
+        batch = [tensor for cut in cuts for tensor in self._passes.tensors(cut.batch)]
+        sizes = [size for cut in cuts for size in cut.sizes]
+        return lambda index: functools.partial(self._kept.add, batch=batch, num_rows=sizes[index])
+
+
+class TrainingWork(_Work):
+    """Forward and backward of all batches: their gradients add up, and their losses.
+
+    Args:
+        setup: as `_Work`, like the next four.
+        phase: of training.
+        step: what it brings.
+        metrics: updated with every row; None for none.
+        kept: what the caller asked for of each forward.
+        accept: given the loss, says whether to keep the step; None for yes.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        phase: Phase,
+        step: Step,
+        metrics: Any,
+        kept: Kept,
+        accept: Accept | None = None,
+    ) -> None:
+        super().__init__(setup, phase, step, metrics, kept)
+        self._accept = accept
+        self._gradients = Gradients(
+            setup.index.known, setup.gradients, inputs=self._watch.requiring_grad
+        )
+        self._shared = SharedLosses(phase.device, at_once=accept is not None)
+
+    def parts(self) -> list[Part]:
+        return [
+            Parameters(self._setup.index.parameters),
+            self._watch,
+            *self._changing(),
+            self._setup.reservation,
+            *self._keeps,
+            self._buffers,
+            self._gradients,  # hooks at its commit may change all others before it
+            self._phase.random_state(),
+            *self._updated,
+        ]
+
+    def attempt(self, plan: Plan) -> Losses:
+        passes, ranks, gradients = self._passes, self._ranks, self._gradients
+        for batch, sizes in zip(self._step.raw, plan.cuts, strict=True):
+            if len(sizes) > 1:
+                check_history(passes.layout.leaves(batch))
+        cuts = self._cut(plan)
+        weights = passes.weights(cuts, plan.totals)
+        if plan.totals is not None:
+            passes.check_counts(weights, self._step.denominators)
+        fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
+        gradients.expect(plan.num_microbatches)
+        losses: list[Losses] = []
+        is_alone = ranks.is_alone  # one process pays for nothing that several need
+        for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
+            if is_filler:
+                with fillers.undone(), ranks.microbatch(index, weightless=True):
+                    losses.append(passes.fill(rows))
+                continue
+            given = rows, weights, index, self._metrics, gradients, tell, keep
+            if is_alone:
+                losses.append(passes.train(*given))
+            else:
+                with ranks.microbatch(index, weightless=weights.is_nothing(index)):
+                    losses.append(passes.train(*given))
+            del given
+        if cuts and not gradients.is_reached:
+            refuse_constant()
+        gradients.require_untouched()
+        passes.warn_of_nothing(weights)
+        self._warn_of_splitting(plan)
+        summed = add_up(losses)
+        return summed if self._accept is None else read_losses(summed)
+
+    def _warn_of_splitting(self, plan: Plan) -> None:
+        split = max(plan.cuts, key=len, default=[])
+        if len(split) > 1 and self._ranks.rank == 0:
+            self._setup.split_guard.warn(split, self._buffers)
+
+    def numbers(self, result: Losses) -> Sequence[float]:
+        return self._shared.numbers(result)
+
+    def combined(self, result: Losses, sums: Sequence[float]) -> Losses:
+        return self._shared.together(result, sums)
+
+    def accepts(self, result: Losses) -> bool:
+        return self._accept is None or self._accept(result[0])
+
+    def residents(self) -> ResidentMemory | None:
+        return self._setup.memory.measure(
+            training=True,
+            upcoming_bytes=self._setup.reservation.upcoming_bytes,
+            shared_inputs=self._shared_inputs(),
+        )
+
+
+class EvaluationWork(_Work):
+    """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
+
+    Args:
+        setup: as `_Work`, like the next four.
+        phase: of evaluation.
+        step: what it brings.
+        metrics: updated with every row; None for none.
+        kept: what the caller asked for of each forward.
+        predicts: whether only outputs are asked for.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        phase: Phase,
+        step: Step,
+        metrics: Any,
+        kept: Kept,
+        *,
+        predicts: bool = False,
+    ) -> None:
+        super().__init__(setup, phase, step, metrics, kept)
+        self._predicts = predicts
+
+    def parts(self) -> list[Part]:
+        return [
+            self._watch,
+            *self._changing(),
+            *self._keeps,
+            self._buffers,
+            self._phase.random_state(),
+            *self._updated,
+        ]
+
+    def attempt(self, plan: Plan) -> Evaluated:
+        passes, ranks = self._passes, self._ranks
+        forward = passes.predict if self._predicts else passes.evaluate
+        cuts = self._cut(plan)
+        fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
+        weights: BatchWeights | None = None
+        losses: list[Losses] = []
+        for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
+            if is_filler:
+                with fillers.undone(), ranks.microbatch(index):
+                    forward(rows, None)
+                continue
+            with ranks.microbatch(index):
+                output = forward(rows, self._metrics, tell)
+            if output.loss is not None:
+                weights = weights or passes.weights(cuts)
+                loss = weights.apply(index, output.loss, output.losses, has_total=output.has_total)
+                losses.append(loss)
+            if keep is not None:
+                keep(output)
+            del output  # before the next forward
+        total, parts = add_up(losses) if losses else (None, {})
+        return total, parts, {} if weights is None else weights.totals
+
+    def numbers(self, result: Evaluated) -> Sequence[float]:
+        return ()
+
+    def combined(self, result: Evaluated, sums: Sequence[float]) -> Evaluated:
+        return result
+
+    def accepts(self, result: Evaluated) -> bool:
+        return True
+
+    def residents(self) -> ResidentMemory | None:
+        return self._setup.memory.measure(training=False, shared_inputs=self._shared_inputs())

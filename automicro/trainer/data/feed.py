@@ -1,0 +1,455 @@
+"""Passes over a data loader that can be taken up again in the middle.
+
+Where a pass stands in the one order of rows that ranks share, however many they are.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
+from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
+from automicro.ranks.interface import Ranks
+from automicro.torch_private import forget_workers
+from automicro.trainer.data.generators import find_generators, generator_states, restore_generators
+from automicro.trainer.data.loading import (
+    announce_epoch,
+    begin,
+    empty,
+    has_persistent_workers,
+    num_batches,
+    rest,
+)
+from automicro.trainer.data.sharing import Shared, SharedBatchSampler, shared_sampler
+from automicro.trainer.same_on_all_ranks import require_same_order
+from automicro.values import same_values
+
+
+def describe_order(loader: object) -> dict[str, Any] | None:
+    """The order that ranks share, as plain values; None where they share none of ours.
+
+    Args:
+        loader: anything that gives batches.
+
+    >>> describe_order([1, 2]) is None
+    True
+    """
+    sampler = shared_sampler(loader)
+    if sampler is None:
+        return None
+    own = {id(each) for each in find_generators(sampler).values()}
+    return {
+        "kind": type(sampler).__name__,
+        "sampler": type(sampler.sampler).__name__,
+        "seed": sampler.seed,
+        "entries": num_batches(sampler.sampler),
+        "per_batch": sampler.per_batch,
+        "world_size": sampler.world_size,
+        "generators": [place for place, each in find_generators(loader).items() if id(each) in own],
+    }
+
+
+def restore_order(loader: object, saved: Mapping[str, Any] | None) -> None:
+    """Let the passes to come have the order that they would have had.
+
+    Args:
+        loader: shared by the same rules.
+        saved: what `describe_order` gave; None leaves all as it is.
+    """
+    sampler = shared_sampler(loader)
+    if sampler is not None and saved is not None:
+        sampler.seed = saved["seed"]
+
+
+def position_of(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> int:
+    """How many batches of the order that all share were given.
+
+    Each of them holds the same rows at any number of ranks, as long as it has as many of them.
+
+    Args:
+        states: of the feeds of all ranks that saved.
+        loader: of this rank, of another number of them.
+        name: of its argument, for errors.
+
+    Raises:
+        CheckpointError: the batches to come would hold other rows, with the remedy.
+    """
+    reason = _why_no_order(states[0], loader, name) or _why_another(states, loader, name)
+    if reason is not None:
+        raise CheckpointError(reason)
+    return max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
+
+
+def _why_no_order(saved: Mapping[str, Any], loader: Any, name: str) -> str | None:
+    """Why there is no order that both share; None where there is one."""
+    here, was = shared_sampler(loader), saved.get("order")
+    if saved["loader"] is not None or hasattr(loader, "load_state_dict"):
+        return (
+            f"{name} ({type(loader).__name__}) keeps a position of its own on each rank, which "
+            "says nothing about other ranks' rows"
+        )
+    if was is not None and here is None and isinstance(loader, DataLoader):
+        return (
+            f"the order of {name} was one that ranks share, and this {type(loader).__name__} "
+            "draws another one; pass parallel='ddp' in one process, too, and leave a "
+            "DistributedSampler out"
+        )
+    if here is None:
+        return (
+            f"{name} ({type(loader).__name__}) has no order that ranks share, as a DataLoader over "
+            "a data set with a length has"
+        )
+    if was is None:
+        return (
+            f"the batches of {name} came from one process that drew an order of its own, or were "
+            "not shared out by the Trainer; begin such a run with parallel='ddp', in one process, "
+            "too"
+        )
+    return None
+
+
+def _why_another(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> str | None:
+    """Why the order, or how it is cut, is not the one that was saved; None where it is."""
+    was, here, sampler = states[0]["order"], describe_order(loader), shared_sampler(loader)
+    assert sampler is not None
+    assert here is not None
+    for key, what in (("kind", "is shared out by a"), ("sampler", "has its order from a")):
+        if was[key] != here[key]:
+            return f"{name} {what} {here[key]}, and was by a {was[key]}; pass the same sampler"
+    if was["entries"] != here["entries"]:
+        return f"{name} has {here['entries']} rows, and had {was['entries']}; pass the same data"
+    if was["per_batch"] != here["per_batch"]:
+        return _why_other_size(was, sampler, name)
+    for place in was["generators"]:
+        first, *others = [each["passes"][-1]["generators"].get(place) for each in states]
+        if not all(same_values(first, each) for each in others):
+            return f"the generator {place} of {name} stood at another place on each rank"
+    return None
+
+
+def _why_other_size(was: Mapping[str, Any], here: Shared, name: str) -> str:
+    if not isinstance(here, SharedBatchSampler):
+        return (
+            f"{was['per_batch']} batches at a time, one for each rank, were those of {name}, and "
+            f"here they would be {here.per_batch}, so every step would be of another number of "
+            "rows; let the DataLoader cut the batches (batch_size=…)"
+        )
+    rows, ranks = was["per_batch"], here.world_size
+    numbers = (
+        f"a batch of {name} had {rows} rows over {was['world_size']} ranks, and here it has "
+        f"{here.per_batch} over {ranks} (batch_size={here.batch_size})"
+    )
+    if rows % ranks:
+        return f"{numbers}, while {rows} rows are not a multiple of {ranks} ranks"
+    return (
+        f"{numbers}; pass a DataLoader with batch_size={rows // ranks}, which global_batch_size "
+        "in a config sees to"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Pass:
+    """A pass, and how to begin it again.
+
+    Attributes:
+        epoch: that was announced.
+        rng: where the generators of the process stood before it.
+        generators: where those of the loader stood before it.
+        given: batches so far.
+        is_complete: whether there are no more.
+    """
+
+    epoch: int
+    rng: Mapping[str, Any]
+    generators: Mapping[str, Any]
+    given: int = 0
+    is_complete: bool = False
+
+
+class Feed:
+    """Gives the batches of a loader, pass after pass, and says where it stands.
+
+    A loader with a ``state_dict`` of its own (torchdata's StatefulDataLoader) is asked for it.
+    With any other, the pass begins once more from the same random numbers, and the batches that
+    were given are made and thrown away, so that the rest is the same to the bit. Random numbers
+    are drawn meanwhile and put back: whoever restores those of a checkpoint does so before.
+
+    Two things are not repeated. A loader that goes on drawing random numbers of the process for an
+    order that it keeps (a shuffle buffer without workers, without a generator of its own) draws
+    others, because training draws in between. And torchdata's state has the order of the rows, but
+    not the random numbers of its workers.
+
+    Args:
+        loader: gives batches.
+        name: of its argument, for errors.
+        has_peers: whether other ranks may have batches in a pass where this one has none.
+
+    Example:
+        >>> feed = Feed([1, 2, 3], "train_dataloader")
+        >>> batches = feed.batches(epoch=0)
+        >>> next(batches)
+        1
+        >>> later = Feed([1, 2, 3], "train_dataloader")
+        >>> later.load_state_dict(feed.state_dict())
+        >>> list(later.batches(epoch=0))
+        [2, 3]
+    """
+
+    def __init__(self, loader: Any, name: str, *, has_peers: bool = False) -> None:
+        self._loader = loader
+        self._name = name
+        self._has_peers = has_peers
+        # Persistent workers go on with their random numbers, so all passes since they started
+        # count; otherwise only the last one does.
+        self._passes: list[_Pass] = []
+        self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
+
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of a pass, or the rest of the one that was loaded.
+
+        A pass that was loaded is taken up if it is of this epoch and has not ended; the rest may
+        be no batch at all. Nothing happens before the first batch is asked for.
+
+        Args:
+            epoch: which is announced to whatever shuffles by it.
+
+        Raises:
+            DataLoaderError: a new pass gave no batch, or the loader is not the one that was saved.
+        """
+        iterator = None
+        if self._loaded is not None:
+            iterator = self._take_up(epoch)
+            self._loaded = None
+            # Its last batches were one group, so its end was seen before they were trained on.
+            if self._passes and self._passes[-1].is_complete and self._passes[-1].epoch == epoch:
+                return
+        if iterator is None:
+            iterator = self._begin(epoch)
+        current = self._passes[-1]
+        for batch in rest(iterator):
+            current.given += 1
+            yield batch
+            del batch
+        current.is_complete = True
+        if current.given == 0 and not self._has_peers:
+            raise self.emptiness()
+
+    def emptiness(self) -> DataLoaderError:
+        """The error that a pass gave no batch, on any rank."""
+        return empty(self._loader, self._name)
+
+    def require_same_order(self, ranks: Ranks) -> None:
+        """Compare the order of the pass with that of other ranks. All call it, once it has begun.
+
+        Raises:
+            DesyncError: it is another one.
+        """
+        sampler = shared_sampler(self._loader)
+        require_same_order(ranks, None if sampler is None else sampler.checksum, self._name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands, as tensors and plain values."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        # Asking before a pass has begun makes torchdata's loader begin one.
+        own = self._loader.state_dict() if self._passes and _keeps_state(self._loader) else None
+        return {
+            "num_batches": num_batches(self._loader),
+            "persistent": has_persistent_workers(self._loader),
+            "generators": generator_states(self._loader),
+            "passes": [dict(vars(each)) for each in self._passes],
+            "loader": own,
+            "order": describe_order(self._loader),
+        }
+
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """The state for a rank in the middle of a pass, where another number of ranks saved it.
+
+        Args:
+            states: what `state_dict` gave on each of them.
+            rank: the one that goes on.
+
+        Raises:
+            CheckpointError: the batches to come would hold other rows than they would have.
+        """
+        given = position_of(states, self._loader, self._name)
+        order = describe_order(self._loader)
+        count = num_batches(self._loader)
+        assert order is not None
+        last = {
+            **states[0]["passes"][-1],
+            # Workers take their random numbers from it.
+            "rng": derived_rng_state(
+                states[0]["passes"][-1]["rng"], rank=rank, world_size=order["world_size"]
+            ),
+            # Of the last batches of a pass, some ranks have no rows.
+            "given": given if count is None else min(given, count),
+            "is_complete": False,
+        }
+        return {
+            **states[0],
+            "num_batches": count,
+            "persistent": has_persistent_workers(self._loader),
+            "passes": [last],
+            "order": {**order, "seed": states[0]["order"]["seed"]},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there with the next `batches`.
+
+        Args:
+            state: what `state_dict` gave.
+
+        Raises:
+            DataLoaderError: the loader is not the one that was saved.
+
+        Warns:
+            CheckpointWarning: it has become longer, or cannot begin again.
+        """
+        passes = [_Pass(**each) for each in state["passes"]]
+        if state["loader"] is not None and not _keeps_state(self._loader):
+            raise DataLoaderError(
+                f"the checkpoint holds the position of a {self._name} that kept its own, and this "
+                f"{type(self._loader).__name__} has no load_state_dict; pass the same kind of "
+                "loader, or go on from a checkpoint that was made with this kind"
+            )
+        if passes and not passes[-1].is_complete:
+            self._check_length(state["num_batches"], passes[-1].given)
+        if passes and state["persistent"] != has_persistent_workers(self._loader):
+            was, now = ("with", "without") if state["persistent"] else ("without", "with")
+            raise DataLoaderError(
+                f"the checkpoint was made {was} persistent workers, and {self._name} is {now}: "
+                "its batches would come in another order; pass persistent_workers="
+                f"{state['persistent']}"
+            )
+        self._passes, self._loaded = passes, state
+        restore_generators(self._loader, state["generators"])
+        restore_order(self._loader, state.get("order"))
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        if not has_persistent_workers(self._loader):
+            self._passes.clear()
+        start = _Pass(epoch=epoch, rng=rng_state(), generators=generator_states(self._loader))
+        self._passes.append(start)
+        announce_epoch(self._loader, epoch)
+        return begin(self._loader)
+
+    def _take_up(self, epoch: int) -> Iterator[Any] | None:
+        """The pass of an epoch where it was left, if it was left in the middle."""
+        assert self._loaded is not None
+        last = self._passes[-1] if self._passes else None
+        is_in_the_middle = last is not None and not last.is_complete and last.epoch == epoch
+        here = rng_state()
+        iterator = None
+        try:
+            if self._loaded["loader"] is not None:
+                assert last is not None
+                iterator = self._load_position(last, is_in_the_middle=is_in_the_middle)
+            elif has_persistent_workers(self._loader):
+                forget_workers(self._loader)
+                self._warn_of_repetition(is_in_the_middle=is_in_the_middle)
+                for number, each in enumerate(self._passes, start=1):
+                    iterator = self._repeat(each, number)
+            elif is_in_the_middle:
+                assert last is not None
+                self._check_repeatable(last.given)
+                iterator = self._repeat(last, 1)
+        finally:
+            restore_generators(self._loader, self._loaded["generators"])
+            restore_rng_state(here)
+        return iterator if is_in_the_middle else None
+
+    def _load_position(self, last: _Pass, *, is_in_the_middle: bool) -> Iterator[Any] | None:
+        """Hand a loader its own state; a new pass is left to begin by itself if it can."""
+        assert self._loaded is not None
+        own = self._loaded["loader"]
+        self._loader.load_state_dict(own)
+        # torchdata's begins twice after the state of a pass that has ended, and would draw twice.
+        has_ended = isinstance(own, Mapping) and own.get("_iterator_finished", False)
+        if not is_in_the_middle and last.is_complete and not has_ended:
+            return None
+        restore_rng_state(last.rng)
+        announce_epoch(self._loader, last.epoch)
+        iterator = begin(self._loader)
+        if not is_in_the_middle and not last.is_complete:
+            for batch in rest(iterator):  # its end has not been seen
+                del batch
+        return iterator
+
+    def _repeat(self, start: _Pass, number: int) -> Iterator[Any]:
+        """Begin a pass once more and throw away the batches that it gave."""
+        logger.info(
+            "%s: making the %d batches of pass %d of %d again that were trained on",
+            self._name,
+            start.given,
+            number,
+            len(self._passes),
+        )
+        restore_rng_state(start.rng)
+        restore_generators(self._loader, start.generators)
+        announce_epoch(self._loader, start.epoch)
+        iterator = begin(self._loader)
+        batches = rest(iterator)
+        for given in range(start.given):
+            if next(batches, _END) is _END:
+                raise DataLoaderError(
+                    f"{self._name} ended after {given} batches, and {start.given} of this pass "
+                    "were trained on when the checkpoint was made; pass the same data, or go on "
+                    "from a checkpoint of the end of an epoch"
+                )
+        if start.is_complete:
+            next(batches, _END)
+        return iterator
+
+    def _warn_of_repetition(self, *, is_in_the_middle: bool) -> None:
+        earlier = len(self._passes) - is_in_the_middle
+        if earlier > 0:
+            logger.warning(
+                "%s: persistent workers go on with their random numbers from pass to pass, so the "
+                "earlier ones are made again (%d); a run with persistent_workers=False need not",
+                self._name,
+                earlier,
+            )
+
+    def _check_repeatable(self, given: int) -> None:
+        # Only an iterator is its own iterator; asking a loader for one may start workers.
+        if isinstance(self._loader, Iterator):
+            warn(
+                f"{self._name} is an iterator ({type(self._loader).__name__}), which cannot begin "
+                f"again: {given} batches are taken from it and thrown away, which is right only "
+                "if it is new and gives the same ones. Pass what can begin again, such as a "
+                "DataLoader, or give it state_dict and load_state_dict",
+                CheckpointWarning,
+            )
+
+    def _check_length(self, saved: int | None, given: int) -> None:
+        length = num_batches(self._loader)
+        if saved is None or length is None or saved == length:
+            return
+        numbers = (
+            f"{self._name} has {length} batches, and had {saved} when the checkpoint was made, "
+            f"after {given} of them"
+        )
+        if length < saved:
+            raise DataLoaderError(
+                f"{numbers}; pass the same data and batch size, or go on from a checkpoint of the "
+                "end of an epoch"
+            )
+        warn(
+            f"{numbers}: a shuffled order is another one now, so rows may come twice or not at "
+            "all in this epoch; pass the same data and batch size to avoid it",
+            CheckpointWarning,
+        )
+
+
+_END = object()
+
+
+def _keeps_state(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,0 +1,232 @@
+"""One batch after the other from a data loader, fetched on the host."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.errors import DataLoaderError
+from automicro.memory.budget import active_budget
+from automicro.migration import comes_from
+from automicro.units import Duration, Unit
+
+
+def check_loader(name: str, loader: object) -> None:
+    """Refuse what gives no batches.
+
+    Raises:
+        TypeError: it cannot be iterated over, or gives keys or loaders.
+
+    >>> check_loader("train_dataloader", [("a", "batch")])
+    """
+    if isinstance(loader, Mapping):
+        raise TypeError(
+            f"{name} is a {type(loader).__name__} with the keys {list(loader)}, and no loader; "
+            "pass the loader itself"
+        )
+    if (type(loader) is list or type(loader) is tuple) and any(map(_is_loader, loader)):
+        remedy = (
+            "name them in a mapping, such as {'seen': loader, 'new': another}"
+            if name.startswith(("eval_dataloader", "dataloader"))
+            else "pass one, whose data set may join several: torch.utils.data.ConcatDataset"
+        )
+        raise TypeError(
+            f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
+            f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
+        )
+    if loader is not None and not isinstance(loader, Iterable) and not _is_indexable(loader):
+        raise TypeError(
+            f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
+            "torch.utils.data.DataLoader, or any iterable of whole batches"
+        )
+
+
+def check_passes(loader: object, duration: Duration) -> None:
+    """Refuse an iterator where several passes are asked for.
+
+    Raises:
+        ValueError: it can be passed over only once.
+
+    >>> check_passes([1, 2], Duration.parse("2ep"))
+    """
+    if isinstance(loader, Iterator) and duration.unit is Unit.EPOCHS and duration.value > 1:
+        raise ValueError(
+            f"train_dataloader is an iterator ({type(loader).__name__}), which can be passed over "
+            f"only once, and max_duration='{duration}' needs {duration.value} passes; pass "
+            "something that starts again for each epoch, such as a DataLoader or a list, or a "
+            "duration in batches"
+        )
+
+
+def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any]:
+    """Yield the batches of one pass.
+
+    What a loader allocates lies on the host: under a simulated memory limit it is not counted.
+
+    Persistent workers draw a seed when they start and not with every pass, so that a run that is
+    taken up would draw one more than the undisturbed one: random numbers are put back after it.
+
+    Args:
+        loader: gives batches.
+        name: of its argument, for errors.
+        may_be_empty: whether other ranks may have batches where this one has none.
+
+    Raises:
+        DataLoaderError: there is not one batch.
+
+    >>> list(fetch([1, 2], "train_dataloader"))
+    [1, 2]
+    """
+    here = rng_state() if has_persistent_workers(loader) else None
+    iterator = begin(loader)
+    if here is not None:
+        restore_rng_state(here)
+    is_empty = True
+    for batch in rest(iterator):
+        is_empty = False
+        yield batch
+        # Held by nobody while the next one is made: two batches at a time would lie on the host.
+        del batch
+    if is_empty and not may_be_empty:
+        raise empty(loader, name)
+
+
+def begin(loader: Any) -> Iterator[Any]:
+    """Begin a pass. What that allocates lies on the host.
+
+    >>> list(begin([1, 2]))
+    [1, 2]
+    """
+    with _on_host():
+        return iter(loader)
+
+
+def rest(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield what is left of a pass, each batch made on the host.
+
+    >>> list(rest(iter([1, 2])))
+    [1, 2]
+    """
+    while True:
+        with _on_host():
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+        yield batch
+        del batch
+
+
+def empty(loader: object, name: str) -> DataLoaderError:
+    """The error that a pass gave no batch, with what may be the reason.
+
+    Args:
+        loader: that gave none.
+        name: of the loader's argument.
+    """
+    return DataLoaderError(_why_empty(loader, name))
+
+
+def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield so many batches at a time; the last group of a pass may have fewer.
+
+    The list is emptied before the next batch is fetched, so that whoever still holds it does not
+    keep more batches on the host than one group.
+
+    >>> [list(group) for group in grouped([1, 2, 3], 2)]
+    [[1, 2], [3]]
+    """
+    group: list[Any] = []
+    for batch in batches:
+        group.append(batch)
+        del batch
+        if len(group) == size:
+            yield group
+            group.clear()
+    if group:
+        yield group
+
+
+def num_batches(loader: object) -> int | None:
+    """How many batches a pass has, where the loader knows.
+
+    >>> num_batches([1, 2]), num_batches(iter([1, 2])) is None
+    (2, True)
+    """
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a loader over an endless dataset has a broken one
+        return None
+
+
+def has_persistent_workers(loader: object) -> bool:
+    """Whether the workers of a loader live on from pass to pass.
+
+    >>> has_persistent_workers([1, 2])
+    False
+    """
+    return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
+
+
+def announce_epoch(loader: object, epoch: int) -> None:
+    """Tell whatever shuffles by epoch which one begins, counted from 0.
+
+    That may be the loader itself, its dataset, or its samplers.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    told: list[object] = []
+    for each in (
+        loader,
+        getattr(loader, "dataset", None),
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ):
+        set_epoch = getattr(each, "set_epoch", None)
+        if callable(set_epoch) and not any(each is one for one in told):
+            set_epoch(epoch)
+            told.append(each)
+
+
+def _is_loader(value: object) -> bool:
+    """Whether it gives batches, where a batch was expected."""
+    others = ("automicro.Evaluator", "composer.Evaluator", "composer.DataSpec")
+    return isinstance(value, DataLoader | Iterator) or comes_from(value, *others)
+
+
+def _on_host() -> contextlib.AbstractContextManager[None]:
+    budget = active_budget()
+    return contextlib.nullcontext() if budget is None else budget.host()
+
+
+def _why_empty(loader: object, name: str) -> str:
+    if isinstance(loader, Iterator):
+        return (
+            f"{name} gave no batch: it is an iterator ({type(loader).__name__}) and used up, "
+            "because an iterator can be passed over only once; pass something that starts again "
+            "for each epoch, such as a DataLoader or a list"
+        )
+    dataset = getattr(loader, "dataset", None)
+    rows = num_batches(dataset) if dataset is not None else None
+    batch_size = getattr(loader, "batch_size", None)
+    world_size: int = getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
+    most = batch_size * world_size if batch_size else 0
+    if rows and rows < most and getattr(loader, "drop_last", False):
+        of_all = f" on {world_size} ranks" if world_size > 1 else ""
+        return (
+            f"{name} gave no batch: its dataset has {rows} rows, fewer than batch_size="
+            f"{batch_size}{of_all}, and drop_last=True drops them; use drop_last=False or a "
+            "smaller batch"
+        )
+    if rows == 0:
+        return f"{name} gave no batch: its dataset is empty; check the path and the filters"
+    return (
+        f"{name} ({type(loader).__name__}) gave no batch; check its dataset and its sampler: it "
+        "must give at least one batch in every pass"
+    )
+
+
+def _is_indexable(loader: object) -> bool:
+    return hasattr(type(loader), "__getitem__") and not isinstance(loader, type)

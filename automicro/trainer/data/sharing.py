@@ -1,0 +1,379 @@
+"""Data loaders shared among ranks.
+
+Samplers that share the rows of a pass among ranks: each row exactly once, none made up.
+"""
+
+import contextlib
+import copy
+import itertools
+import random
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.errors import warn
+from automicro.torch_private import forget_workers
+from automicro.trainer.data.generators import find_generators, generator_states, restore_generators
+from automicro.trainer.data.loading import num_batches
+from automicro.trainer.processes import Place
+from automicro.values import as_text
+
+Indices = Iterable[Any]
+
+
+def share_of(rows: int, place: int, places: int) -> slice:
+    """The part of so many rows that one of several ranks takes: even, the larger parts first.
+
+    >>> [share_of(8, rank, 3) for rank in range(3)]
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
+    """
+    each, more = divmod(rows, places)
+    start = place * each + min(place, more)
+    return slice(start, start + each + (place < more))
+
+
+def num_sharing(rows: int, places: int, batch_size: int) -> int:
+    """How many of several ranks take a part of so many rows.
+
+    All, unless one of them would get a single row where another has more: BatchNorm cannot train on
+    that, and the whole batch would fail. The ranks without rows run fillers.
+
+    Args:
+        rows: of all ranks.
+        places: how many ranks there are.
+        batch_size: rows of each in a full batch; of one, no rank has more.
+
+    >>> [num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
+    [1, 1, 1, 2, 4, 4]
+    """
+    if batch_size == 1 or rows >= 2 * places:
+        return places
+    return max(1, rows // 2)
+
+
+class _OneOrder(Sampler[Any]):
+    """An order that is the same on all ranks, whatever each has drawn before; each has a part.
+
+    Args:
+        sampler: draws indices, or lists of them.
+        rank: this one.
+        world_size: how many ranks there are.
+        seed: of the order, the same on all ranks. A generator of the sampler's own counts instead,
+            and stands at the same place on all ranks.
+
+    Attributes:
+        sampler: as given.
+        rank: as given.
+        world_size: as given.
+        seed: as given; another may be put in its place.
+        checksum: of the order that was drawn last; None before the first.
+    """
+
+    per_batch: int
+    """How many entries of the order make a batch of all ranks."""
+
+    def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
+        self.sampler = sampler  # where generators are looked for, and told the epoch
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.checksum: int | None = None
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch the next time."""
+        self._epoch = epoch
+
+    def order(self) -> list[Any]:
+        """All entries of the pass."""
+        here = rng_state()
+        seed = self.seed + self._epoch
+        try:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            order = list(self.sampler)
+        finally:
+            restore_rng_state(here)
+        self.checksum = _checksum(order)
+        return order
+
+
+class SharedBatchSampler(_OneOrder):
+    """Cuts the order of a sampler into whole batches, of which each rank takes its even part.
+
+    A batch over all ranks holds the very rows that a single process with the same order and a
+    batch size times the world size would train on, at any number of ranks. Only the last batch of
+    a pass has fewer; where it has fewer than two for each rank, some have one batch less.
+
+    Args:
+        sampler: gives the order of all rows.
+        batch_size: of one rank.
+        drop_last: whether to leave out a last batch that is not full, over all ranks.
+        rank: this one.
+        world_size: how many ranks there are.
+        seed: of the order, the same on all ranks.
+
+    Example:
+        >>> parts = [
+        ...     SharedBatchSampler(range(9), 2, drop_last=False, rank=rank, world_size=2, seed=0)
+        ...     for rank in range(2)
+        ... ]
+        >>> [list(part) for part in parts]
+        [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+    """
+
+    def __init__(
+        self,
+        sampler: Indices,
+        batch_size: int,
+        *,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        seed: int,
+    ) -> None:
+        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.per_batch = batch_size * world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order()
+        for start in range(0, len(order), self.per_batch):
+            batch = order[start : start + self.per_batch]
+            if self.drop_last and len(batch) < self.per_batch:
+                return
+            part = batch[self._share(len(batch))]
+            if part:
+                yield part
+
+    def __len__(self) -> int:
+        rows: int = len(self.sampler)  # type: ignore[arg-type]
+        full, rest = divmod(rows, self.per_batch)
+        last = self._share(rest)
+        return full + (last.stop > last.start and not self.drop_last)
+
+    def _share(self, rows: int) -> slice:
+        places = num_sharing(rows, self.world_size, self.batch_size)
+        return share_of(rows, self.rank, places) if self.rank < places else slice(0, 0)
+
+
+class SharedSampler(_OneOrder):
+    """Gives each rank every so-manieth entry of a sampler: of a batch sampler, whole batches.
+
+    Args:
+        sampler: gives indices, or lists of them.
+        rank: this one.
+        world_size: how many ranks there are.
+        seed: of the order, the same on all ranks.
+
+    Example:
+        >>> list(SharedSampler([[0, 1], [2], [3, 4]], rank=0, world_size=2, seed=0))
+        [[0, 1], [3, 4]]
+    """
+
+    def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
+        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
+        self.per_batch = world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.order(), self.rank, None, self.world_size)
+
+    def __len__(self) -> int:
+        entries: int = len(self.sampler)  # type: ignore[arg-type]
+        return len(range(self.rank, entries, self.world_size))
+
+
+Shared: TypeAlias = SharedBatchSampler | SharedSampler
+
+
+def shared_sampler(loader: object) -> Shared | None:
+    """What shares the rows of a loader among ranks; None where it is none of ours.
+
+    Args:
+        loader: anything that gives batches.
+
+    >>> shared_sampler([1, 2]) is None
+    True
+    """
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(loader, name, None)
+        if isinstance(sampler, Shared):
+            return sampler
+    return None
+
+
+def _checksum(order: list[Any]) -> int:
+    with contextlib.suppress(TypeError, OverflowError):
+        return zlib.crc32(array("q", order))
+    with contextlib.suppress(TypeError, OverflowError):  # lists of indices
+        lengths = zlib.crc32(array("q", map(len, order)))
+        return zlib.crc32(array("q", itertools.chain.from_iterable(order)), lengths)
+    return zlib.crc32(as_text(order).encode())  # names of rows, say
+
+
+ITSELF = "is_sharded"
+"""What a loader or a data set has, and is true, where each rank gets rows of its own from it."""
+
+
+class SharedAlready:
+    """Takes loaders as they are: in a process that is alone."""
+
+    def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
+        """The loader.
+
+        >>> SharedAlready().share([1, 2], "train_dataloader")
+        [1, 2]
+        """
+        return loader
+
+
+class LoaderSharing:
+    """Gives each rank its part of loaders.
+
+    Args:
+        place: of this process.
+        seed: of the order of rows, the same on all ranks.
+        device: where ranks can exchange tensors.
+        has_parted_layers: whether some ranks hold parts of one layer, and so need the same rows.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
+        >>> second = Place(rank=1, world_size=2)
+        >>> sharing = LoaderSharing(second, seed=0, device=torch.device("cpu"))
+        >>> [rows.tolist() for (rows,) in sharing.share(loader, "train_dataloader")]
+        [[2, 3]]
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        seed: int,
+        device: torch.device,
+        has_parted_layers: bool = False,
+    ) -> None:
+        self._place = place
+        self._seed = seed
+        self._device = device
+        self._has_parted_layers = has_parted_layers
+
+    def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
+        """This rank's part of a loader: the loader itself, where it is shared already.
+
+        A ``DataLoader`` over a data set with a length gets a sampler that shares the rows out; all
+        else about it stays. All ranks call it.
+
+        Args:
+            loader: gives batches.
+            name: of its argument, for errors.
+            is_evaluated: whether metrics count its rows, so that none may come twice.
+
+        Raises:
+            ValueError: data of which every rank would get all, or some twice in an evaluation.
+
+        Warns:
+            UserWarning: rows that come twice in an epoch.
+        """
+        place = self._place
+        dataset = getattr(loader, "dataset", None)
+        if getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False):
+            return loader
+        if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+            if place.world_size > 1:
+                raise ValueError(_not_shared(loader, name, place))
+            return loader
+        batch_sampler = loader.batch_sampler
+        for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                _check_padding(sampler, name, is_evaluated=is_evaluated)
+                return loader
+        if self._has_parted_layers:
+            raise ValueError(
+                f"the model has layers that are parted among ranks (tensor parallelism), and "
+                f"nothing says which ranks need the same rows of {name}; give it a "
+                "DistributedSampler with the rank and the number of the data-parallel groups, or "
+                f"set {ITSELF} = True on it"
+            )
+        order = loader.sampler if batch_sampler is None else batch_sampler
+        if place.world_size > 1 and num_batches(order) is None:
+            raise ValueError(
+                f"the sampler of {name} ({type(order).__name__}) has no length, so its rows "
+                f"cannot be shared among {place.world_size} ranks; give it __len__, or let it "
+                f"give each rank rows of its own and set {ITSELF} = True on the loader"
+            )
+        self._put_generators_together(loader)
+        return self._with_own_sampler(loader)
+
+    def _with_own_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        rank, world_size, seed = self._place.rank, self._place.world_size, self._seed
+        # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
+        # subclass may take other arguments.
+        shared = copy.copy(loader)
+        forget_workers(shared)
+        batch_sampler = loader.batch_sampler
+        if batch_sampler is None:
+            vars(shared)["sampler"] = SharedSampler(
+                loader.sampler, rank=rank, world_size=world_size, seed=seed
+            )
+        elif type(batch_sampler) is BatchSampler:
+            vars(shared)["batch_sampler"] = SharedBatchSampler(
+                batch_sampler.sampler,
+                batch_sampler.batch_size,
+                drop_last=batch_sampler.drop_last,
+                rank=rank,
+                world_size=world_size,
+                seed=seed,
+            )
+        else:
+            vars(shared)["batch_sampler"] = SharedSampler(
+                batch_sampler, rank=rank, world_size=world_size, seed=seed
+            )
+        return shared
+
+    def _put_generators_together(self, loader: DataLoader[Any]) -> None:
+        """Let the generators of samplers stand where rank 0's do, so that all draw one order."""
+        if self._place.world_size == 1 or not dist.is_initialized():
+            return
+        mine = [generator_states(loader) if find_generators(loader) else None]
+        dist.broadcast_object_list(mine, 0, device=self._device)
+        if mine[0] is not None:
+            restore_generators(loader, mine[0])
+
+
+def _not_shared(loader: object, name: str, place: Place) -> str:
+    dataset = getattr(loader, "dataset", None)
+    what = "an iterable data set" if isinstance(dataset, IterableDataset) else "no DataLoader"
+    owner = type(loader if dataset is None else dataset).__name__
+    return (
+        f"{name} is {what} ({owner}), and each of {place.world_size} ranks would get all of its "
+        "rows; pass a DataLoader over a data set with a length, whose rows are shared out, or "
+        "let it give each rank rows of its own (by torch.distributed.get_rank()) and say so by "
+        f"setting {ITSELF} = True on the loader or the data set"
+    )
+
+
+def _check_padding(sampler: DistributedSampler[Any], name: str, *, is_evaluated: bool) -> None:
+    rows: int = len(sampler.dataset)  # type: ignore[arg-type]
+    more = sampler.total_size - rows
+    if more == 0:
+        return
+    twice = f"{more} of its {rows} rows come twice" if more > 0 else f"it leaves out {-more} rows"
+    text = (
+        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, with which {twice} "
+        "in every pass"
+    )
+    remedy = "leave it out: the Trainer shares the rows out, each exactly once"
+    if is_evaluated:
+        raise ValueError(f"{text}, so losses and metrics would be wrong; {remedy}")
+    warn(f"{text}; {remedy}", UserWarning)

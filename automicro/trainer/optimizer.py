@@ -1,0 +1,530 @@
+"""Optimizers, parameter groups and schedulers: given, or built with the model on its device.
+
+Parameter groups: which options of the optimizer hold for which parameters, by their names.
+
+Optimizers and schedulers: given, or built once the model is on its device.
+
+Schedules whose numbers count epochs, where they are stepped after every batch.
+"""
+
+import difflib
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from automicro.errors import SchedulerWarning, warn
+from automicro.migration import comes_from
+from automicro.options import check_modules, check_optimizer, innermost_optimizer, read_flag
+from automicro.trainer.resume.fits import INNER
+from automicro.trainer.surroundings import to_channels_last
+from automicro.units import Duration, Unit
+
+ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
+
+FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
+
+
+def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
+    """Sort a model's parameters into groups, in the form that optimizers of torch take.
+
+    Each parameter is in one group: the first that names it. Those that none names make a group of
+    their own, without options, in front of the others. A parameter that a model has under several
+    names (tied weights) goes by any of them.
+
+    Args:
+        model: whose parameters.
+        groups: mappings from ``"params"`` to a name or a list of names, in which ``*``, ``?`` and
+            ``[…]`` match as in `fnmatch.fnmatchcase`, and from options of the optimizer to their
+            values for these parameters.
+
+    Raises:
+        TypeError: groups that are not such mappings.
+        ValueError: a name that no parameter has, or a group whose parameters are all in earlier
+            ones.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> rest, undecayed = group_parameters(model, [{"params": "1.*", "weight_decay": 0.0}])
+    >>> len(rest["params"]), len(undecayed["params"]), undecayed["weight_decay"]
+    (2, 2, 0.0)
+    """
+    patterns = _read_patterns(groups)
+    named = list(model.named_parameters(remove_duplicate=False))
+    left = {id(parameter): parameter for _, parameter in named}
+    grouped = []
+    for index, group in enumerate(groups):
+        found: dict[int, nn.Parameter] = {}
+        for pattern in patterns[index]:
+            matching = [each for each in named if fnmatch.fnmatchcase(each[0], pattern)]
+            if not matching:
+                raise ValueError(_nothing_named(index, pattern, [name for name, _ in named]))
+            found.update({id(parameter): parameter for _, parameter in matching})
+        if not found.keys() & left.keys():
+            raise ValueError(
+                f"parameter_groups[{index}]: all that {patterns[index]} match is in earlier "
+                "groups, and the first that matches counts: put this group further up, or leave "
+                "it out"
+            )
+        members = [left.pop(key) for key in list(left) if key in found]
+        options = {name: value for name, value in group.items() if name != "params"}
+        grouped.append({"params": members, **options})
+    rest = [{"params": list(left.values())}] if left else []
+    return [*rest, *grouped]
+
+
+def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
+    """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
+
+    Args:
+        optimizer: made of groups with these options.
+        groups: as for `group_parameters`.
+
+    Raises:
+        ValueError: an option that the optimizer does not have.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 2)
+    >>> groups = [{"params": "bias", "weight_decay": 0.0}]
+    >>> check_group_options(torch.optim.AdamW(group_parameters(model, groups)), groups)
+    """
+    known = [name for name in optimizer.defaults if name != "params"]
+    for index, group in enumerate(groups):
+        for name in group:
+            if name != "params" and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(
+                    f"parameter_groups[{index}] has the option {name!r}{hint}, which "
+                    f"{type(optimizer).__name__} does not know and would ignore: use options of "
+                    f"{', '.join(known)}"
+                )
+
+
+def _read_patterns(groups: object) -> list[list[str]]:
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise TypeError(f"parameter_groups is of type {type(groups).__name__}, not a list: {FORM}")
+    return [_read_group(f"parameter_groups[{i}]", group) for i, group in enumerate(groups)]
+
+
+def _read_group(where: str, group: object) -> list[str]:
+    if not isinstance(group, Mapping):
+        raise TypeError(f"{where} is of type {type(group).__name__}, not a mapping: {FORM}")
+    if "params" not in group:
+        near = difflib.get_close_matches("params", map(str, group), n=1)
+        instead = f" and has {near[0]!r}" if near else ""
+        raise ValueError(
+            f"{where} lacks 'params'{instead}, so nothing says whose options these are: {FORM}"
+        )
+    for name, value in group.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{where} has the option {name!r}, which is not text: {FORM}")
+        if name != "params" and isinstance(value, nn.Module | Tensor):
+            raise TypeError(
+                f"{where}: the option {name!r} is a {type(value).__name__}, not a plain value, and "
+                f"parameters are named under 'params': {FORM}"
+            )
+    params = group["params"]
+    patterns = [params] if isinstance(params, str) else params
+    if isinstance(patterns, Tensor | nn.Module) or not isinstance(patterns, Iterable):
+        patterns = [patterns]
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"{where}: 'params' holds a value of type {type(pattern).__name__}, and "
+                f"parameters are named: {FORM}, or give the Trainer an optimizer with groups of "
+                "its own"
+            )
+    if not patterns:
+        raise ValueError(f"{where} names no parameters: {FORM}, or leave the group out")
+    return patterns
+
+
+def _nothing_named(index: int, pattern: str, names: Sequence[str]) -> str:
+    start = f"parameter_groups[{index}]: {pattern!r} matches no parameter of the model"
+    if not names:
+        return f"{start}, which has none: leave parameter_groups out"
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+    if not near:  # the letters between a pattern's wildcards may be those of a part of a name
+        parts = {part: name for name in reversed(names) for part in name.split(".")}
+        letters = pattern.strip("*?.").rpartition(".")[2]
+        near = [parts[part] for part in difflib.get_close_matches(letters, parts, n=1)]
+    if near:
+        return f"{start} (did you mean {near[0]!r}?): correct it"
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{start}: use names such as {shown}, with * for any letters"
+
+
+OptimizerOrFactory: TypeAlias = Optimizer | Callable[[list[Any]], Optimizer]
+SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[[Optimizer], Any]
+
+
+def gather_modules(
+    model: nn.Module, modules: Iterable[nn.Module], loss_fn: object
+) -> list[nn.Module]:
+    """The model, then further modules, then the loss where it is a module that holds something.
+
+    >>> len(gather_modules(nn.Linear(2, 2), [], nn.CrossEntropyLoss(weight=torch.ones(2))))
+    2
+    """
+    gathered = [model, *check_modules(modules)]
+    if isinstance(loss_fn, nn.Module) and not any(loss_fn is each for each in gathered):
+        holds = next(itertools.chain(loss_fn.parameters(), loss_fn.buffers()), None)
+        gathered += [] if holds is None else [loss_fn]
+    return gathered
+
+
+def place_modules(
+    modules: Sequence[nn.Module], device: torch.device, *, channels_last: bool
+) -> None:
+    """Move a model and whatever takes part to a device, before an optimizer is built of it.
+
+    Args:
+        modules: the model, then further modules.
+        device: where to.
+        channels_last: whether weights of convolutions get the channels last in memory.
+
+    Raises:
+        ValueError: nothing in them has channels.
+
+    >>> place_modules([nn.Linear(2, 2)], torch.device("cpu"), channels_last=False)
+    """
+    for module in modules:
+        module.to(device)
+    if read_flag("channels_last", channels_last):
+        to_channels_last(*modules)
+
+
+def build_optimizer(
+    optimizer: OptimizerOrFactory | None,
+    model: nn.Module,
+    modules: list[nn.Module],
+    groups: ParameterGroups = (),
+    loss_fn: object = None,
+) -> Optimizer | None:
+    """The optimizer, built from the model's parameters where a callable was given.
+
+    Args:
+        optimizer: an optimizer, or what makes one of a list of parameters or parameter groups.
+        model: whose parameters they are.
+        modules: the model, then further modules that an optimizer may have parameters of.
+        groups: see `group_parameters`; none hands over a plain list of parameters.
+        loss_fn: may have parameters of its own, which an optimizer of the model leaves out.
+
+    Raises:
+        TypeError: neither an optimizer nor something that makes one.
+        ValueError: an optimizer of another model, or groups that do not fit.
+
+    Warns:
+        UserWarning: the loss has parameters that nobody trains.
+
+    >>> model = nn.Linear(2, 2)
+    >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
+    'AdamW'
+    """
+    if groups and (optimizer is None or isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            "parameter_groups sorts the parameters for an optimizer that is still to be built; "
+            "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer with "
+            "groups of its own"
+        )
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
+        made = optimizer(group_parameters(model, groups) if groups else list(model.parameters()))
+        if not isinstance(made, Optimizer):
+            raise TypeError(
+                f"optimizer={optimizer!r} made a {type(made).__name__} of the model's parameters, "
+                "not a torch.optim.Optimizer; return the optimizer"
+            )
+        optimizer = made
+        check_group_options(optimizer, groups)
+    innermost = check_optimizer(optimizer, modules)
+    if _only_hands_on(optimizer):
+        optimizer = innermost
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__} around a {type(innermost).__name__}, and "
+            "no torch.optim.Optimizer itself, which the Trainer steps and saves; pass the one "
+            "inside of it"
+        )
+    if optimizer is not None and isinstance(loss_fn, nn.Module):
+        _warn_of_untrained(loss_fn, optimizer)
+    return optimizer
+
+
+def _only_hands_on(optimizer: object) -> bool:
+    """Whether it is a wrapper for another trainer's loop, whose step adds nothing in this one."""
+    return comes_from(
+        optimizer,
+        "accelerate.AcceleratedOptimizer",
+        "lightning.LightningOptimizer",
+        "pytorch_lightning.LightningOptimizer",
+    )
+
+
+def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    left_out = [
+        name
+        for name, each in loss_fn.named_parameters()
+        if each.requires_grad and id(each) not in trained
+    ]
+    if left_out:
+        warn(
+            f"{type(loss_fn).__name__} has parameters that the optimizer does not have: "
+            f"{', '.join(left_out[:5])}{', …' * (len(left_out) > 5)}. To train them, build the "
+            "optimizer of [*model.parameters(), *loss_fn.parameters()] and pass it; else freeze "
+            "them with loss_fn.requires_grad_(False)",
+            UserWarning,
+        )
+
+
+def _make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
+    try:
+        return make(optimizer)
+    except AttributeError as error:
+        if error.obj is optimizer and error.name in ("timestamp", "max_duration"):
+            raise TypeError(
+                f"scheduler={make!r} reads {error.name!r}, as a function of Composer's state does, "
+                "and was given the optimizer; let it be a subclass of "
+                "composer.optim.ComposerScheduler, or write it as "
+                "lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_step)"
+            ) from error
+        raise
+
+
+def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
+    """The scheduler, built from the optimizer where a callable was given.
+
+    Raises:
+        TypeError: nothing that can be stepped after each batch.
+        ValueError: no optimizer to schedule, or the scheduler of another one.
+
+    >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    >>> build_scheduler(torch.optim.lr_scheduler.ConstantLR, optimizer).get_last_lr()
+    [0.000333...]
+    """
+    if scheduler is None:
+        return None
+    if optimizer is None:
+        raise ValueError("a scheduler was given and no optimizer to schedule; pass optimizer=…")
+    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, type):
+        if not callable(scheduler):
+            raise TypeError(
+                f"scheduler is a {type(scheduler).__name__}; pass an instance such as "
+                "torch.optim.lr_scheduler.StepLR(optimizer, 30), or a callable that makes one of "
+                "the optimizer"
+            )
+        scheduler = _make_scheduler(scheduler, optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "
+            "optimizer step without one; use a schedule over steps, such as CosineAnnealingLR"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"the callable given as scheduler made a {type(scheduler).__name__}, which has no "
+            "step method; return a scheduler of torch.optim.lr_scheduler"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        scheduled = getattr(scheduler, "optimizer", optimizer)
+    else:  # accelerate's wrapper holds the scheduler, and several optimizers
+        scheduled = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", optimizer)
+    if innermost_optimizer(scheduled) is not innermost_optimizer(optimizer):
+        raise ValueError(
+            "the scheduler belongs to another optimizer; build it from the one given as "
+            "optimizer=…, or pass a callable that takes the optimizer"
+        )
+    return scheduler
+
+
+# If no more than this is left of a learning rate, its schedule was made for fewer steps.
+_LEFT_AFTER_AN_EPOCH = 1e-3
+_LEFT_AT_THE_END = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How many optimizer steps a run takes.
+
+    Attributes:
+        per_epoch: of a pass over the data.
+        epochs: of the run; None where its duration counts something else.
+        total: of the run; None where nobody knows.
+    """
+
+    per_epoch: int
+    epochs: int | None = None
+    total: int | None = None
+
+    @classmethod
+    def of(cls, per_epoch: int, duration: Duration) -> "Pace":
+        """That of a run of so many steps in an epoch.
+
+        >>> Pace.of(8, Duration.parse("3ep"))
+        Pace(per_epoch=8, epochs=3, total=24)
+        """
+        if duration.unit is Unit.EPOCHS:
+            epochs = duration.value
+            return cls(per_epoch=per_epoch, epochs=epochs, total=per_epoch * epochs)
+        return cls(
+            per_epoch=per_epoch, total=duration.value if duration.unit is Unit.BATCHES else None
+        )
+
+    @property
+    def first(self) -> int:
+        """Steps of the first epoch, which may not be complete."""
+        return self.per_epoch if self.total is None else min(self.per_epoch, self.total)
+
+    def is_cycle(self, steps: int) -> bool:
+        """Whether so many steps come several times where they can hardly be meant to."""
+        fits_epochs = self.epochs is not None and self.epochs > 1 and steps <= self.epochs
+        return 2 * steps <= (self.first if not fits_epochs else self.total or self.first)
+
+
+def warn_of_haste(scheduler: object, pace: Pace) -> None:
+    """Warn of a schedule that counts epochs, where it is stepped after every batch.
+
+    Args:
+        scheduler: that is stepped once per optimizer step.
+        pace: of the run.
+
+    Warns:
+        SchedulerWarning: with what becomes of the learning rate.
+    """
+    found = describe_haste(scheduler, pace)
+    if found is not None:
+        warn(
+            f"the scheduler is stepped after every batch, and {found}. If it counts epochs, pass "
+            "scheduler_interval='epoch'; if it counts batches, give it numbers for "
+            f"{pace.per_epoch} of them in an epoch",
+            SchedulerWarning,
+        )
+
+
+def describe_haste(scheduler: object, pace: Pace) -> str | None:
+    """What becomes of the learning rate of a schedule that surely counts epochs; else None.
+
+    Only schedules of torch are looked at, and only for what makes no sense in optimizer steps:
+    rates that all but vanish, or that go down and up again within an epoch. Warm-ups, functions
+    of the caller's and schedules over the whole run are left alone.
+
+    Args:
+        scheduler: that is stepped once per optimizer step.
+        pace: of the run.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    >>> describe_haste(torch.optim.lr_scheduler.StepLR(optimizer, 1), Pace(per_epoch=8))
+    'with StepLR(step_size=1, gamma=0.1) the learning rate falls from 0.1 to 1e-09 in 8 batches'
+    """
+    if pace.per_epoch < 2:
+        return None  # epochs are batches
+    for each in _parts(scheduler):
+        look = _LOOKS.get(type(each).__name__)
+        if look is not None and type(each).__module__ == "torch.optim.lr_scheduler":
+            options, told = look(each, pace)
+            if told is not None:
+                return f"with {type(each).__name__}({options}) the learning rate {told}"
+    return None
+
+
+def _parts(scheduler: object) -> Iterator[Any]:
+    inner = vars(scheduler).get(INNER) if hasattr(scheduler, "__dict__") else None
+    if not inner:
+        yield scheduler
+        return
+    for each in inner:
+        yield from _parts(each)
+
+
+Told = tuple[str, str | None]
+
+
+def _look_at_steps(scheduler: Any, pace: Pace) -> Told:
+    size, gamma = scheduler.step_size, scheduler.gamma
+    options = f"step_size={size}, gamma={gamma:g}"
+    return options, _falling(scheduler, pace, lambda step: gamma ** (step // size))
+
+
+def _look_at_milestones(scheduler: Any, pace: Pace) -> Told:
+    milestones, gamma = sorted(scheduler.milestones.elements()), scheduler.gamma
+    options = f"milestones={milestones}, gamma={gamma:g}"
+
+    def factor(step: int) -> float:
+        return float(gamma ** sum(each <= step for each in milestones))
+
+    last = milestones[-1] if milestones else 0
+    if gamma < 1 and len(milestones) > 1 and last < pace.first and pace.is_cycle(last):
+        told = f"is lowered for the last time after {last} of the {pace.per_epoch} batches of"
+        return options, f"{told} the first epoch"
+    return options, _falling(scheduler, pace, factor)
+
+
+def _look_at_exponent(scheduler: Any, pace: Pace) -> Told:
+    gamma = scheduler.gamma
+    return f"gamma={gamma:g}", _falling(scheduler, pace, lambda step: float(gamma**step))
+
+
+def _look_at_cosine(scheduler: Any, pace: Pace) -> Told:
+    steps = scheduler.T_max
+    told = f"is at its lowest after {steps} batches and rises again, over and over"
+    return f"T_max={steps}", told if pace.is_cycle(steps) else None
+
+
+def _look_at_restarts(scheduler: Any, pace: Pace) -> Told:
+    steps = scheduler.T_0
+    is_meant = not (pace.is_cycle(steps) and 2 * steps <= pace.first) or scheduler.T_mult > 1
+    told = f"starts over every {steps} of the {pace.per_epoch} batches of an epoch"
+    return f"T_0={steps}", None if is_meant else told
+
+
+def _look_at_line(scheduler: Any, pace: Pace) -> Told:
+    start, end, steps = scheduler.start_factor, scheduler.end_factor, scheduler.total_iters
+    options = f"start_factor={start:g}, end_factor={end:g}, total_iters={steps}"
+    return options, _ending(scheduler, pace, steps, end) if end < start else None
+
+
+def _look_at_power(scheduler: Any, pace: Pace) -> Told:
+    return f"total_iters={scheduler.total_iters}", _ending(
+        scheduler, pace, scheduler.total_iters, 0.0
+    )
+
+
+def _falling(scheduler: Any, pace: Pace, factor: Callable[[int], float]) -> str | None:
+    """Of rates that fall by a factor time and again."""
+    steps = pace.first
+    if factor(steps) > _LEFT_AFTER_AN_EPOCH:
+        is_meant_for_epochs = pace.epochs is not None and factor(pace.epochs) > _LEFT_AT_THE_END
+        steps = pace.total or pace.first
+        if not is_meant_for_epochs or factor(steps) > _LEFT_AT_THE_END:
+            return None
+    rate = _rate(scheduler)
+    return f"falls from {rate:g} to {rate * factor(steps):.1g} in {steps} batches"
+
+
+def _ending(scheduler: Any, pace: Pace, steps: int, end: float) -> str | None:
+    """Of rates that fall once and stay there."""
+    if not pace.is_cycle(steps):
+        return None
+    rate = _rate(scheduler)
+    return f"falls from {rate:g} to {rate * end:g} in {steps} batches, and stays there"
+
+
+def _rate(scheduler: Any) -> float:
+    return float(max(scheduler.base_lrs))
+
+
+_LOOKS: Mapping[str, Callable[[Any, Pace], Told]] = {
+    "StepLR": _look_at_steps,
+    "MultiStepLR": _look_at_milestones,
+    "ExponentialLR": _look_at_exponent,
+    "CosineAnnealingLR": _look_at_cosine,
+    "CosineAnnealingWarmRestarts": _look_at_restarts,
+    "LinearLR": _look_at_line,
+    "PolynomialLR": _look_at_power,
+}

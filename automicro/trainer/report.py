@@ -1,0 +1,194 @@
+"""What a run came to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from automicro.events.run import Cut, GlobalBatch, LoopState
+from automicro.showing import html_table
+from automicro.trainer.progress import describe_number
+from automicro.units import format_bytes
+
+TIME_IS_OVER = "max_time is over"
+"""The reason to stop of a run that is meant to go on later."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FitSummary:
+    """What `Trainer.fit` did. ``str()`` of it is a small table.
+
+    Attributes:
+        seconds: time spent, with evaluations and with waiting for data.
+        samples_per_second: rows trained on per second, evaluations left out.
+        tokens_per_second: the same of tokens; None where they cannot be counted.
+        peak_memory_bytes: the most that live tensors held on the device (of several, on that of
+            rank 0), since `fit` was called; None on a CPU without a memory limit, where nobody
+            counts.
+        epochs: complete epochs.
+        steps: optimizer steps, one per optimization batch that was not skipped.
+        skipped_steps: batches whose loss or gradients were not finite and were left out.
+        samples: rows trained on.
+        tokens: of these rows; None where they cannot be counted.
+        global_batch: rows of an optimization batch as measured: per device, devices, accumulation;
+            the largest, and the average.
+        train_ooms: attempts in training that ran out of memory and were rolled back.
+        eval_ooms: the same in evaluation.
+        microbatch_size: settled on, in rows: that of the last of the largest batches, and not of
+            one that was cut smaller to measure.
+        num_microbatches: how many of them made up that batch.
+        batch_size: rows of that batch, of several devices on that of rank 0.
+        eval_microbatch_size: settled on, in rows; None without an evaluation.
+        train_loss: of the last batch.
+        stop_reason: why training ended before ``max_duration``; None where it did not.
+        loss_average_is: how sure it is what the loss averages over; see `StepResult`.
+        train_metrics: by name, over the last complete epoch, or over what was trained of the first.
+        eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
+    """
+
+    seconds: float
+    samples_per_second: float
+    tokens_per_second: float | None = None
+    peak_memory_bytes: int | None
+    epochs: int
+    steps: int
+    skipped_steps: int = 0
+    samples: int
+    tokens: int | None = None
+    global_batch: GlobalBatch
+    train_ooms: int
+    eval_ooms: int
+    microbatch_size: int
+    num_microbatches: int
+    batch_size: int
+    eval_microbatch_size: int | None
+    train_loss: float
+    stop_reason: str | None = None
+    loss_average_is: str = "unchecked"
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
+    eval_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        ended = (
+            "" if self.stop_reason is None else f", stopped: {' '.join(self.stop_reason.split())}"
+        )
+        return (
+            f"FitSummary({self.steps:,} steps, {self.samples:,} samples, "
+            f"train_loss={describe_number(self.train_loss)}, {self.ooms} OOMs survived, "
+            f"microbatches {self.cut}{ended})"
+        )
+
+    @property
+    def ooms(self) -> int:
+        """Attempts that ran out of memory and were rolled back, in training and evaluation."""
+        return self.train_ooms + self.eval_ooms
+
+    @property
+    def cut(self) -> Cut:
+        """How the batches were cut in the end."""
+        return Cut(
+            num_rows=self.batch_size,
+            microbatch_size=self.microbatch_size,
+            num_microbatches=self.num_microbatches,
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        survived, final = self._memory_lines()
+        last = dict(line.split(": ", 1) for line in (survived, final))
+        return html_table("training", {**self._rows(), **last})
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        width = max(map(len, rows)) + 2
+        lines = [f"{name:<{width}}{value}" for name, value in rows.items()]
+        return "\n".join([*lines, *self._memory_lines()])
+
+    def _rows(self) -> dict[str, str]:
+        """What is reported, by name, without what there is nothing to report of."""
+        peak, devices = self.peak_memory_bytes, self.global_batch.num_devices
+        rows = {
+            "time": f"{self.seconds:.1f} s",
+            "samples per second": f"{self.samples_per_second:,.0f}",
+            "tokens per second": _count(self.tokens_per_second),
+            f"peak memory{'' if devices == 1 else ' (of rank 0)'}": "not measured"
+            if peak is None
+            else format_bytes(peak),
+            "epochs": f"{self.epochs:,}",
+            "optimizer steps": f"{self.steps:,}",
+            "stopped early": self.stop_reason or "",
+            "skipped steps (not finite)": _count(self.skipped_steps or None),
+            "samples": f"{self.samples:,}",
+            "tokens": _count(self.tokens),
+            "global batch": str(self.global_batch),
+            "train loss (last batch)": describe_number(self.train_loss),
+            "average of the loss": _SURE.get(self.loss_average_is, self.loss_average_is),
+            **{
+                f"train {name} ({'last' if self.epochs else 'part of an'} epoch)": describe_number(
+                    value
+                )
+                for name, value in self.train_metrics.items()
+            },
+            **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},
+        }
+        return {name: value for name, value in rows.items() if value}
+
+    def _memory_lines(self) -> tuple[str, str]:
+        share = "" if self.global_batch.num_devices == 1 else " on each device"
+        rows_word = "row" if self.microbatch_size == 1 else "rows"
+        final = f"{self.microbatch_size} {rows_word} ({self.cut}{share}) in train"
+        if self.eval_microbatch_size is not None:
+            final += f", {self.eval_microbatch_size} in eval"
+        return (
+            f"OOMs survived: {self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)",
+            f"final microbatch size: {final}",
+        )
+
+
+_SURE = {
+    "declared": "as declared",
+    "read": "read off the loss or the model",
+    "checked": "assumed to be over samples, checked on a few rows",
+    "unchecked": "assumed to be over samples, not checked",
+    "wrong": "wrong: see the warning",
+}
+
+
+def _count(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"
+
+
+def summarize(
+    state: LoopState,
+    *,
+    stop_reason: str | None,
+    peak_memory_bytes: int | None,
+    num_devices: int = 1,
+    loss_average_is: str = "unchecked",
+) -> FitSummary:
+    """Gather what the loop wrote down."""
+    cut = state.train.cut
+    assert cut is not None
+    assert state.loss is not None
+    seconds = max(state.train.seconds, 1e-9)
+    return FitSummary(
+        seconds=state.train.seconds + state.eval.seconds,
+        samples_per_second=state.samples / seconds,
+        tokens_per_second=None if state.tokens is None else state.tokens / seconds,
+        peak_memory_bytes=peak_memory_bytes,
+        epochs=state.epoch,
+        steps=state.batch - state.skipped,
+        skipped_steps=state.skipped,
+        samples=state.samples,
+        tokens=state.tokens,
+        global_batch=GlobalBatch.of(state, num_devices),
+        train_ooms=state.train.ooms,
+        eval_ooms=state.eval.ooms,
+        microbatch_size=cut.microbatch_size,
+        num_microbatches=cut.num_microbatches,
+        batch_size=cut.num_rows,
+        eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
+        train_loss=state.loss,
+        loss_average_is=loss_average_is,
+        stop_reason=stop_reason,
+        train_metrics=state.train.metrics,
+        eval_metrics=state.eval.metrics,
+    )

@@ -1,0 +1,215 @@
+"""When checkpoints are saved, and going on from one."""
+
+import difflib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from automicro.batch.device import on_host
+from automicro.checkpoints.peers import ALONE, Peers, from_first
+from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint, hint_at_composer
+from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
+from automicro.errors import CheckpointError, CheckpointWarning, RankError, warn
+from automicro.events.callback import Callbacks
+from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues, LoopState, Run
+from automicro.memory.oom import once_more
+from automicro.trainer.evaluation import Interval
+from automicro.trainer.progress import Progress
+from automicro.trainer.resume.fits import describe_change
+from automicro.trainer.resume.snapshot import Snapshot
+from automicro.units import Duration
+
+_NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
+
+def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
+    """The config, or None.
+
+    Raises:
+        TypeError: anything else.
+
+    >>> read_checkpoint(None) is None
+    True
+    """
+    if checkpoint is None or isinstance(checkpoint, CheckpointConfig):
+        return checkpoint
+    raise TypeError(
+        f"checkpoint is {checkpoint!r}; pass CheckpointConfig(folder=…), or None for no checkpoints"
+    )
+
+
+def check_best_metric(config: CheckpointConfig | None, expected: ExpectedValues) -> None:
+    """Refuse a metric to keep the best by that no evaluation in training gives.
+
+    Raises:
+        ValueError: names it, and those that there are.
+
+    >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
+    """
+    if config is None or not config.keep_best:
+        return
+    name = config.best_metric
+    if expected.gives(name) is False or not name.startswith(IN_EVALUATION):
+        there = [each for each in expected.names if each.startswith(IN_EVALUATION)]
+        near = difflib.get_close_matches(name, there, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"checkpoint.best_metric={name!r}{hint} is no value of an evaluation in training, and "
+            f"keep_best={config.keep_best} keeps by such: "
+            + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
+        )
+
+
+class Checkpointer:
+    """Saves a run at its interval and at its end, and takes it up again.
+
+    A save that fails (a full disk) is a warning, and the next one is tried: the older checkpoints
+    are as they were.
+
+    Args:
+        config: where, how often, and which stay.
+        snapshot: gathers and puts back the run.
+        callbacks: told of it.
+        run: what asks for a checkpoint, and has the metrics.
+        peers: all ranks, each of which has a checkpointer of its own and calls the same methods
+            at the same points.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        snapshot: Snapshot,
+        *,
+        callbacks: Callbacks,
+        run: Run,
+        peers: Peers = ALONE,
+    ) -> None:
+        self._config = config
+        self._snapshot = snapshot
+        self._callbacks = callbacks
+        self._run = run
+        self._interval = Interval(
+            None if config.interval is None else Duration.parse(config.interval)
+        )
+        self._store = CheckpointStore.of(config, peers=peers)
+        self._peers = peers
+        self._world_size = peers.world_size
+        self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
+
+    def saved_in(self, state: LoopState) -> Path | None:
+        """Where the state as it is was saved; None where that failed."""
+        is_saved = self._saved_at == (state.batch, state.epoch)
+        return self._store.folder if is_saved else None
+
+    def resume(self, state: LoopState, progress: Progress) -> dict[str, object] | None:
+        """Go on from a checkpoint, if the config says so and there is one; what was loaded.
+
+        Random numbers are left for the caller to put back, after whatever else draws some.
+
+        Raises:
+            CheckpointError: it is of another run, or all are damaged, or the one that was asked
+                for is not there.
+        """
+        if self._config.resume == "never":
+            return None
+        with on_host():
+            opened = self._open()
+        if opened is None:
+            return None
+        self._store.together(partial(self._snapshot.compare, opened))
+        saved = self._store.together(partial(self._snapshot.restore, opened))
+        self._interval.catch_up(state)
+        # One of another folder is saved here, too, even if there is nothing left to train.
+        if self._is_here(opened.path):
+            self._saved_at = (state.batch, state.epoch)
+        progress.line(f"resumed from {opened.path}, after batch {state.batch}")
+        if opened.world_size != self._world_size:
+            progress.line(describe_change(was=opened.world_size, now=self._world_size))
+        return saved
+
+    def _open(self) -> OpenedCheckpoint | None:
+        chosen = self._choose()
+        return None if chosen is None else self._store.open(chosen)
+
+    def _choose(self) -> FoundCheckpoint | Path | None:
+        """The newest of this run's own folder, else the one that was asked for.
+
+        A run that began with another's checkpoint, and was killed, goes on with its own. Only one
+        of its own folder that is asked for by its path is taken as asked.
+        """
+        if self._config.resume == "auto":
+            newest = self._store.newest()
+            hint = from_first(self._peers, lambda: hint_at_composer(self._store.folder))
+            if newest is None and hint is not None:  # and not begin anew without a word
+                raise CheckpointError(hint)
+            return newest
+        path = Path(self._config.resume)
+        return path if self._is_here(path) else self._store.newest() or path
+
+    def _is_here(self, path: Path) -> bool:
+        return path.resolve().parent == self._store.folder.resolve()
+
+    def save_if_due(
+        self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
+    ) -> None:
+        """Save if the interval or a callback asks for it."""
+        is_due = self._interval.is_due(state)
+        if self._run.take_checkpoint_request() or is_due:
+            self.save(state, progress, metrics=metrics)
+
+    def rehearse(self) -> None:
+        """Refuse now what no checkpoint can hold, before anything was trained.
+
+        Raises:
+            CheckpointError: something of the run has a state that cannot be saved.
+        """
+        with on_host():  # where random numbers lie
+            self._snapshot.rehearse()
+
+    def save(
+        self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
+    ) -> None:
+        """Save the run as it is, unless that was done.
+
+        Args:
+            state: where training stands.
+            progress: is told.
+            metrics: what was measured of these very weights, by name.
+        """
+        if self._saved_at == (state.batch, state.epoch):
+            return
+        snapshot = self._store.together(self._gather)
+        try:
+            with on_host():  # where copies of the background lie
+                path = self._write(snapshot, step=state.batch, metrics=metrics)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise  # a state that no checkpoint can hold will be one next time, too
+            warn(f"no checkpoint after batch {state.batch}: {error}", CheckpointWarning)
+            return
+        self._saved_at = (state.batch, state.epoch)
+        progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
+        self._callbacks.fire("checkpoint_end", self._run, path)
+
+    def _gather(self) -> dict[str, Any]:
+        self._callbacks.fire("checkpoint_start", self._run)
+        if self._world_size > 1:  # who would wait for it
+            return self._snapshot.gather()
+        return once_more(self._snapshot.gather, self._run.device, doing="gathering a checkpoint")
+
+    def _write(self, snapshot: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> Path:
+        own = self._snapshot.own(snapshot)
+        if self._config.asynchronous:
+            self._store.save_async(snapshot, step=step, metrics=metrics, own=own)
+            return self._store.folder
+        return self._store.save(snapshot, step=step, metrics=metrics, own=own)
+
+    def finish(self) -> None:
+        """Wait for what is written in the background; a failure is a warning."""
+        try:
+            self._store.wait()
+        except (CheckpointError, RankError) as error:
+            self._saved_at = None
+            warn(f"the last checkpoint was not written: {error}", CheckpointWarning)

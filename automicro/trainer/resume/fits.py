@@ -1,0 +1,524 @@
+"""Whether a checkpoint fits a run: what it was given, of how many ranks it is.
+
+What a run was given: the classes and the options of its optimizer and its scheduler.
+
+A checkpoint restores options with the state, so other ones given at a resume would be overridden
+without a word. They are compared as they were given, before schedules changed any.
+
+Whether a checkpoint is of this run: what is refused, and what is only said.
+
+All of it is decided from the structure of the checkpoint, before anything is overwritten.
+
+A checkpoint of so many ranks, and a run of another number of them.
+
+What is equal on all ranks is taken over, and what is sharded is read as it is sharded here. What
+each rank had of its own is not: random numbers are derived anew. At the end of an epoch the next
+pass over the data begins, and metrics count from zero. Within one, each of these parts is asked for
+a state in which every row of the epoch counts once.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from automicro.checkpoints.reading import OpenedCheckpoint
+from automicro.checkpoints.rng import derived_rng_state
+from automicro.errors import CheckpointError, CheckpointWarning, warn
+from automicro.events.run import LoopState
+from automicro.sharding import is_sharded
+from automicro.trainer.metrics import MetricSet
+from automicro.trainer.resume.model import MODEL_KEYS
+
+# Counters of a schedule, and what repeats the optimizer's own options.
+_NOT_GIVEN = ("last_epoch", "base_lrs")
+INNER = "_schedulers"
+"""What torch's schedules call those that they are made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOptions:
+    """Classes by what they are for, and options by their names.
+
+    Attributes:
+        classes: such as ``{"optimizer": "AdamW", "scheduler": "StepLR"}``; None for none.
+        options: plain values, such as ``{"lr": 0.01, "scheduler.step_size": 3}``.
+    """
+
+    classes: Mapping[str, str | None]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
+    ) -> "GivenOptions":
+        """Those of an optimizer and a scheduler that have not stepped yet.
+
+        Args:
+            optimizer: the one.
+            scheduler: the other; None for none.
+            interval: after what the scheduler is stepped.
+
+        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        >>> given = GivenOptions.of(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))
+        >>> dict(given.classes), given.options["lr"], given.options["scheduler.step_size"]
+        ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
+        """
+        stepped = "" if interval == "batch" else f", stepped after every {interval}"
+        return cls(
+            classes={
+                "optimizer": type(optimizer).__qualname__,
+                "scheduler": None if scheduler is None else _name_of(scheduler) + stepped,
+            },
+            options=dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a checkpoint keeps them."""
+        return {"classes": dict(self.classes), "options": dict(self.options)}
+
+    def differing(self, saved: Mapping[str, Any]) -> list[str]:
+        """The options that were others when a checkpoint was saved, in words.
+
+        Args:
+            saved: the options of the checkpoint. What only one of both has is left out: another
+                version of torch has more.
+        """
+        return [
+            f"{name}={saved[name]} (here {value})"
+            for name, value in self.options.items()
+            if name in saved and saved[name] != value
+        ]
+
+
+def _name_of(scheduler: object) -> str:
+    """With what it is made of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    inner = vars(scheduler).get(INNER, ()) if hasattr(scheduler, "__dict__") else ()
+    made_of = f"({', '.join(map(_name_of, inner))})" if inner else ""
+    return type(scheduler).__qualname__ + made_of
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    groups = optimizer.param_groups
+    for index, group in enumerate(groups):
+        of_group = f" of group {index}" if len(groups) > 1 else ""
+        # A scheduler has set the first rate by now, and keeps the one that was given.
+        rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+        for name, value in (group | rate).items():
+            if name not in ("params", "initial_lr"):
+                yield from _plain(f"{name}{of_group}", value)
+
+
+def _schedule_of(scheduler: object) -> Iterator[tuple[str, Any]]:
+    if callable(getattr(scheduler, "state_dict", None)):
+        yield from _nested("scheduler", scheduler.state_dict())  # type: ignore[attr-defined]
+
+
+def _nested(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            is_inner = str(key).startswith("_") and key != INNER
+            if not is_inner and key not in _NOT_GIVEN:
+                yield from _nested(place if key == INNER else f"{place}.{key}", each)
+    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+        for index, each in enumerate(value):
+            yield from _nested(f"{place}.{index}", each)
+    else:
+        yield from _plain(place, value)
+
+
+def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    numbers = (bool, int, float, str, type(None))
+    if isinstance(value, list | tuple):
+        if all(isinstance(each, numbers) for each in value):
+            yield name, list(value)
+    elif isinstance(value, numbers):
+        yield name, value
+
+
+KEYS = (
+    *MODEL_KEYS,
+    "optimizer",
+    "parts",
+    "callbacks",
+    "given",
+    "progress",
+    "stop_reason",
+    "rng",
+)
+
+_REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
+
+
+def refuse_another_version(saved: Mapping[str, Any], state: LoopState) -> None:
+    """Refuse a checkpoint with other keys than this automicro writes.
+
+    Raises:
+        CheckpointError: keys are missing, or are not known.
+    """
+    progress = saved.get("progress", {})
+    here = dataclasses.asdict(state)
+    expected = [*KEYS, *(f"progress.{name}" for name in here)]
+    found = [*saved, *(f"progress.{name}" for name in progress)]
+    for phase in ("train", "eval"):
+        expected += [f"progress.{phase}.{name}" for name in here[phase]]
+        found += [f"progress.{phase}.{name}" for name in progress.get(phase, {})]
+    differing = _words(_missing(expected, found), _missing(found, expected))
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint is of another version of automicro: {differing}. Go on with the "
+            "version that saved it, or start anew with resume='never'"
+        )
+
+
+def refuse_other_classes(saved: Mapping[str, Any], given: GivenOptions) -> None:
+    """Refuse the checkpoint of another optimizer or scheduler.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    for what, name in given.classes.items():
+        was = saved["classes"].get(what)
+        if was != name:
+            raise CheckpointError(
+                f"the checkpoint is of a run with {_class(what, was)}, and this one has "
+                f"{_class(what, name)}. {_REMEDY}"
+            )
+
+
+def warn_of_other_options(saved: Mapping[str, Any], given: GivenOptions) -> None:
+    """Say which options were others when the checkpoint was saved."""
+    differing = given.differing(saved["options"])
+    if differing:
+        warn(
+            f"the checkpoint was saved with {'; '.join(differing)}: the run goes on with the "
+            "values of the checkpoint. For others, load only its weights, or set them in a "
+            "callback's fit_start",
+            CheckpointWarning,
+        )
+
+
+def refuse_other_parts(
+    saved: Mapping[str, Any], parts: Mapping[str, Any], *, optional: Sequence[str]
+) -> None:
+    """Refuse the checkpoint of a run of other parts. Some may come and go, and start fresh.
+
+    Args:
+        saved: the states of the parts of the checkpoint, by name.
+        parts: of this run.
+        optional: what the names of those begin with that a run may have or not.
+
+    Raises:
+        CheckpointError: says what differs.
+    """
+
+    def needed(names: Iterable[str]) -> list[str]:
+        return [name for name in names if not name.startswith(tuple(optional))]
+
+    differing = _words(_missing(needed(parts), saved), _missing(needed(saved), parts))
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint is of other parts of the run: {differing}. {_REMEDY}"
+        )
+    if ("scaler" in parts) != ("scaler" in saved):
+        warn(
+            "the checkpoint is of a run with another precision: "
+            + (
+                "the scale of the loss starts fresh"
+                if "scaler" in parts
+                else "its scale of the loss is dropped"
+            ),
+            CheckpointWarning,
+        )
+
+
+def warn_of_other_callbacks(saved: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
+    """Say which callbacks start fresh, and whose state is dropped."""
+    for name in _missing(saved, callbacks):
+        warn(
+            f"the checkpoint has the state of the callback {name}, which this run has not: it is "
+            "dropped",
+            CheckpointWarning,
+        )
+    for name in _missing([name for name, each in callbacks.items() if each.state_dict()], saved):
+        warn(
+            f"the checkpoint has no state of the callback {name}, which starts fresh",
+            CheckpointWarning,
+        )
+
+
+def compare_metrics(saved: Mapping[str, Any], metrics: MetricSet, *, is_within_epoch: bool) -> None:
+    """At the end of an epoch metrics may come and go; within one their counts would be wrong.
+
+    Raises:
+        CheckpointError: the checkpoint lacks what a metric has counted in this epoch.
+    """
+    lacks, extra = metrics.differences(saved)
+    if not is_within_epoch:
+        return
+    if lacks:
+        raise CheckpointError(
+            f"the checkpoint is from within an epoch and lacks what these metrics have counted in "
+            f"it: {', '.join(lacks)}. Pass the metrics of the run that saved it, or add others "
+            "when going on from the end of an epoch"
+        )
+    if extra:
+        warn(
+            f"the checkpoint has the counts of the metrics {', '.join(extra)}, which this run has "
+            "not: they are dropped",
+            CheckpointWarning,
+        )
+
+
+def sizes_for(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Found sizes to load: of a policy of another kind none are. They change no result.
+
+    Args:
+        name: of the part, for the warning.
+        saved: what `Microbatcher.state_dict` gave.
+        here: what it gives now.
+    """
+    others: list[str] = []
+    taken = _of_same_policies(saved, here, others)
+    if others:
+        warn(
+            f"the {name} in the checkpoint are of another policy ({'; '.join(others)}): they are "
+            "dropped, and start fresh, which changes no result",
+            CheckpointWarning,
+        )
+    return taken
+
+
+def _of_same_policies(
+    saved: Mapping[str, Any], here: Mapping[str, Any], others: list[str]
+) -> dict[str, Any]:
+    """The saved state, with that of here wherever the kind of a policy differs."""
+    taken = dict(saved)
+    for key, now in here.items():
+        was = saved.get(key)
+        if not isinstance(was, Mapping) or not isinstance(now, Mapping):
+            continue
+        if was.get("kind") != now.get("kind"):
+            others.append(f"{was.get('kind')}, here {now.get('kind')}")
+            taken[key] = now
+        elif "kind" not in now:
+            taken[key] = _of_same_policies(was, now, others)
+    return taken
+
+
+def _class(what: str, name: str | None) -> str:
+    return f"no {what}" if name is None else f"the {what} {name}"
+
+
+def _missing(names: Iterable[str], among: Iterable[str]) -> list[str]:
+    return sorted(set(names) - set(among))
+
+
+def _words(lacks: Sequence[str], extra: Sequence[str]) -> str:
+    found = [f"it lacks {', '.join(lacks)}"] if lacks else []
+    found += [f"only it has {', '.join(extra)}"] if extra else []
+    return "; ".join(found)
+
+
+HOST_PART = "data"
+"""The part whose tensors (random numbers) lie on the host; all others are the device's."""
+
+_COUNTED = (HOST_PART, "metrics")
+"""What goes on in the middle of an epoch. Metrics of evaluations have counted nothing there."""
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A part, other on each rank, that can go on where there are more or fewer ranks."""
+
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """The state for a rank within an epoch, to be loaded by ``load_state_dict``.
+
+        Args:
+            states: of all ranks that saved, in their order.
+            rank: the one that goes on.
+
+        Raises:
+            CheckpointError: there is none with which every row is trained on exactly once.
+        """
+
+
+def is_own(part: str) -> bool:
+    """Whether a part may be another on each rank.
+
+    >>> is_own("data"), is_own("metrics of eval"), is_own("scheduler")
+    (True, True, False)
+    """
+    return part == HOST_PART or _counts(part)
+
+
+def _counts(part: str) -> bool:
+    return part == "metrics" or part.startswith("metrics of ")
+
+
+def refuse_within_epoch(
+    saved: Mapping[str, Any], parts: Mapping[str, Any], *, was: int, now: int
+) -> None:
+    """Refuse a checkpoint of another number of ranks from which no row can be found again.
+
+    Args:
+        saved: its structure.
+        parts: of this run, by name.
+        was: how many ranks saved it.
+        now: how many there are.
+
+    Raises:
+        CheckpointError: it is from within an epoch, and a part cannot go on there.
+    """
+    batches = saved["progress"]["epoch_batch"]
+    unable = [
+        name
+        for name, part in parts.items()
+        if name in _COUNTED and name in saved["parts"] and saved["parts"][name]
+        if not isinstance(part, Reshardable)
+    ]
+    if batches and unable:
+        raise _refusal(
+            f"{_and(unable)} cannot go on there without training on rows twice or leaving some out",
+            batches,
+            was=was,
+            now=now,
+        )
+
+
+def _refusal(reason: str, batches: int, *, was: int, now: int) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an epoch, and this "
+        f"run has {_ranks(now)}, which share the rows in another way: {reason}. Otherwise go on "
+        f"with {_ranks(was)}, or from a checkpoint of the end of an epoch"
+    )
+
+
+def adapt_to_world(
+    saved: dict[str, Any],
+    parts: Mapping[str, Any],
+    opened: OpenedCheckpoint,
+    *,
+    rank: int,
+    world_size: int,
+) -> None:
+    """Change what was loaded to what this rank of another number of ranks goes on with.
+
+    Args:
+        saved: what was loaded; it is changed.
+        parts: of this run, by name.
+        opened: the checkpoint.
+        rank: of this process.
+        world_size: how many ranks there are.
+
+    Raises:
+        CheckpointError: it is from within an epoch, and a part cannot go on there.
+    """
+    saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=world_size)
+    own = {name: state for name, state in saved["parts"].items() if is_own(name)}
+    batches = saved["progress"]["epoch_batch"]
+    counted = [name for name in _COUNTED if own.get(name) and name in parts] if batches else []
+    others = range(1, opened.world_size) if counted else ()
+    own_of_others = [opened.load_own(each)["parts"] for each in others]
+    for name, state in own.items():
+        if name in counted:
+            try:
+                states = [state, *(each[name] for each in own_of_others)]
+                saved["parts"][name] = parts[name].reshard(states, rank=rank)
+            except CheckpointError as error:
+                was = opened.world_size
+                raise _refusal(str(error), batches, was=was, now=world_size) from error
+        elif name == HOST_PART:
+            # The next pass begins anew, in the order that the loader's generators give.
+            saved["parts"][name] = {**state, "passes": [], "loader": None}
+        else:
+            del saved["parts"][name]
+
+
+def like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
+    """A state in which tensors of the shape of the sharded parameter that they are for are such.
+
+    Args:
+        tree: the structure of a state in which keys are names of parameters.
+        parameters: the sharded ones, by name.
+
+    >>> like_parameters({"w": {"exp_avg": torch.ones(2)}}, {"w": torch.ones(2)})["w"].keys()
+    dict_keys(['exp_avg'])
+    """
+
+    def walk(value: Any, parameter: Tensor | None) -> Any:
+        if isinstance(value, Tensor):
+            if parameter is None or parameter.shape != value.shape:
+                return value
+            return torch.empty_like(parameter.detach(), dtype=value.dtype)
+        if isinstance(value, dict):
+            return {key: walk(each, parameters.get(key, parameter)) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(walk(each, parameter) for each in value)
+        return value
+
+    return walk(tree, None)
+
+
+def without_parameters(tree: Mapping[Any, Any], names: Collection[str]) -> dict[Any, Any]:
+    """The rest of a state from which all is taken that is kept by the name of a parameter.
+
+    Parameters are equal on all ranks, or sharded; what is kept of them is, too.
+
+    Args:
+        tree: a state.
+        names: of parameters.
+
+    >>> without_parameters({"average": {"w": 1.0, "mean": 2.0}, "at": 3}, {"w"})
+    {'average': {'mean': 2.0}, 'at': 3}
+    """
+    return {
+        key: without_parameters(value, names) if type(value) is dict else value
+        for key, value in tree.items()
+        if key not in names and not is_sharded(value)
+    }
+
+
+def overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
+    """Put a rank's own over what was saved for all.
+
+    Args:
+        saved: is changed.
+        own: nested dicts, of which each other value replaces the one that is there.
+
+    >>> saved = {"average": {"w": 1.0, "mean": 2.0}}
+    >>> overlay(saved, {"average": {"mean": 5.0}})
+    >>> saved
+    {'average': {'w': 1.0, 'mean': 5.0}}
+    """
+    for key, value in own.items():
+        there = saved.get(key)
+        if type(value) is dict and type(there) is dict:
+            overlay(there, value)
+        else:
+            saved[key] = value
+
+
+def describe_change(*, was: int, now: int) -> str:
+    """What is other than it would have been, in a line.
+
+    >>> describe_change(was=2, now=1)
+    'saved by 2 ranks and resumed by 1 rank: random numbers are drawn anew from here on'
+    """
+    return (
+        f"saved by {_ranks(was)} and resumed by {_ranks(now)}: random numbers are drawn anew from "
+        "here on"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(names)

@@ -1,0 +1,301 @@
+"""The state of models: parameters, buffers, extra state, generators of their own.
+
+Where a tensor of ``state_dict`` is a model's own memory, its data is read right into it. All else
+goes through ``load_state_dict``: extra state, copies that a model's own ``state_dict`` gives, and
+tensors of lazy modules that have no shape yet.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.checkpoints.reading import OpenedCheckpoint, refuse_differences
+from automicro.checkpoints.rng import derived_seed
+from automicro.checkpoints.state import tensors_of
+from automicro.errors import CheckpointError, describe_error
+from automicro.memory.budget import active_budget
+from automicro.options import unwrapped
+from automicro.sharding import is_sharded, local_part
+from automicro.torch_private import buffer_table, is_uninitialized
+from automicro.trainer.data.generators import (
+    Generator,
+    module_generators,
+    read_generators,
+    write_generators,
+)
+from automicro.trainer.resume.optimizer import named_parameters
+
+MODEL_KEYS = ("modules", "buffers", "generators")
+
+_EXTRA_STATE = "_extra_state"  # what `Module.get_extra_state` gave, in torch's state dicts
+
+
+class ModuleState:
+    """The state of some models, gathered and put back.
+
+    Args:
+        modules: the model, then further modules.
+
+    Example:
+        >>> state = ModuleState([nn.Linear(2, 1)]).gather()
+        >>> list(state), list(state["modules"][0])
+        (['modules', 'buffers', 'generators'], ['weight', 'bias'])
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [unwrapped(each) for each in modules]
+
+    def gather(self) -> dict[str, Any]:
+        """The state as it is now. Its tensors are the models' own where they can be."""
+        states = [module.state_dict() for module in self._modules]
+        return {
+            "modules": states,
+            "buffers": [
+                _unlisted_buffers(module, state)
+                for module, state in zip(self._modules, states, strict=True)
+            ],
+            "generators": [read_generators(module_generators(module)) for module in self._modules],
+        }
+
+    def own(self) -> dict[str, Any]:
+        """What may be another on each rank: all buffers, and the generators."""
+        return {
+            "buffers": [
+                {
+                    name: buffer
+                    for name, buffer in module.named_buffers()
+                    if not is_uninitialized(buffer) and not is_sharded(buffer)
+                }
+                for module in self._modules
+            ],
+            "generators": [read_generators(module_generators(module)) for module in self._modules],
+        }
+
+    def restore_own(self, saved: Mapping[str, Any]) -> None:
+        """Put back what `own` gave, after the state of all."""
+        for module, buffers in zip(self._modules, saved["buffers"], strict=True):
+            _load_buffers(module, buffers)
+        self.restore_generators(saved["generators"])
+
+    def restore_generators(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Put back the generators that the models keep."""
+        for module, states in zip(self._modules, saved, strict=True):
+            write_generators(module_generators(module), states)
+
+    def reseed_generators(self, *, rank: int, world_size: int) -> None:
+        """Let generators draw others on each rank, where all were put back as those of rank 0."""
+        for module in self._modules:
+            for generator in module_generators(module).values():
+                _reseed(generator, rank, world_size)
+
+    def sharded_parameters(self) -> dict[str, Tensor]:
+        """The parameters of which each rank has a part, by the names of `optimizer_state`."""
+        return {
+            name: parameter
+            for name, parameter in named_parameters(self._modules)
+            if is_sharded(parameter)
+        }
+
+    def compare(self, opened: OpenedCheckpoint) -> None:
+        """Refuse the checkpoint of other models.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes differ.
+        """
+        here = [module.state_dict() for module in self._modules]
+        refuse_differences(
+            opened,
+            {"modules": [_without_extra(each) for each in opened.structure["modules"]]},
+            {"modules": [_without_extra(each) for each in here]},
+        )
+
+    def targets(self) -> dict[str, Tensor]:
+        """The tensors that may be overwritten in place, by their place in the state."""
+        own = {_memory_of(each) for module in self._modules for each in _tensors(module)}
+        state = {"modules": [module.state_dict() for module in self._modules]}
+        return {
+            place: tensor
+            for place, tensor in tensors_of(state).items()
+            if _is_own(tensor, own) and not _overlaps(tensor)
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Put back what was not read in place.
+
+        Args:
+            saved: what `gather` gave, its tensors those of `targets` where there is one.
+
+        Raises:
+            CheckpointError: a model's own ``load_state_dict`` refuses it.
+        """
+        for module, state in zip(self._modules, saved["modules"], strict=True):
+            _load(module, state)
+        for module, buffers in zip(self._modules, saved["buffers"], strict=True):
+            _load_buffers(module, buffers)
+        self.restore_generators(saved["generators"])
+
+
+def _reseed(generator: Generator, rank: int, world_size: int) -> None:
+    where = torch.tensor(list(repr(read_generators({"": generator})).encode()), dtype=torch.uint8)
+    if isinstance(generator, torch.Generator):
+        where = generator.get_state()
+    seed = derived_seed(where, rank=rank, world_size=world_size)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        fresh = type(generator.bit_generator)(seed)
+        generator.bit_generator.state = fresh.state
+
+
+def _load(module: nn.Module, state: Any) -> None:
+    own = {_memory_of(each) for each in _tensors(module)}
+    now = module.state_dict()
+    overlapping = {
+        name
+        for name, tensor in now.items()
+        if isinstance(tensor, Tensor) and _is_own(tensor, own) and _overlaps(tensor)
+    }
+    for name in overlapping:
+        _write_overlapping(name, now[name], state[name])
+    is_done = all(
+        isinstance(tensor, Tensor) and _is_own(tensor, own)
+        for name, tensor in state.items()
+        if name not in overlapping
+    )
+    if is_done:
+        return
+    rest = state
+    if overlapping:  # `load_state_dict` cannot write these
+        rest = type(state)((n, value) for n, value in state.items() if n not in overlapping)
+        vars(rest).update(vars(state))
+    try:
+        module.load_state_dict(rest, strict=not overlapping)
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(module).__name__}.load_state_dict refuses what its state_dict gave "
+            f"({describe_error(error)}); give the model a load_state_dict (or "
+            "set_extra_state) that takes it, or start anew with resume='never'"
+        ) from error
+
+
+def _write_overlapping(name: str, target: Tensor, value: Tensor) -> None:
+    """Write each element of a tensor whose elements share memory once, as `expand` makes them."""
+    once, source = target.detach(), value
+    for dimension, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dimension] > 1:
+            once, source = once.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
+    try:
+        with torch.no_grad():
+            once.copy_(source)
+        is_whole = torch.equal(target.detach().cpu(), value.cpu())
+    except RuntimeError:  # overlapping in another way
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError(
+            f"the elements of {name} share memory here, and have different values in the "
+            "checkpoint; make it a tensor of its own with .clone()"
+        )
+
+
+def _unlisted_buffers(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Buffers that are not persistent: a forward may change them all the same."""
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name not in state and not is_uninitialized(buffer)
+    }
+
+
+def _load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    here = dict(module.named_buffers())
+    for name, value in saved.items():
+        old = here.get(name)
+        if old is not None and not is_uninitialized(old) and _is_like(old, value):
+            if _overlaps(old):
+                _write_overlapping(name, old, value)
+            else:
+                with torch.no_grad():
+                    old.copy_(value)
+            continue
+        owner, _, last = name.rpartition(".")
+        try:
+            holder = module.get_submodule(owner)
+        except AttributeError as error:
+            raise CheckpointError(
+                f"the checkpoint has a buffer {name}, and the model no module {owner!r}; use the "
+                "model that was saved, or start anew with resume='never'"
+            ) from error
+        new = _to_device_of(module, value, old)
+        if old is None:
+            holder.register_buffer(last, new, persistent=False)
+        else:
+            _replace(module, old, new)
+
+
+def _replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
+    """A buffer that has grown, wherever it is shared."""
+    for each in module.modules():
+        table = buffer_table(each)
+        table.update({name: new for name, buffer in table.items() if buffer is old})
+
+
+def _to_device_of(module: nn.Module, value: Tensor, old: Tensor | None) -> Tensor:
+    budget = active_budget()
+    if budget is not None:
+        return budget.transfer(value)
+    like = old if old is not None else next(_tensors(module), value)
+    return value.to(like.device)
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _tensors(module: nn.Module) -> Any:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra state may be of any shape: a model's own `set_extra_state` judges it."""
+    return {name: each for name, each in state.items() if not name.endswith(_EXTRA_STATE)}
+
+
+def _memory_of(tensor: Tensor) -> tuple[torch.device, int] | None:
+    """Where a tensor's data begins; None where it has no data of its own."""
+    if is_uninitialized(tensor):
+        return None
+    tensor = local_part(tensor)
+    try:
+        return tensor.device, tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # made of other tensors
+        return None
+
+
+def _is_own(tensor: Tensor, own: set[tuple[torch.device, int] | None]) -> bool:
+    if is_uninitialized(tensor):
+        return False
+    memory = _memory_of(tensor)
+    return local_part(tensor).numel() == 0 or (memory is not None and memory in own)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory.
+
+    >>> _overlaps(torch.ones(3).expand(2, 3)), _overlaps(torch.ones(4, 3).t())
+    (True, False)
+    """
+    if tensor.numel() < 2:
+        return False
+    reach = 1  # of the dimensions with smaller steps
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False

@@ -1,0 +1,185 @@
+"""An optimizer's state by the names of parameters, as checkpoints keep it.
+
+torch numbers parameters in the order of the groups. A name says which one is meant, so that a
+checkpoint of another model or other groups is told, and never loaded into the wrong place.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import CheckpointError
+from automicro.sharding import is_sharded
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]
+) -> dict[str, Any]:
+    """The state of each parameter by its name, and the options of each group.
+
+    Args:
+        optimizer: of parameters of these modules.
+        modules: the model, then further modules.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> optimizer_state(sgd, [model])["groups"][0]["names"]
+        ['weight', 'bias']
+    """
+    names = _names(optimizer, modules)
+    saved = optimizer.state_dict()
+    _refuse_unsharded(optimizer, names)
+    own = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
+    unnamed = [repr(key) for key in own if not isinstance(key, str)]
+    if unnamed:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state by {', '.join(unnamed)}, and a checkpoint "
+            "knows parameters and text; key optimizer.state by these"
+        )
+    return {
+        "state": {
+            names[index]: _copied(values)
+            for index, values in saved["state"].items()
+            if index not in own
+        },
+        "own": {key: _copied(values) for key, values in own.items()},
+        "groups": [
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "names": [names[index] for index in group["params"]],
+            }
+            for group in saved["param_groups"]
+        ],
+    }
+
+
+def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a run by the names under which their state is saved.
+
+    Args:
+        modules: the model, then further modules.
+
+    >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
+    ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
+    """
+    for prefix, module in zip(_prefixes(modules), modules, strict=True):
+        for name, parameter in module.named_parameters():
+            yield f"{prefix}{name}", parameter
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
+) -> None:
+    """Go on with the state and the options that `optimizer_state` gave.
+
+    Raises:
+        CheckpointError: the groups hold other parameters.
+    """
+    compare_groups(optimizer, modules, state)
+    indices = {name: index for index, name in enumerate(_names(optimizer, modules))}
+    optimizer.load_state_dict(
+        {
+            "state": {
+                **{indices[name]: _copied(values) for name, values in state["state"].items()},
+                **{key: _copied(values) for key, values in state["own"].items()},
+            },
+            "param_groups": [
+                {
+                    **{name: value for name, value in group.items() if name != "names"},
+                    "params": [indices[name] for name in group["names"]],
+                }
+                for group in state["groups"]
+            ],
+        }
+    )
+
+
+def compare_groups(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
+) -> None:
+    """Refuse the state of an optimizer of other parameters.
+
+    Args:
+        optimizer: as it is here.
+        modules: the model, then further modules.
+        state: what `optimizer_state` gave, with or without the data of its tensors.
+
+    Raises:
+        CheckpointError: the groups hold other parameters or have other options.
+    """
+    names = _names(optimizer, modules)
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    listed = [name for group in state["groups"] for name in group["names"]]
+    there = [len(group["names"]) for group in state["groups"]]
+    if listed != names or there != here:
+        raise CheckpointError(
+            f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
+            f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
+            "of the run that saved it, or start anew with resume='never'"
+        )
+    _refuse_other_options(optimizer, state["groups"])
+
+
+def _copied(values: Any) -> Any:
+    return dict(values) if isinstance(values, Mapping) else values
+
+
+def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
+    """Of the optimizer's parameters, in torch's order."""
+    named = {id(parameter): name for name, parameter in named_parameters(modules)}
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    strangers = [each for each in parameters if id(each) not in named]
+    if strangers:
+        raise CheckpointError(
+            f"the optimizer has {len(strangers)} parameters that no module of the run has, the "
+            f"first of the shape {tuple(strangers[0].shape)}, so that a checkpoint has no name "
+            "for them; pass the module that they are of in modules="
+        )
+    return [named[id(each)] for each in parameters]
+
+
+def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Of a sharded parameter, refuse state that is neither sharded like it nor one number."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        if not is_sharded(parameter):
+            continue
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.numel() == 1:
+                continue
+            if not is_sharded(value) or value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {slot!r} of the shape {tuple(value.shape)} "
+                    f"for the sharded parameter {name} of the shape {tuple(parameter.shape)}, "
+                    "which no checkpoint can put back on another number of ranks; use an "
+                    "optimizer whose state has the shape of its parameter, such as AdamW"
+                )
+
+
+def _refuse_other_options(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Of another class of optimizer; one that a newer torch gave more options is the same."""
+    for saved, here in zip(groups, optimizer.param_groups, strict=True):
+        lacks = sorted(here.keys() - saved.keys() - {"params"})
+        extra = sorted(saved.keys() - here.keys() - {"names"})
+        if lacks and extra:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its "
+                f"groups lack {', '.join(lacks)}; only they have {', '.join(extra)}. Use the "
+                "optimizer of the run that saved it, or start anew with resume='never'"
+            )
+
+
+def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
+    return ["", *(f"modules[{index}]." for index in range(len(modules) - 1))]
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    for saved, here in zip(one, other, strict=False):
+        if saved != here:
+            return f", with {saved!r} where this one has {here!r}"
+    return ""

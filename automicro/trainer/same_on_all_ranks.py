@@ -1,0 +1,455 @@
+"""What must be the same on all ranks, and what they agree on between steps.
+
+What a `Trainer` was given, in short texts that two processes of one program have alike.
+
+What the ranks of a run agree on between steps. For one process all of it is free.
+
+What must be alike on all ranks: compared before they wait for each other.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from automicro.callbacks import ExponentialMovingAverage
+from automicro.errors import DesyncError, describe_error
+from automicro.events.callback import Callback
+from automicro.ranks.discovery import tell_of_construction
+from automicro.ranks.interface import TOLD, Ranks
+from automicro.torch_private import is_uninitialized
+from automicro.trainer.data.loading import num_batches
+from automicro.trainer.data.sharing import ITSELF
+from automicro.trainer.evaluators import INHERITED, Evaluator
+from automicro.trainer.processes import say_absent
+from automicro.trainer.resume.fits import GivenOptions
+from automicro.trainer.signals import STOPPED
+from automicro.values import as_text
+
+MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
+"""Arguments of the `Trainer` that rank 0 alone uses, or that ranks agree on in the run."""
+
+Outline: TypeAlias = Mapping[str, str]
+
+
+def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
+    """What ranks must have alike of the arguments of a `Trainer`.
+
+    Args:
+        given: the arguments by name.
+
+    >>> outline_options({"max_duration": "2ep", "optimizer": nn.Linear, "device": "cpu"})
+    {'max_duration': "'2ep'", 'optimizer': 'Linear'}
+    """
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        if name not in MAY_DIFFER:
+            found |= _SPECIAL[name](name, value) if name in _SPECIAL else {name: as_text(value)}
+    return found
+
+
+def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) -> dict[str, str]:
+    """What ranks must have alike of an optimizer and a scheduler that have not stepped yet.
+
+    >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    >>> outline_given(sgd, None)["lr"]
+    '0.5'
+    """
+    if optimizer is None:
+        return {}
+    given = GivenOptions.of(optimizer, scheduler)
+    return {name: as_text(value) for name, value in {**given.classes, **given.options}.items()}
+
+
+def outline_evaluations(name: str, given: Any) -> dict[str, str]:
+    """Each data set that is evaluated on, and how.
+
+    Args:
+        name: of the argument.
+        given: a loader, an `Evaluator`, a mapping from names to these, or None.
+
+    >>> outline_evaluations("eval_dataloader", {"seen": [1, 2]})
+    {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'a list'}
+    """
+    if not isinstance(given, Mapping):
+        return {name: _evaluation(given)}
+    names = ", ".join(map(repr, given))
+    each = {f"{name}[{key!r}]": _evaluation(value) for key, value in given.items()}
+    return {name: f"named {names}", **each}
+
+
+def _loader(name: str, loader: Any) -> dict[str, str]:
+    return {name: _data(loader)}
+
+
+def _data(loader: Any) -> str:
+    """A loader, with the lengths that decide which rows each rank gets."""
+    if loader is None:
+        return "None"
+    dataset = getattr(loader, "dataset", None)
+    kind = f"a {type(loader).__name__}"
+    if not isinstance(loader, DataLoader):
+        return kind
+    kind += f" over a {type(dataset).__name__}"
+    has_own_rows = getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False)
+    if has_own_rows or isinstance(dataset, IterableDataset):
+        return kind
+    parts = [f"{kind} of {num_batches(dataset)} rows"]
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            options = f"num_replicas={sampler.num_replicas}, shuffle={sampler.shuffle}"
+            options += f", seed={sampler.seed}, drop_last={sampler.drop_last}"
+            return f"{kind} of {num_batches(dataset)} rows, with a DistributedSampler({options})"
+    if loader.batch_size is None:
+        order = loader.sampler if batch_sampler is None else batch_sampler
+        parts.append(f"{num_batches(order)} entries of a {type(order).__name__}")
+    else:
+        rows = num_batches(loader.sampler)
+        parts.append(f"{rows} entries of a {type(loader.sampler).__name__}")
+        parts.append(f"batch_size={loader.batch_size}, drop_last={loader.drop_last}")
+    return ", ".join(parts)
+
+
+def _evaluation(given: Any) -> str:
+    if not isinstance(given, Evaluator):
+        return _data(given)
+    parts = [_data(given.dataloader)]
+    for name in ("microbatch_size", "max_batches", "interval"):
+        if (value := getattr(given, name)) not in (None, INHERITED):
+            parts.append(f"{name}={as_text(value)}")
+    if not (isinstance(given.metrics, str) and given.metrics == INHERITED):
+        parts.append(f"metrics: {_names_of_metrics(given.metrics)}")
+    return ", ".join(parts)
+
+
+def _metrics(name: str, given: Any) -> dict[str, str]:
+    return {name: _names_of_metrics(given)}
+
+
+def _names_of_metrics(given: Any) -> str:
+    if not isinstance(given, Mapping):  # a collection of torchmetrics may be one, or may not
+        named = getattr(given, "items", None)
+        if not callable(named):
+            return as_text(given)
+        given = dict(named())
+    return ", ".join(f"{key}: {as_text(each)}" for key, each in given.items()) or "none"
+
+
+def _seed(name: str, given: int | None) -> dict[str, str]:
+    """Each rank may have its own; but with one, sizes are found in another way than without."""
+    return {name: "None" if given is None else "a number"}
+
+
+def _modules(name: str, given: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for index, module in enumerate([given] if isinstance(given, nn.Module) else given):
+        which = name if isinstance(given, nn.Module) else f"{name}[{index}]"
+        found[which] = type(module).__qualname__
+        found |= {f"{each} of {which}": text for each, text in _structure(module)}
+    return found
+
+
+def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, parameter in module.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        yield f"parameter {name!r}", _form(parameter) + frozen
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name!r}", _form(buffer)
+
+
+def _form(tensor: Any) -> str:
+    if is_uninitialized(tensor):
+        return "without a shape"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+
+
+def _callbacks(name: str, given: Iterable[Callback]) -> dict[str, str]:
+    """Those that change what is trained or evaluated; others may listen on one rank alone."""
+    changing = [type(each).__qualname__ for each in given if _changes_training(each)]
+    return {f"{name} that change batches, gradients or weights": ", ".join(changing) or "none"}
+
+
+def _changes_training(callback: Callback) -> bool:
+    kind = type(callback)
+    overrides = any(
+        getattr(kind, name, None) is not getattr(Callback, name)
+        for name in ("transform", "gradients_ready")
+    )
+    return overrides or isinstance(callback, ExponentialMovingAverage)
+
+
+_SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
+    "callbacks": _callbacks,
+    "eval_dataloader": outline_evaluations,
+    "metrics": _metrics,
+    "model": _modules,
+    "modules": _modules,
+    "seed": _seed,
+    "train_dataloader": _loader,
+}
+
+
+P = ParamSpec("P")
+
+
+def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
+    """Whether any rank says yes, for each of some questions. All ranks call it.
+
+    >>> from automicro.ranks.interface import OneRank
+    >>> any_rank(OneRank(), True, False)
+    [True, False]
+    """
+    return [number > 0 for number in ranks.add_up(map(float, answers))]
+
+
+@contextlib.contextmanager
+def telling_once(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks of an error of this one, unless they know of it.
+
+    An end in order, which all ranks have agreed on, is none.
+
+    >>> from automicro.ranks.interface import OneRank
+    >>> with telling_once(OneRank()):
+    ...     pass
+    """
+    try:
+        yield
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        if not any(note.startswith(TOLD) or STOPPED in note for note in notes):
+            ranks.fail(error)
+        raise
+
+
+def telling_of_failure(
+    construct: Callable[P, None],
+) -> Callable[P, None]:
+    """Let a Trainer that cannot be made on this rank tell the others, also before they have met."""
+
+    @functools.wraps(construct)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            construct(*args, **kwargs)
+        except Exception as error:
+            is_shared = kwargs.get("parallel") is not None
+            tell_of_construction(
+                args[1] if len(args) > 1 else kwargs.get("model"), error, is_shared=is_shared
+            )
+            if is_shared and not dist.is_initialized():
+                say_absent(describe_error(error))
+            raise
+
+    return telling
+
+
+def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
+    """The values of all ranks, in order, on all of them. All ranks call it.
+
+    Args:
+        ranks: of the run.
+        value: can be pickled.
+        point: in the program, by a name.
+
+    >>> from automicro.ranks.interface import OneRank
+    >>> of_all_ranks(OneRank(), "mine", "example")
+    ['mine']
+    """
+    if ranks.world_size == 1:
+        return [value]
+    ranks.ready(point)
+    values: list[Any] = [None] * ranks.world_size
+    with ranks.voted():
+        dist.all_gather_object(values, value)
+    return values
+
+
+class Stop:
+    """Whether a run is to stop: because any rank wants to, and on all at the same point.
+
+    Args:
+        ranks: of the run.
+        wants: whether this rank wants to.
+
+    Example:
+        >>> from automicro.ranks.interface import OneRank
+        >>> wishes = [False, True]
+        >>> stop = Stop(OneRank(), lambda: wishes.pop(0))
+        >>> stop.is_agreed, stop.is_agreed
+        (False, True)
+    """
+
+    def __init__(self, ranks: Ranks, wants: Callable[[], bool]) -> None:
+        self._ranks = ranks
+        self._wants = wants
+        self._is_agreed = False
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether ranks have agreed to stop. One that is alone asks itself."""
+        return self._wants() if self._ranks.world_size == 1 else self._is_agreed
+
+    def ask(self, ranks: Ranks) -> bool:
+        """Agree now. All ranks call it.
+
+        Args:
+            ranks: where those meet that fail at this point of the program.
+        """
+        return self.take_up(any_rank(ranks, self._wants())[0])
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this rank wants to."""
+        return self._wants()
+
+    def take_up(self, wish: bool) -> bool:
+        """Note what all ranks have agreed on."""
+        self._is_agreed = self._is_agreed or wish
+        return self._is_agreed if self._ranks.world_size > 1 else wish
+
+
+_SHOWN = 8
+_SHORT = 300  # letters
+_MISSING = "there is none"
+
+
+def require_alike(
+    device: torch.device, outline: Callable[[], Outline], *, what: str = "options"
+) -> None:
+    """Compare what ranks were given. All ranks call it; for one process it is free.
+
+    Args:
+        device: where ranks can exchange tensors.
+        outline: says what this rank was given.
+        what: is compared, for the message.
+
+    Raises:
+        DesyncError: on all ranks, with each thing that differs and every rank's value.
+
+    >>> require_alike(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    from automicro.ranks.discovery import wait_for_all
+    from automicro.ranks.guards.collectives import own_collectives
+
+    own = dict(outline())
+    wait_for_all(f"comparing {what}")
+    number = _number_of(own)
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    with own_collectives():
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        highest, lowest = extremes.tolist()
+        if highest == -lowest:
+            return
+        outlines: list[Outline] = [{}] * dist.get_world_size()
+        dist.all_gather_object(outlines, own)
+    raise DesyncError(describe_differences(outlines, what=what))
+
+
+def describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
+    """What differs between ranks, with the remedy.
+
+    Args:
+        outlines: of all ranks, in order.
+        what: is compared.
+
+    >>> print(describe_differences([{"metrics": "None"}, {"metrics": "F1"}], what="options"))
+    ranks were given different options:
+      metrics: None on rank 0; F1 on rank 1
+    Give every rank the same. All ranks train, evaluate, count metrics and save checkpoints \
+together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left out \
+elsewhere.
+    """
+    names = list(dict.fromkeys(name for each in outlines for name in each))
+    lines = []
+    for name in names:
+        values = [each.get(name, _MISSING) for each in outlines]
+        if len(set(values)) > 1:
+            lines.append(f"  {name}: {by_rank(values)}")
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join(
+        [
+            f"ranks were given different {what}:",
+            *lines[:_SHOWN],
+            *more,
+            "Give every rank the same. All ranks train, evaluate, count metrics and save "
+            "checkpoints together, and rank 0 alone shows and logs what comes of it: nothing of "
+            "this has to be left out elsewhere.",
+        ]
+    )
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """Values with the ranks that have them.
+
+    >>> by_rank(["a", "b", "a"])
+    'a on ranks 0, 2; b on rank 1'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return "; ".join(
+        f"{_shortened(value)} on rank{'s' * (len(each) > 1)} {_shortened(', '.join(each))}"
+        for value, each in ranks.items()
+    )
+
+
+def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
+    """Compare the order of rows that ranks share. All ranks call it, once in a pass.
+
+    Args:
+        ranks: of the run.
+        checksum: of this rank's order; None where it shares none, or has drawn none.
+        name: of the loader's argument.
+
+    Raises:
+        DesyncError: on all ranks, where orders differ.
+
+    >>> from automicro.ranks.interface import OneRank
+    >>> require_same_order(OneRank(), 3, "train_dataloader")
+    """
+    compare_orders(of_all_ranks(ranks, checksum, f"comparing the order of {name}"), name)
+
+
+def compare_orders(checksums: Sequence[int | None], name: str) -> None:
+    """Refuse orders of rows that differ.
+
+    Args:
+        checksums: of all ranks, in order; None where there is none.
+        name: of the loader's argument.
+
+    Raises:
+        DesyncError: with the remedy.
+
+    >>> compare_orders([7, None, 7], "train_dataloader")
+    """
+    known = [each for each in checksums if each is not None]
+    if len(set(known)) < 2:
+        return
+    # Which letter stands for which order does not matter.
+    letters = {each: f"order {number + 1}" for number, each in enumerate(dict.fromkeys(known))}
+    found = by_rank(["none" if each is None else letters[each] for each in checksums])
+    raise DesyncError(
+        f"the rows of {name} come in another order on some ranks ({found}), so some would be used "
+        "twice and others never. Its sampler draws from something that is not alike on all ranks: "
+        "give its generator a fixed seed, or let it draw from the global random numbers of torch, "
+        "Python or NumPy, which are the same everywhere while it draws"
+    )
+
+
+def _number_of(outline: Outline) -> int:
+    digest = hashlib.sha256(json.dumps(outline, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]} …"

@@ -1,0 +1,238 @@
+"""Ending a run in order when it is asked to: Ctrl-C and SIGTERM."""
+
+import contextlib
+import contextvars
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from automicro.errors import add_note
+from automicro.ranks.interface import Ranks
+
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+STOPPED = ": stopped "
+"""What a note has that tells of an end in order."""
+
+WITHOUT_CHECKPOINT = "without a checkpoint"
+"""What a note has where nothing was saved."""
+
+_is_end_told = contextvars.ContextVar("is_end_told", default=False)
+_ONE_SIGNAL_SECONDS = 1.0
+
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_AGAIN = {
+    signal.SIGINT: "press again to stop at once",
+    signal.SIGTERM: "a second one stops at once",
+}
+
+
+class Interruption:
+    """Whether a run was asked to end, and by what.
+
+    >>> Interruption().name is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self._first: signal.Signals | None = None
+
+    @property
+    def name(self) -> str | None:
+        """``"Ctrl-C"`` or ``"SIGTERM"``, whichever came first; None while neither did."""
+        return None if self._first is None else _NAMES[self._first]
+
+    def take_note(self, number: int) -> None:
+        """Remember a signal; the first one counts.
+
+        >>> interruption = Interruption()
+        >>> interruption.take_note(signal.SIGTERM)
+        >>> interruption.take_note(signal.SIGINT)
+        >>> interruption.name
+        'SIGTERM'
+        """
+        if self._first is None:
+            self._first = signal.Signals(number)
+
+    def take_note_of_peers(self, ranks: Ranks) -> None:
+        """Take what another rank was asked for as one's own. All ranks call it.
+
+        Args:
+            ranks: all that train the model.
+        """
+        asked = ranks.add_up([float(self._first is number) for number in _NAMES])
+        for number, count in zip(_NAMES, asked, strict=True):
+            if count > 0:
+                self.take_note(number)
+
+    def describe(self, *, where: str, checkpoint: Path | str | None = None) -> str:
+        """One line on how the run ended.
+
+        Args:
+            where: training stood, in words such as ``"after batch 12 (epoch 2)"``.
+            checkpoint: that was saved there; None for none.
+
+        >>> interruption = Interruption()
+        >>> interruption.take_note(signal.SIGTERM)
+        >>> interruption.describe(where="after batch 12", checkpoint="runs/a/00003-step-12")
+        'SIGTERM: stopped after batch 12, saved in runs/a/00003-step-12'
+        """
+        saved = WITHOUT_CHECKPOINT if checkpoint is None else f"saved in {checkpoint}"
+        return f"{self.name}{STOPPED}{where}, {saved}"
+
+    def raise_if_interrupted(self, *, where: str, checkpoint: Path | str | None = None) -> None:
+        """End the program as the signal would have, now that all is in order.
+
+        Args:
+            where: training stands.
+            checkpoint: that was saved there; None for none.
+
+        Raises:
+            KeyboardInterrupt: it was Ctrl-C.
+            SystemExit: it was SIGTERM; the exit code is 143, as a shell has it.
+        """
+        if self._first is None:
+            return
+        error: BaseException = KeyboardInterrupt()
+        if self._first is signal.SIGTERM:
+            error = SystemExit(SIGTERM_EXIT_CODE)
+        add_note(error, f"automicro: {self.describe(where=where, checkpoint=checkpoint)}")
+        raise error
+
+
+@contextlib.contextmanager
+def end_told_here() -> Iterator[None]:
+    """Take it on oneself to tell how a run was stopped: its note says it, and progress does not.
+
+    >>> with end_told_here():
+    ...     is_end_told()
+    True
+    """
+    token = _is_end_told.set(True)
+    try:
+        yield
+    finally:
+        _is_end_told.reset(token)
+
+
+def is_end_told() -> bool:
+    """Tell whether a caller tells how a run was stopped.
+
+    >>> is_end_told()
+    False
+    """
+    return _is_end_told.get()
+
+
+def say_on_stderr(line: str) -> None:
+    """Write a line to stderr, from a signal handler, whatever was being written there.
+
+    >>> say_on_stderr("")
+    """
+    # A handler may run in the middle of a write, and a buffered stream refuses to be entered
+    # twice. Where stderr is not the process's (a notebook), its replacement has to do.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+            os.write(sys.stderr.fileno(), f"{line}\n".encode())
+        elif sys.stderr is not None:
+            sys.stderr.write(f"{line}\n")
+
+
+@contextlib.contextmanager
+def catching_signals(
+    *,
+    saves: bool = False,
+    has_peers: bool = False,
+    say: Callable[[str], None] = say_on_stderr,
+) -> Iterator[Interruption]:
+    """Take note of the first Ctrl-C and the first SIGTERM, and let the second stop the run.
+
+    What was installed before is put back afterwards. A handler of the caller's own is called as
+    well, after taking note; a signal that is ignored, or handled outside of Python, is left
+    alone. Only the main thread can have handlers: in another one nothing is caught. Worker
+    processes that are forked meanwhile do not end with Ctrl-C, so that the batch can be finished.
+
+    Args:
+        saves: whether a checkpoint is saved before the run ends, to say so.
+        has_peers: whether torchrun may have started this process: it hands on a Ctrl-C that a
+            terminal has sent to all processes already, so what comes within a second is one.
+        say: is called from the signal handler, with one line.
+
+    Yields:
+        What to look at after each batch.
+
+    Example:
+        >>> with catching_signals(say=lambda line: None) as interruption:
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> interruption.name
+        'SIGTERM'
+    """
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    with contextlib.ExitStack() as stack:
+        for number in _NAMES:
+            before = signal.getsignal(number)
+            if before is None or before is signal.SIG_IGN:
+                continue
+            handler = _handler(interruption, before, saves=saves, has_peers=has_peers, say=say)
+            stack.callback(_put_back, number, handler, before)
+            signal.signal(number, handler)
+        yield interruption
+
+
+def _handler(
+    interruption: Interruption,
+    before: Any,
+    *,
+    saves: bool,
+    has_peers: bool,
+    say: Callable[[str], None],
+) -> Callable[[int, FrameType | None], None]:
+    owner = os.getpid()
+    is_callers_own = callable(before) and before is not signal.default_int_handler
+    came_at: float | None = None
+
+    def take_note(number: int, frame: FrameType | None) -> None:
+        nonlocal came_at
+        if os.getpid() != owner:
+            _behave_as_a_worker(number)
+            return
+        if came_at is not None:
+            if has_peers and time.monotonic() - came_at < _ONE_SIGNAL_SECONDS:
+                return
+            _stop(number)
+        came_at = time.monotonic()
+        interruption.take_note(number)
+        then = "saving" if saves else "stopping"
+        known = signal.Signals(number)
+        say(f"{_NAMES[known]}: finishing this batch, then {then}; {_AGAIN[known]}")
+        if is_callers_own:
+            before(number, frame)
+
+    return take_note
+
+
+def _stop(number: int) -> NoReturn:
+    if number == signal.SIGTERM:
+        raise SystemExit(SIGTERM_EXIT_CODE)
+    raise KeyboardInterrupt
+
+
+def _behave_as_a_worker(number: int) -> None:
+    """In a process that was forked: a terminal sends Ctrl-C to all, and its parent will end it."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _put_back(number: signal.Signals, handler: object, before: Any) -> None:
+    # One that somebody else installed meanwhile stays.
+    if signal.getsignal(number) is handler:
+        signal.signal(number, before)

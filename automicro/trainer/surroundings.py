@@ -1,0 +1,257 @@
+"""What surrounds a run: determinism, the memory limit and format, notes on errors.
+
+Deterministic algorithms for the whole of a run, and the settings from before afterwards.
+
+Convolutions with the channels last in memory.
+
+What surrounds a run: the memory limit, progress, and notes on errors that say where.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from automicro.errors import DeterminismWarning, add_note, text_of, warn
+from automicro.memory.budget import active_budget
+from automicro.memory.device import limit_memory
+from automicro.memory.residents import track_residents
+from automicro.torch_private import is_uninitialized
+from automicro.torch_private_compiler import inductor_is_deterministic, set_inductor_deterministic
+from automicro.trainer.processes import Place
+from automicro.trainer.progress import Progress, make_progress, recoveries_shown_here
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_VALUES = (":4096:8", ":16:8")
+
+_SIGNS = (
+    "does not have a deterministic implementation",
+    "Deterministic behavior was enabled with either",  # cuBLAS without its variable
+)
+
+
+def prepare_cublas(device: torch.device | str) -> None:
+    """Tell cuBLAS to be deterministic, which it asks for when it is first used.
+
+    Sets the environment variable ``CUBLAS_WORKSPACE_CONFIG`` and leaves it set: cuBLAS and torch
+    read it once in the life of a process. Call it before anything computes on the device, best
+    before anything lies there. Nothing happens where the device has no cuBLAS.
+
+    Args:
+        device: where the model will compute; ``"auto"`` is CUDA where there is a GPU.
+
+    Raises:
+        ValueError: the variable has a value that is not deterministic.
+
+    Warns:
+        DeterminismWarning: CUDA is in use already, so cuBLAS may have asked.
+
+    Example:
+        >>> prepare_cublas("cpu")
+    """
+    name = str(device).partition(":")[0]
+    is_cuda = torch.cuda.is_available() if name == "auto" else name == "cuda"
+    if not is_cuda or torch.version.cuda is None:
+        return
+    value = os.environ.get(CUBLAS_VARIABLE)
+    if value in CUBLAS_VALUES:
+        return
+    remedy = (
+        f"set {CUBLAS_VARIABLE}={CUBLAS_VALUES[0]} in the environment before Python starts, or "
+        "leave deterministic=True out"
+    )
+    if value is not None:
+        raise ValueError(
+            f"deterministic=True, but the environment has {CUBLAS_VARIABLE}={value}, with which "
+            f"cuBLAS is not deterministic; {remedy}"
+        )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        warn(
+            f"deterministic=True on {device} needs {CUBLAS_VARIABLE}, and CUDA is in use already "
+            "(the model lies on the device, perhaps). It is set now; if matrices have been "
+            "multiplied on the device before, cuBLAS does not see it, and runs may differ. Make "
+            f"the Trainer before anything computes there, or {remedy}",
+            DeterminismWarning,
+        )
+    os.environ[CUBLAS_VARIABLE] = CUBLAS_VALUES[0]
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(device: torch.device) -> Iterator[None]:
+    """Use deterministic algorithms only; all settings are put back afterwards.
+
+    The same run on the same machine then gives the same bits. It does not seed: ``seed=`` does.
+    Whether ``torch.empty`` fills its memory stays as it is (torch does it in this mode unless
+    ``torch.utils.deterministic.fill_uninitialized_memory`` says otherwise): without, a model that
+    reads what it never wrote would differ from run to run, and nobody would notice.
+
+    Args:
+        device: where the model computes. See `prepare_cublas`, which is called here, too.
+
+    Raises:
+        RuntimeError: an operation has no deterministic implementation. That is torch's own error,
+            with a note that says what helps.
+
+    Example:
+        >>> with deterministic_algorithms(torch.device("cpu")):
+        ...     torch.are_deterministic_algorithms_enabled()
+        True
+    """
+    prepare_cublas(device)
+    cudnn = torch.backends.cudnn
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    compiled = inductor_is_deterministic()
+    benchmark, cudnn_deterministic = cudnn.benchmark, cudnn.deterministic
+    try:
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark = False
+        cudnn.deterministic = True
+        yield
+    except RuntimeError as error:
+        if any(sign in text_of(error) for sign in _SIGNS):
+            add_note(
+                error,
+                "automicro: deterministic=True asks for this error; replace the operation by one "
+                "that is deterministic, or leave deterministic=True out",
+            )
+        raise
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        set_inductor_deterministic(compiled)
+        cudnn.benchmark = benchmark
+        cudnn.deterministic = cudnn_deterministic
+
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def to_channels_last(*modules: nn.Module) -> None:
+    """Give every 4-D and 5-D parameter and buffer the memory format with the channels last.
+
+    Values, shapes and the parameters themselves stay, so an optimizer may have them already.
+    Inputs need not be converted: a convolution takes the format from its weight, and hands it on
+    to the layers behind it; the gradients and the optimizer's state have it, too. Do it after the
+    model was moved and before it is compiled.
+
+    Args:
+        modules: the model, then further modules that take part.
+
+    Raises:
+        ValueError: nothing in them has four or five dimensions, or a lazy layer has no shape yet.
+
+    Example:
+        >>> model = nn.Conv2d(3, 8, 3)
+        >>> to_channels_last(model)
+        >>> model.weight.is_contiguous(memory_format=torch.channels_last)
+        True
+        >>> model(torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
+        True
+    """
+    tensors = [each for module in modules for each in [*module.parameters(), *module.buffers()]]
+    for module in modules:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if is_uninitialized(tensor):
+                raise ValueError(
+                    f"channels_last=True, but {name!r} gets its shape from the first batch and "
+                    "has none yet; run the model on one row before, or give the layer its shape"
+                )
+    found = [tensor for tensor in tensors if _has_channels(tensor)]
+    if not found:
+        dims = sorted({tensor.dim() for tensor in tensors})
+        raise ValueError(
+            "channels_last=True needs parameters of 4 or 5 dimensions, which convolutions over "
+            f"images or volumes have, and {type(modules[0]).__name__} has only ones of "
+            f"{', '.join(map(str, dims)) or 'no'} dimensions; leave channels_last out"
+        )
+    for tensor in found:
+        tensor.data = tensor.data.to(memory_format=FORMATS[tensor.dim()])
+
+
+def _has_channels(tensor: Tensor) -> bool:
+    return tensor.dim() in FORMATS and tensor.layout is torch.strided
+
+
+class Session:
+    """Runs under one memory limit, with everything resident counted, and progress shown.
+
+    Args:
+        shows_progress: whether to show how it goes.
+        place: of this process: the first shows it for all.
+        memory_limit: of the device; None for none.
+        device: where it runs.
+        residents: what lies there all the time.
+        deterministic: whether to refuse algorithms that are not.
+
+    Raises:
+        TypeError: ``shows_progress`` is not True or False.
+        ValueError: no such limit for this device.
+    """
+
+    def __init__(
+        self,
+        *,
+        shows_progress: bool,
+        place: Place,
+        memory_limit: str | int | float | None,
+        device: torch.device,
+        residents: Sequence[nn.Module | torch.optim.Optimizer],
+        deterministic: bool,
+    ) -> None:
+        make_progress(shows_progress)  # refuses what is not True or False
+        if memory_limit is not None:
+            limit_memory(memory_limit, device)  # refuses what cannot be a limit
+        self.console: Console | None = None
+        self._shown: Progress | None = None  # while it is open
+        self._shows_progress = shows_progress and place.is_first
+        self._memory_limit = memory_limit
+        self._device = device
+        self._residents = residents
+        self._deterministic = deterministic
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Progress]:
+        """Run inside; shows progress. Inside of itself it changes nothing.
+
+        Raises:
+            torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
+        """
+        if self._shown is not None:
+            yield self._shown
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recoveries_shown_here())
+            if self._deterministic:
+                stack.enter_context(deterministic_algorithms(self._device))
+            if self._memory_limit is not None:
+                stack.enter_context(limit_memory(self._memory_limit, self._device))
+            budget = active_budget()
+            if budget is not None and self._device.type == "cpu":
+                track_residents(budget, self._residents)
+            self._shown = stack.enter_context(make_progress(self._shows_progress, self.console))
+            stack.callback(self._close)
+            yield self._shown
+
+    def _close(self) -> None:
+        self._shown = None
+
+
+@contextlib.contextmanager
+def noting(describe: Callable[[], str]) -> Iterator[None]:
+    """Add to every exception where it was raised.
+
+    >>> try:
+    ...     with noting(lambda: "in epoch 2"):
+    ...         raise KeyError("x")
+    ... except KeyError as error:
+    ...     error.__notes__
+    ['automicro: in epoch 2']
+    """
+    try:
+        yield
+    except BaseException as error:
+        add_note(error, f"automicro: {describe()}")
+        raise

@@ -1,0 +1,361 @@
+"""Durations, clock times and amounts of memory, as people write them.
+
+How long to train: ``"2ep"``, ``"500ba"``, ``"10000sp"``, ``"1e6tok"``.
+
+Amounts of memory as people write them.
+
+How long a run may take: ``"2h30m"``, ``"45m"``, ``"1:30:00"``.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any
+
+from automicro.migration import comes_from
+
+# At most two digits of exponent: "1e999999999tok" would be a number of a billion digits.
+_PATTERN = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)(e\+?[0-9]{1,2})?\s*([a-z]+)")
+
+
+class Unit(StrEnum):
+    """What a duration counts, by the letters it is written with."""
+
+    EPOCHS = "ep"
+    BATCHES = "ba"
+    SAMPLES = "sp"
+    TOKENS = "tok"
+
+
+_WORDS = {
+    Unit.EPOCHS: ("e", "epoch", "epochs"),
+    Unit.BATCHES: ("b", "batch", "batches", "it", "iters", "iterations", "step", "steps"),
+    Unit.SAMPLES: ("s", "sample", "samples", "row", "rows"),
+    Unit.TOKENS: ("t", "token", "tokens", "toks"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Duration:
+    """A number of epochs, optimization batches, samples or tokens.
+
+    Raises:
+        TypeError: if the value is not an int.
+        ValueError: if the value is below 1.
+
+    >>> Duration.parse("2ep")
+    Duration.parse('2ep')
+    >>> Duration.parse("500 ba") == Duration(value=500, unit=Unit.BATCHES)
+    True
+    """
+
+    value: int
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if type(self.value) is not int:
+            raise TypeError(f"a duration of {self.value!r} is not whole: give an int")
+        if self.value < 1:
+            raise ValueError(
+                f"a duration of '{self.value}{self.unit}' trains nothing: give at least 1"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.unit}"
+
+    def __repr__(self) -> str:
+        return f"Duration.parse({str(self)!r})"
+
+    @classmethod
+    def parse(cls, text: "str | Duration") -> "Duration":
+        """Read a whole number and a unit: ep (epochs), ba (batches), sp (samples), tok (tokens).
+
+        Samples and tokens may be in scientific notation. A duration stands for itself.
+
+        Raises:
+            TypeError: if it is a bare number or anything else that is not text.
+            ValueError: if the text is no duration, or one below 1.
+
+        >>> Duration.parse("1.5e6tok").value
+        1500000
+        """
+        if isinstance(text, Duration):
+            return text
+        text = _as_text(text)
+        if isinstance(text, int) and not isinstance(text, bool):
+            raise TypeError(
+                f"a duration of {text} has no unit: say '{text}ep' (epochs) or '{text}ba' (batches)"
+            )
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is no duration: write it like '2ep' or '500ba'")
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or match[3] not in set(Unit):
+            raise ValueError(
+                f"{text!r} is no duration{meant_duration(text)}: write a whole number and ep "
+                f"(epochs), ba (batches), sp (samples) or tok (tokens), like '2ep' or '500ba'"
+            )
+        number, exponent, unit = match[1], match[2], Unit(match[3])
+        value = Decimal(number + (exponent or ""))
+        if value != int(value) or ("." in number and not exponent):
+            raise ValueError(f"{text!r} is not whole: give a whole number of {unit.name.lower()}")
+        if exponent and unit in (Unit.EPOCHS, Unit.BATCHES):
+            raise ValueError(
+                f"{text!r} is in scientific notation, which is for sp and tok only: "
+                f"say '{int(value)}{unit}'"
+            )
+        return cls(value=int(value), unit=unit)
+
+
+def read_duration(name: str, duration: str | Duration) -> Duration:
+    """A duration, with the argument's name in what goes wrong.
+
+    Raises:
+        TypeError: not text.
+        ValueError: no duration.
+
+    >>> read_duration("max_duration", "1e6tok")
+    Duration.parse('1000000tok')
+    """
+    try:
+        return Duration.parse(duration)
+    except (TypeError, ValueError) as error:
+        duration = _as_text(duration)
+        text = str(duration).strip()
+        never = ", or None" if name.endswith("interval") else ""
+        why = (
+            f"is not a whole number of epochs, batches, samples or tokens, at least 1"
+            f"{meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', '500ba', "
+            f"'10000sp' or '1e6tok'{never}"
+        )
+        if text.isdecimal() and int(text) > 0:
+            why = (
+                f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
+                f"or '{text}tok' (tokens)"
+            )
+        raise type(error)(f"{name}={duration!r} {why}") from None
+
+
+def _counted_otherwise(text: str) -> str:
+    """A hint about units of others that nothing here is counted in."""
+    match = re.fullmatch(r"([\d.]+)\s*(dur|[hms]|min|sec|seconds?|minutes?|hours?)", text.lower())
+    if match is None:
+        return ""
+    if match[2] == "dur":
+        return f" (of a share of the training, {match[1]}, give the number)"
+    return " (a limit in time is max_time='2h30m')"
+
+
+def _as_text(duration: Any) -> Any:
+    """A time of Composer's as it is written; anything else as it is."""
+    if not comes_from(duration, "composer.Time"):
+        return duration
+    return f"{duration.value}{getattr(duration.unit, 'value', duration.unit)}"
+
+
+def meant_duration(text: object) -> str:
+    """A hint to be put behind what is no duration; empty where nobody can tell what was meant.
+
+    >>> meant_duration("5 epochs"), meant_duration("often")
+    (" (did you mean '5ep'?)", '')
+    """
+    match = re.fullmatch(r"(\d+)\s*([a-z]+)", str(text).strip().lower())
+    if match is None:
+        return ""
+    unit = next((unit for unit in Unit if match[2] in _WORDS[unit]), None)
+    return "" if unit is None else f" (did you mean '{match[1]}{unit}'?)"
+
+
+_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 10 ** (3 * _power)
+    _UNITS[f"{_letter}ib"] = 2 ** (10 * _power)
+
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(amount: str | int | float) -> int:
+    """Read an amount of memory as a whole number of bytes.
+
+    MiB is 2**20 and MB is 10**6; upper and lower case are the same. A number without a unit is in
+    bytes. Parts of a byte are dropped.
+
+    Raises:
+        TypeError: ``amount`` is neither text nor a number.
+        ValueError: the text cannot be read, or the amount is less than one byte.
+
+    >>> parse_bytes("24MiB"), parse_bytes("1.5 GB"), parse_bytes(1024)
+    (25165824, 1500000000, 1024)
+    """
+    if isinstance(amount, bool) or not isinstance(amount, str | int | float):
+        raise TypeError(
+            f"an amount of memory cannot be {amount!r} of type {type(amount).__name__}: give a "
+            f"text such as '24MiB' or a number of bytes"
+        )
+    num_bytes = _parse_text(amount) if isinstance(amount, str) else _whole(amount)
+    if num_bytes < 1:
+        raise ValueError(
+            f"an amount of memory must be at least one byte, but {amount!r} is {num_bytes}: give "
+            f"a larger one, such as '24MiB'"
+        )
+    return num_bytes
+
+
+def parse_share(amount: object) -> float | None:
+    """Read a share of a device, a float of at most 1 or a percentage; None for anything else.
+
+    Raises:
+        ValueError: a percentage that is not above 0 and at most 100, or a number that is neither
+            a share nor whole.
+
+    >>> parse_share(0.8), parse_share("80%"), parse_share("24MiB"), parse_share(1)
+    (0.8, 0.8, None, None)
+    """
+    if isinstance(amount, float):
+        if 0 < amount <= 1:
+            return amount
+        if math.isfinite(amount) and not amount.is_integer():
+            raise ValueError(
+                f"{amount!r} is neither a share of a device, such as 0.8, nor a whole number of "
+                "bytes: give one of these, or text such as '24MiB'"
+            )
+    if not isinstance(amount, str) or not amount.strip().endswith("%"):
+        return None
+    try:
+        share = float(amount.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{amount!r} is no share of a device: give one such as '80%' or 0.8")
+    return share
+
+
+def _parse_text(text: str) -> int:
+    match = _AMOUNT.fullmatch(text)
+    scale = _UNITS.get(match[2].lower()) if match else None
+    if match is None or scale is None:
+        raise ValueError(
+            f"cannot read {text!r} as an amount of memory: write a positive number and one of "
+            f"B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
+            f"'24MiB'"
+        )
+    return int(Decimal(match[1]) * scale)
+
+
+def _whole(number: int | float) -> int:
+    if not math.isfinite(number):
+        raise ValueError(
+            f"an amount of memory cannot be {number!r}: give a finite number of bytes, or None "
+            f"where no limit is meant"
+        )
+    return int(number)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a number of bytes for people, in powers of 1024.
+
+    >>> format_bytes(24546000), format_bytes(512)
+    ('23.41 MiB', '512 bytes')
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.2f} {unit}"
+    return f"{num_bytes} byte{'' if num_bytes == 1 else 's'}"
+
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_PARTS = re.compile(
+    r"(?:(?P<d>[0-9]+)\s*d)?\s*(?:(?P<h>[0-9]+)\s*h)?\s*(?:(?P<m>[0-9]+)\s*m)?\s*"
+    r"(?:(?P<s>[0-9]+)\s*s)?"
+)
+_CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])")
+_HOW = "write it like '2h30m', '45m', '90s', '1d' or '1:30:00' (hours, minutes, seconds)"
+
+
+def parse_time(text: str | timedelta) -> float:
+    """Seconds, read from days, hours, minutes and seconds, or from a clock's H:MM:SS.
+
+    ``"1-12:00:00"`` is a day and twelve hours, as batch systems write it.
+
+    Args:
+        text: what to read; a `datetime.timedelta` stands for itself.
+
+    Raises:
+        TypeError: it is a bare number, or anything else that is not text.
+        ValueError: the text is no time, or none at all.
+
+    Example:
+        >>> parse_time("2h30m"), parse_time("90s"), parse_time("1:30:00")
+        (9000.0, 90.0, 5400.0)
+    """
+    if isinstance(text, timedelta):
+        seconds = text.total_seconds()
+    elif isinstance(text, int | float) and not isinstance(text, bool):
+        raise TypeError(
+            f"a time of {text} has no unit: say '{text:g}s' (seconds), '{text:g}m' (minutes) or "
+            f"'{text:g}h' (hours)"
+        )
+    elif not isinstance(text, str):
+        raise TypeError(f"{text!r} is no time: {_HOW}")
+    else:
+        seconds = _read(text)
+    if seconds <= 0:
+        raise ValueError(f"a time of '{text}' ends before it begins: give at least '1s'")
+    return float(seconds)
+
+
+def _read(text: str) -> int:
+    stripped = text.strip().lower()
+    clock = _CLOCK.fullmatch(stripped)
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return 86400 * days + 3600 * hours + 60 * minutes + seconds
+    parts = _PARTS.fullmatch(stripped)
+    if parts is None or not stripped:
+        raise ValueError(f"{text!r} is no time: {_why(stripped)}{_HOW}")
+    return sum(int(parts[unit] or 0) * seconds for unit, seconds in _SECONDS.items())
+
+
+def _why(text: str) -> str:
+    if text.isdecimal():
+        return "it has no unit; "
+    if re.fullmatch(r"[0-9]+:[0-9]+", text):
+        return "two numbers may be hours and minutes, or minutes and seconds; "
+    if re.search(r"[0-9]\.[0-9]", text):
+        return "its numbers must be whole, so half an hour is '30m'; "
+    return ""
+
+
+class TimeLimit:
+    """Says when the time is over that a run may take.
+
+    It counts from its construction: what went before, in another process or in an earlier call of
+    `fit`, does not count, because a batch system gives each job a time of its own.
+
+    Args:
+        seconds: how long; None for as long as it takes.
+        clock: what time it is, in seconds.
+
+    Example:
+        >>> limit = TimeLimit(10.0, clock=iter([0.0, 4.0, 10.0]).__next__)
+        >>> limit.is_over, limit.is_over
+        (False, True)
+        >>> TimeLimit(None).is_over
+        False
+    """
+
+    def __init__(
+        self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._start = 0.0 if seconds is None else clock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self._seconds is not None and self._clock() - self._start >= self._seconds

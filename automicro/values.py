@@ -1,0 +1,128 @@
+"""Values of any kind: whether two are the same, as text, and as numbers read from a device.
+
+Whether two tensors, or two values made of tensors, are the same.
+
+Numbers that lie on a device: several are read at once, because each reading waits for it.
+
+Values as text that is the same in two processes.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from automicro.torch_private import sparse_parts
+from automicro.units import Duration
+
+
+def same_content(one: Tensor, other: Tensor) -> bool:
+    """Whether shape, dtype and every value agree; NaN agrees with NaN. Waits for the device.
+
+    Example:
+        >>> import torch
+        >>> same_content(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
+        True
+    """
+    if one.dtype != other.dtype or one.layout != other.layout or one.is_nested != other.is_nested:
+        return False
+    if not one.is_nested and one.shape != other.shape:  # ragged sizes are symbols
+        return False
+    one, other = one.detach(), other.detach().to(one.device)
+    if one.is_nested or one.layout is not torch.strided:
+        parts, others = _dense_parts(one), _dense_parts(other)
+        return len(parts) == len(others) and all(map(same_content, parts, others))
+    same = one == other
+    if one.is_floating_point() or one.is_complex():
+        same |= (one != one) & (other != other)
+    return bool(same.all())
+
+
+def _dense_parts(value: Tensor) -> list[Tensor]:
+    """What a nested or sparse tensor is made of."""
+    if value.is_nested:
+        return list(value.unbind())
+    if value.layout is torch.sparse_coo:
+        return sparse_parts(value)
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    return [value.ccol_indices(), value.row_indices(), value.values()]
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values are alike: plain ones, tensors and arrays, nested as they may be.
+
+    Example:
+        >>> import torch
+        >>> same_values({"a": [torch.ones(2), 1]}, {"a": [torch.ones(2), 1]})
+        True
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return same_content(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    return bool(one == other)
+
+
+def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
+    """One tensor of several 0-d ones, in the widest type of them, which holds each exactly.
+
+    >>> stack_scalars([torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16)])
+    tensor([1., 2.])
+    """
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in scalars))
+    place = scalars[0].device
+    return torch.stack([each.detach().to(place, dtype) for each in scalars])
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of 0-d tensors. Waits once for a device, however many there are.
+
+    >>> read_scalars([torch.tensor(1.0), torch.tensor(2.0)])
+    [1.0, 2.0]
+    """
+    there = [each for each in scalars if each.device.type != "cpu"]
+    if len(there) < 2:
+        return [each.item() for each in scalars]
+    read = iter(stack_scalars(there).tolist())
+    return [each.item() if each.device.type == "cpu" else next(read) for each in scalars]
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def as_text(value: Any) -> str:
+    """A value as text without what is another in each process, such as an address.
+
+    Args:
+        value: anything; of what is no plain value, the name of its class or its own is taken.
+
+    >>> as_text({"lr": [0.1, None]}), as_text(nn.MSELoss()), as_text(nn.functional.mse_loss)
+    ("{'lr': [0.1, None]}", 'MSELoss', 'mse_loss')
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    if isinstance(value, Duration | Path):
+        return repr(str(value))
+    if isinstance(value, Mapping) and not isinstance(value, nn.Module):
+        return "{" + ", ".join(f"{as_text(k)}: {as_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_text, value)) + "]"
+    if isinstance(value, functools.partial):
+        options = as_text(value.keywords) if value.keywords else ""
+        return f"partial({', '.join([as_text(value.func), *map(as_text, value.args), options])})"
+    if type(value).__module__.startswith("automicro."):
+        return _ADDRESS.sub("", repr(value))
+    name: str = getattr(value, "__qualname__", type(value).__qualname__)
+    return name
