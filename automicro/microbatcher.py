@@ -17,7 +17,7 @@ from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
 from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
-from automicro.loss.passes import Probed
+from automicro.loss.passes import Computation
 from automicro.loss.probe import Prober
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice
@@ -41,7 +41,7 @@ from automicro.policy.policy import Policy
 from automicro.ranks.discovery import find_ranks, telling_of_failure
 from automicro.ranks.interface import Ranks, telling
 from automicro.reach import Reach
-from automicro.remembered.key import describe_run, describe_shapes
+from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -192,7 +192,6 @@ class Microbatcher:
                 optimizer=innermost,
                 precision=precision,
                 phase=name,
-                layout=self._layout,
                 world_size=self._ranks.world_size,
             )
             recollection: Recollection | None = None
@@ -227,27 +226,24 @@ class Microbatcher:
             lambda: [self._train.random_state()],
             is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
         )
-        self._passes = Passes(
-            self._modules,
-            convention,
-            averages,
-            self._layout,
+        computation = Computation(
+            modules=self._modules,
+            convention=convention,
+            averages=averages,
+            layout=self._layout,
             device=self._device,
+            functions=[each for each in (loss_fn, forward) if each is not None],
+            reach=reach,
+        )
+        self._passes = Passes(
+            computation,
             autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
             update_metric=metric_guard.update,
             ranks=self._ranks,
         )
         self._prober = Prober(
-            Probed(
-                modules=self._modules,
-                convention=convention,
-                averages=averages,
-                layout=self._layout,
-                device=self._device,
-                functions=[each for each in (loss_fn, forward) if each is not None],
-                reach=reach,
-            ),
+            computation,
             declared=is_declared(loss_average),
             off=not probe or self._ranks.rank != 0,
             is_alone=not self._ranks.communicates_in_forward,

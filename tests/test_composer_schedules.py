@@ -145,6 +145,6 @@ def test_a_schedule_says_its_rates() -> None:
     model = nn.Linear(2, 2)
     trainer = make_trainer(model, make_loader(), scheduler=Falling())
     assert trainer._fit is not None
-    scheduler = trainer._fit._step._scheduler
+    scheduler = trainer._fit.loop.step.update._scheduler
     assert isinstance(scheduler, ComposerSchedule)
     assert scheduler.get_last_lr() == [0.01]

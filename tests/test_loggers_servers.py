@@ -272,7 +272,7 @@ def test_what_is_no_logger_of_lightning_is_refused(wrong: Any, tmp_path: Path) -
 def test_without_the_package_the_logger_says_what_to_install(
     logger: Any, package: str, mocker: MockerFixture
 ) -> None:
-    mocker.patch(f"automicro.loggers.{package}.importlib.util.find_spec", return_value=None)
+    mocker.patch("automicro.loggers.servers.importlib.util.find_spec", return_value=None)
     with pytest.raises(ImportError, match=f"is not installed: pip install {package}$"):
         logger("runs/one")
 

@@ -19,8 +19,9 @@ from torch import nn
 from automicro import Halving, MemoryBudget, Microbatcher, SizeCacheWarning
 from automicro.batch.layout import BatchLayout
 from automicro.remembered.cache import SizeCache, SizeMemory, sizes_folder
+from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.remembered.entry import RememberedSize
-from automicro.remembered.key import RunKey, describe_run, describe_shapes
+from automicro.remembered.key import RunKey
 
 CPU = torch.device("cpu")
 KEY = RunKey(
@@ -87,8 +88,8 @@ def describe(
 ) -> RunKey:
     net = module()
     optimizer = changed.pop("optimizer", torch.optim.SGD)
-    arguments = {
-        "batch": batch(),
+    arguments: dict[str, Any] = {
+        "shapes": describe_shapes(changed.pop("batch", batch())),
         "rows": 6,
         "device": CPU,
         "optimizer": None if optimizer is None else optimizer(net.parameters(), lr=0.1),
@@ -565,7 +566,9 @@ def train(policy: Halving, memory: Callable[[RunKey], SizeMemory], *, limit: str
     data = (torch.randn(256, 64), torch.randn(256, 1))
     ooms = []
     with MemoryBudget(limit):
-        sizes = memory(describe_run([model], data, rows=256, device=CPU, optimizer=optimizer))
+        sizes = memory(
+            describe_run([model], describe_shapes(data), rows=256, device=CPU, optimizer=optimizer)
+        )
         if sizes.recalled is not None:
             policy.suggest(sizes.recalled.microbatch_size, sizes.recalled.cost_per_row)
         for _ in range(3):

@@ -16,7 +16,8 @@ from automicro.cli.nodes import show
 from automicro.errors import ConfigError
 from automicro.options import GRADIENT_SUMS, PRECISIONS
 from automicro.step.split_guard import BATCHNORM_MODES
-from automicro.trainer.step import NON_FINITE_MODES, SCHEDULER_INTERVALS
+from automicro.trainer.optimizer import SCHEDULER_INTERVALS
+from automicro.trainer.step import NON_FINITE_MODES
 
 HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
     f"{section}.{name}": hint

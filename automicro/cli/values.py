@@ -25,8 +25,9 @@ from automicro.policy.choose import make_policy
 from automicro.step.split_guard import BATCHNORM_MODES
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
+from automicro.trainer.optimizer import SCHEDULER_INTERVALS
 from automicro.trainer.parallel import read_parallel
-from automicro.trainer.step import NON_FINITE_MODES, SCHEDULER_INTERVALS
+from automicro.trainer.step import NON_FINITE_MODES
 from automicro.units import parse_bytes, parse_share, read_duration
 
 

@@ -18,7 +18,7 @@ from automicro.errors import describe_error
 from automicro.loss.averages import Average, Candidate, Sum, candidates, named, read_average
 from automicro.loss.informative_rows import Choice
 from automicro.loss.look import Measured, loss_error, relative_errors
-from automicro.loss.passes import ExtraPasses, Probed
+from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
 from automicro.memory.oom import Failure, classify
 
@@ -135,12 +135,12 @@ def fitting_candidate(
 
 
 def explain(
-    probed: Probed, batch: Any, choice: Choice, wrong: tuple[str, float], tolerance: float
+    computation: Computation, batch: Any, choice: Choice, wrong: tuple[str, float], tolerance: float
 ) -> str:
     """What a loss is whose gradients do not add up as it was taken for, and the remedy.
 
     Args:
-        probed: model and loss.
+        computation: model and loss.
         batch: as a whole.
         choice: the rows that showed it.
         wrong: the parameter that is off most, and by how much.
@@ -149,12 +149,12 @@ def explain(
     Raises:
         BaseException: whatever the forward raises.
     """
-    size, taken = _size(wrong), _taken(probed)
-    rows = _measured(probed, batch, sorted(choice.rows))
+    size, taken = _size(wrong), _taken(computation)
+    rows = _measured(computation, batch, sorted(choice.rows))
     if isinstance(rows, str):
         return describe_failure(rows, choice.rows)
     tolerance = max(tolerance, 1e-9)
-    found = _candidate(probed, batch, rows, tolerance)
+    found = _candidate(computation, batch, rows, tolerance)
     if found is not None:
         return f"{taken} {found.kind} ({size} otherwise): pass loss_average={found.code}"
     weights = rows.solve(max(math.sqrt(tolerance) * 1e-2, 10 * tolerance))
@@ -165,14 +165,14 @@ def explain(
         and min(weights) >= -slack
         and abs(sum(weights) - 1) <= slack
         and not _divides_by_itself(rows)
-        and not _are_configured(probed, batch, rows, weights)
+        and not _are_configured(computation, batch, rows, weights)
     ):
         return (
             f"{taken} a weighted mean with other weights than rows (class weights, or a mean over "
             f"something else; {size} otherwise): pass loss_average=… as a callable that gives what "
             "a microbatch's loss was divided by"
         )
-    if _has_constant_term(probed, batch, choice, tolerance):
+    if _has_constant_term(computation, batch, choice, tolerance):
         return (
             f"{taken} a sum over rows beside a term that does not come from rows, which each "
             "microbatch would add once more (a penalty on parameters, say). Give it to the "
@@ -202,16 +202,18 @@ def _several_parts(rows: Rows) -> str:
     return f"Or its parts average over different things: pass loss_average={{{shown}}}. "
 
 
-def unexplained(probed: Probed, wrong: tuple[str, float], why: str) -> str:
+def unexplained(computation: Computation, wrong: tuple[str, float], why: str) -> str:
     """That gradients do not add up, where the cause could not be looked for."""
     return (
-        f"{_taken(probed)} that it is another ({_size(wrong)}); which one could not be found out "
-        f"({why}). Pass loss_average=…, {KEEP_WHOLE}, or ask automicro.verify"
+        f"{_taken(computation)} that it is another ({_size(wrong)}); which one could not be found "
+        f"out ({why}). Pass loss_average=…, {KEEP_WHOLE}, or ask automicro.verify"
     )
 
 
-def _taken(probed: Probed) -> str:
-    taken_for = " and ".join(dict.fromkeys(each.describe() for each in probed.averages.values()))
+def _taken(computation: Computation) -> str:
+    taken_for = " and ".join(
+        dict.fromkeys(each.describe() for each in computation.averages.values())
+    )
     return f"the loss was taken for {taken_for}, but the gradients of a few rows show"
 
 
@@ -232,15 +234,15 @@ def describe_failure(failure: str, rows: Sequence[int]) -> str:
     )
 
 
-def _measured(probed: Probed, batch: Any, indices: Sequence[int]) -> Rows | str:
-    names = probed.names()
-    with ExtraPasses(probed) as passes:
+def _measured(computation: Computation, batch: Any, indices: Sequence[int]) -> Rows | str:
+    names = computation.names()
+    with ExtraPasses(computation) as passes:
         # By the losses as they are given: every weight is one.
-        every = {name: Sum() for name in probed.averages}
+        every = {name: Sum() for name in computation.averages}
 
         def run(rows: Sequence[int]) -> Measured:
             with on_host():
-                taken = probed.layout.take_rows(batch, rows)
+                taken = computation.layout.take_rows(batch, rows)
                 cut = CutBatch(batch=taken, microbatches=[taken], sizes=[len(rows)])
             losses: dict[str, float] = {}
             loss = passes.run(taken, BatchWeights(every, [cut]), losses=losses)
@@ -266,42 +268,46 @@ def _thin(gradient: Tensor | None, step: int) -> Tensor | None:
     return dense.detach().reshape(-1)[::step].to("cpu", torch.float64)
 
 
-def _candidate(probed: Probed, batch: Any, rows: Rows, tolerance: float) -> Candidate | None:
+def _candidate(
+    computation: Computation, batch: Any, rows: Rows, tolerance: float
+) -> Candidate | None:
     indices = [row for part in rows.parts for row in part]
     with on_host():
-        together = probed.layout.take_rows(batch, indices)
+        together = computation.layout.take_rows(batch, indices)
         sizes = [len(part) for part in rows.parts]
-        parts = probed.layout.split(together, sizes)
-        configured = _configured(probed, together, parts, sizes)
+        parts = computation.layout.split(together, sizes)
+        configured = _configured(computation, together, parts, sizes)
 
     def weights_of(candidate: Candidate) -> list[float] | None:
         with on_host():
-            weights = weights_by(_average(probed, candidate.value), together, parts, sizes)
+            weights = weights_by(_average(computation, candidate.value), together, parts, sizes)
         # What it was taken for is what does not fit.
         return None if weights is None or _close(weights, configured) else weights
 
     if sum(one.norm > 0 for one in rows.alone) < 2:
         return None  # of a single row a sum and any mean look alike
     with on_host():
-        tried = list(candidates(together, probed.convention))
+        tried = list(candidates(together, computation.convention))
     return fitting_candidate(rows, tried, weights_of, tolerance)
 
 
 def _configured(
-    probed: Probed, together: Any, parts: Sequence[Any], sizes: Sequence[int]
+    computation: Computation, together: Any, parts: Sequence[Any], sizes: Sequence[int]
 ) -> list[float] | None:
     """The weights that were taken for right, where one average holds for all losses."""
-    average = probed.averages.get("")
+    average = computation.averages.get("")
     return None if average is None else weights_by(average, together, parts, sizes)
 
 
-def _are_configured(probed: Probed, batch: Any, rows: Rows, weights: Sequence[float]) -> bool:
+def _are_configured(
+    computation: Computation, batch: Any, rows: Rows, weights: Sequence[float]
+) -> bool:
     indices = [row for part in rows.parts for row in part]
     with on_host():
-        together = probed.layout.take_rows(batch, indices)
+        together = computation.layout.take_rows(batch, indices)
         sizes = [len(part) for part in rows.parts]
-        parts = probed.layout.split(together, sizes)
-        return _close(weights, _configured(probed, together, parts, sizes))
+        parts = computation.layout.split(together, sizes)
+        return _close(weights, _configured(computation, together, parts, sizes))
 
 
 def _close(one: Sequence[float], other: Sequence[float] | None) -> bool:
@@ -321,20 +327,22 @@ def weights_by(
     return [1.0 if weight is None else float(weight) for weight in weights]
 
 
-def _average(probed: Probed, value: Any) -> Average:
+def _average(computation: Computation, value: Any) -> Average:
     found: Mapping[str, Average] = read_average(
         value,
         loss_fn=None,
-        model=probed.modules[0],
-        targets=probed.convention.targets,
+        model=computation.modules[0],
+        targets=computation.convention.targets,
         reads_model=False,
     )
     return found[""]
 
 
-def _has_constant_term(probed: Probed, batch: Any, choice: Choice, tolerance: float) -> bool:
+def _has_constant_term(
+    computation: Computation, batch: Any, choice: Choice, tolerance: float
+) -> bool:
     """Whether the rows' gradients add up once a term is taken off that each of them has whole."""
-    small, large = _measured_parts(probed, batch, choice)
+    small, large = _measured_parts(computation, batch, choice)
     if small is None or large is None:
         return False
     return _common(small, tolerance) is not None and _agree(
@@ -342,10 +350,12 @@ def _has_constant_term(probed: Probed, batch: Any, choice: Choice, tolerance: fl
     )
 
 
-def _measured_parts(probed: Probed, batch: Any, choice: Choice) -> tuple[Rows | None, Rows | None]:
+def _measured_parts(
+    computation: Computation, batch: Any, choice: Choice
+) -> tuple[Rows | None, Rows | None]:
     if min(len(choice.small), len(choice.large)) < 2:
         return None, None
-    found = [_measured(probed, batch, sorted(part)) for part in (choice.small, choice.large)]
+    found = [_measured(computation, batch, sorted(part)) for part in (choice.small, choice.large)]
     small, large = (each if isinstance(each, Rows) else None for each in found)
     return small, large
 

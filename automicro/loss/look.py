@@ -21,7 +21,7 @@ from torch import Tensor
 from automicro.batch.device import on_device, on_host
 from automicro.errors import LossError
 from automicro.loss.informative_rows import Choice
-from automicro.loss.passes import ExtraPasses, Probed
+from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.transaction.surroundings import Place
 
@@ -85,7 +85,7 @@ class Seen:
     values: tuple[float, float] = field(default=(math.nan, math.nan))
 
 
-def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
+def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
     """Compare the gradient of some rows with that of two parts of them.
 
     Two sets of gradients are held.
@@ -95,8 +95,8 @@ def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
         CollectiveError: the forward was about to communicate with other ranks.
         BaseException: whatever the forward raises on these rows.
     """
-    cut = CutRows(probed, batch, choice)
-    with ExtraPasses(probed) as passes:
+    cut = CutRows(computation, batch, choice)
+    with ExtraPasses(computation) as passes:
         value = passes.run(cut.together, cut.whole_weights)
         whole = _wide(passes.take_gradients())
         totals = _norms(whole)
@@ -112,7 +112,7 @@ def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
         whole = _less(whole, passes.take_gradients())
         gaps = _norms(whole)
         del whole
-        names = probed.names()
+        names = computation.names()
         labels = [
             names.get(id(leaf), f"a leaf outside of the modules, of shape {tuple(leaf.shape)}")
             for leaf in passes.leaves
@@ -131,7 +131,7 @@ def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
             gaps=_of_lasting(gaps, lasting, 0.0),
             along=math.fsum(along),
         ),
-        limits=_limits(used, probed.device),
+        limits=_limits(used, computation.device),
         noise=noise,
         values=(value, parts),
     )
@@ -141,22 +141,25 @@ def look(probed: Probed, batch: Any, choice: Choice) -> Seen:
 class CutRows:
     """The chosen rows of a batch: together, turned around, and in two parts, with weights."""
 
-    def __init__(self, probed: Probed, batch: Any, choice: Choice) -> None:
+    def __init__(self, computation: Computation, batch: Any, choice: Choice) -> None:
         small, large, rows = choice.small, choice.large, choice.rows
         with on_host():
             self.small, self.large, self.together, self.reversed = (
-                probed.layout.take_rows(batch, each) for each in (small, large, rows, rows[::-1])
+                computation.layout.take_rows(batch, each)
+                for each in (small, large, rows, rows[::-1])
             )
-            self.weights = weights_of(probed, self.together, [self.small, self.large], choice)
-            self.whole_weights = weights_of(probed, self.together, [self.together], choice)
-            self.reversed_weights = weights_of(probed, self.reversed, [self.reversed], choice)
+            self.weights = weights_of(computation, self.together, [self.small, self.large], choice)
+            self.whole_weights = weights_of(computation, self.together, [self.together], choice)
+            self.reversed_weights = weights_of(computation, self.reversed, [self.reversed], choice)
 
 
-def weights_of(probed: Probed, together: Any, parts: Sequence[Any], choice: Choice) -> BatchWeights:
+def weights_of(
+    computation: Computation, together: Any, parts: Sequence[Any], choice: Choice
+) -> BatchWeights:
     """What the parts of a few rows weigh, as microbatches would."""
     sizes = [len(choice.rows)] if len(parts) == 1 else [len(choice.small), len(choice.large)]
     cut = CutBatch(batch=together, microbatches=parts, sizes=sizes)
-    return BatchWeights(probed.averages, [cut])
+    return BatchWeights(computation.averages, [cut])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +345,7 @@ class Values:
         return not gap > self.tolerance * scale + _CLEARLY * self.chance
 
 
-def evaluation_values(probed: Probed, batch: Any, choice: Choice) -> Values | None:
+def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> Values | None:
     """The loss of some rows in evaluation, together and apart.
 
     None where evaluation gives no loss. Called in evaluation mode, without gradients.
@@ -350,13 +353,13 @@ def evaluation_values(probed: Probed, batch: Any, choice: Choice) -> Values | No
     Raises:
         As `look`.
     """
-    cut = CutRows(probed, batch, choice)
-    with ExtraPasses(probed) as passes, torch.no_grad():
+    cut = CutRows(computation, batch, choice)
+    with ExtraPasses(computation) as passes, torch.no_grad():
 
         def value(rows: Any, weights: BatchWeights, index: int = 0) -> float | None:
-            moved = next(iter(on_device([rows], probed.device, isolate=True)))
+            moved = next(iter(on_device([rows], computation.device, isolate=True)))
             with passes.silence:
-                output = probed.convention.evaluate(probed.modules[0], moved)
+                output = computation.convention.evaluate(computation.modules[0], moved)
                 if output.loss is None:
                     return None
                 loss, _ = weights.apply(
@@ -375,7 +378,7 @@ def evaluation_values(probed: Probed, batch: Any, choice: Choice) -> Values | No
         together=together,
         apart=one + other,
         chance=abs(together - again),
-        tolerance=_limits(passes.silence.dtypes, probed.device).own,
+        tolerance=_limits(passes.silence.dtypes, computation.device).own,
     )
 
 

@@ -63,8 +63,8 @@ def extra_pass() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probed:
-    """A model and its loss, to be looked at.
+class Computation:
+    """What is computed from a batch: a model, its loss, and how batches are read.
 
     Attributes:
         modules: the model, then further modules that take part.
@@ -107,8 +107,8 @@ class ExtraPasses:
     has rolled it back.
     """
 
-    def __init__(self, probed: Probed) -> None:
-        self.probed = probed
+    def __init__(self, computation: Computation) -> None:
+        self.computation = computation
         self.silence = Silence(is_alone=True)
         self._stack = contextlib.ExitStack()
         self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -118,7 +118,7 @@ class ExtraPasses:
         self._variables: Sequence[Variable] = ()
         self._watched: Watched | None = None
         self._foreign = foreign_states()
-        modules = probed.reached
+        modules = computation.reached
         self._modules = modules
         self._parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
 
@@ -129,11 +129,12 @@ class ExtraPasses:
                 [
                     Buffers(BufferMemory(ModuleIndex(modules))),
                     RandomState(
-                        devices_of(modules, self.probed.device), self.probed.reach.generators
+                        devices_of(modules, self.computation.device),
+                        self.computation.reach.generators,
                     ),
                 ]
             )
-            functions = self.probed.functions
+            functions = self.computation.functions
             forwards = {type(each).forward for root in modules for each in root.modules()}
             self._variables = reached_variables([*functions, *forwards])
             around = Transaction(
@@ -156,7 +157,7 @@ class ExtraPasses:
                 extra_pass(),
             ):
                 stack.enter_context(manager)
-            stack.enter_context(_alone(self.probed.modules[0]))
+            stack.enter_context(_alone(self.computation.modules[0]))
             stack.enter_context(_rows_apart(modules))
             self._stack = stack.pop_all()
         return self
@@ -173,8 +174,8 @@ class ExtraPasses:
         self._calls += 1
         if self._calls == 2:  # what the first call makes for all later ones is no state
             self._watched = Watched(self._modules, self._variables)
-        moved = next(iter(on_device([rows], self.probed.device, isolate=True)))
-        convention, model = self.probed.convention, self.probed.modules[0]
+        moved = next(iter(on_device([rows], self.computation.device, isolate=True)))
+        convention, model = self.computation.convention, self.computation.modules[0]
         with self.silence:
             return (
                 convention.evaluate(model, moved) if evaluates else convention.train(model, moved)

@@ -19,7 +19,7 @@ from automicro.errors import AutomicroError, LossAverageWarning, describe_error,
 from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
 from automicro.loss.informative_rows import Choice, choose_rows, read_features
 from automicro.loss.look import Seen, evaluation_values, look
-from automicro.loss.passes import ExtraPasses, Probed
+from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.silence import CollectiveError
 from automicro.memory.oom import Failure, classify, first_line, release
 from automicro.transaction.surroundings import Place
@@ -49,7 +49,7 @@ class Prober:
     """Looks at the first batches that could be split, and at later ones that show something new.
 
     Args:
-        probed: model and loss.
+        computation: model and loss.
         declared: whether the caller said what the loss averages over.
         off: whether nothing is looked at.
         is_alone: whether a forward needs no other rank. Where it does, nothing can be looked at.
@@ -59,10 +59,10 @@ class Prober:
     """
 
     def __init__(
-        self, probed: Probed, *, declared: bool, off: bool = False, is_alone: bool = True
+        self, computation: Computation, *, declared: bool, off: bool = False, is_alone: bool = True
     ) -> None:
-        self._probed = probed
-        self._is_known = all(average.is_known for average in probed.averages.values())
+        self._computation = computation
+        self._is_known = all(average.is_known for average in computation.averages.values())
         self._declared = declared
         self._why_not = "" if is_alone else _COMMUNICATES
         self._train = _Evidence(assumed=not self._is_known)
@@ -137,10 +137,10 @@ class Prober:
         choice: Choice | None = None
         try:
             with on_host():
-                if not (is_retry or evidence.wants(self._probed, batch, num_rows)):
+                if not (is_retry or evidence.wants(self._computation, batch, num_rows)):
                     return
                 choice = choose_rows(
-                    self._probed.layout,
+                    self._computation.layout,
                     batch,
                     num_rows,
                     most=evidence.most_rows,
@@ -175,7 +175,7 @@ class Prober:
         """Whether to look again at once, because memory ran out and fewer rows may fit."""
         if classify(failure) is not Failure.RETRYABLE or not evidence.takes_fewer_rows():
             return False
-        release(failure, self._probed.device)
+        release(failure, self._computation.device)
         return True
 
     def _recover(
@@ -183,7 +183,7 @@ class Prober:
     ) -> str | None:
         kind = classify(failure)
         if kind is Failure.RETRYABLE:
-            release(failure, self._probed.device)
+            release(failure, self._computation.device)
             logger.warning(
                 "out of memory while a few rows were looked at, together and apart; nothing is "
                 "lost, and a later batch is looked at"
@@ -192,14 +192,16 @@ class Prober:
         if kind is not Failure.UNRELATED:
             raise failure
         text = next(iter(describe_error(failure).splitlines()))
-        release(failure, self._probed.device)
+        release(failure, self._computation.device)
         if choice is None:
             return self._learned_nothing(evidence, f"its rows cannot be read ({text})")
         # Is it the choice of rows, or a mistake in the model?
         evidence.is_done = True
         evaluates = evidence is self._eval
         with on_host():
-            parts = [self._probed.layout.take_rows(batch, c) for c in (choice.small, choice.large)]
+            parts = [
+                self._computation.layout.take_rows(batch, c) for c in (choice.small, choice.large)
+            ]
         if not self._has_loss(batch, evaluates=evaluates):
             return None
         if all(self._has_loss(part, evaluates=evaluates) for part in parts):
@@ -211,7 +213,7 @@ class Prober:
         """Whether a loss can be computed of these rows, from the state as it is."""
 
         def has_loss() -> bool:
-            with ExtraPasses(self._probed) as passes, torch.no_grad():
+            with ExtraPasses(self._computation) as passes, torch.no_grad():
                 return isinstance(passes.losses(batch, evaluates=evaluates).loss, Tensor)
 
         return self._try(has_loss, otherwise=lambda why: False)
@@ -230,14 +232,14 @@ class Prober:
         try:
             if classify(failure) not in (Failure.UNRELATED, Failure.RETRYABLE):
                 raise failure
-            release(failure, self._probed.device)
+            release(failure, self._computation.device)
             why = first_line(failure)
         finally:
             del failure  # it holds this frame: a cycle
         return otherwise(why)
 
     def _look_at(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
-        seen = look(self._probed, batch, choice)
+        seen = look(self._computation, batch, choice)
         known = {place.name for place in self.changing}
         self.changing += [place for place in seen.changing if place.name not in known]
         if seen.wrong is not None:
@@ -256,12 +258,12 @@ class Prober:
         wrong = seen.wrong
         assert wrong is not None
         return self._try(
-            lambda: explain(self._probed, batch, choice, wrong, seen.tolerance),
-            otherwise=lambda why: unexplained(self._probed, wrong, why),
+            lambda: explain(self._computation, batch, choice, wrong, seen.tolerance),
+            otherwise=lambda why: unexplained(self._computation, wrong, why),
         )
 
     def _compare_values(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
-        values = evaluation_values(self._probed, batch, choice)
+        values = evaluation_values(self._computation, batch, choice)
         if values is None:
             evidence.is_done = True
             return None
@@ -308,7 +310,7 @@ class Prober:
             logger.info("splitting was not checked: %s", why)
             return None
         averages = " and ".join(
-            dict.fromkeys(each.describe() for each in self._probed.averages.values())
+            dict.fromkeys(each.describe() for each in self._computation.averages.values())
         )
         return (
             f"could not check that the loss is {averages}, which it was taken for: {why}. To be "
@@ -349,7 +351,7 @@ class _Evidence:
         self._same_blind = 0
         self._told = 0
 
-    def wants(self, probed: Probed, batch: Any, num_rows: int) -> bool:
+    def wants(self, computation: Computation, batch: Any, num_rows: int) -> bool:
         """Whether this batch is worth a look."""
         self._batches += 1
         is_due = self._batches >= self._next
@@ -360,7 +362,7 @@ class _Evidence:
             return False
         if not self.is_informed and (is_due or self.pending is None):
             return is_due
-        return self._shows_news(probed, batch, num_rows, everywhere=is_due)
+        return self._shows_news(computation, batch, num_rows, everywhere=is_due)
 
     def took(self, choice: Choice | None) -> None:
         """Count a look, and what was among its rows."""
@@ -407,11 +409,13 @@ class _Evidence:
         """Only what no rows have differed in yet is still of interest."""
         self.pending = choice.pending if self.pending is None else self.pending & choice.pending
 
-    def _shows_news(self, probed: Probed, batch: Any, num_rows: int, *, everywhere: bool) -> bool:
+    def _shows_news(
+        self, computation: Computation, batch: Any, num_rows: int, *, everywhere: bool
+    ) -> bool:
         """Whether rows differ in something that they have not differed in before."""
         pending = self.pending or frozenset()
         paths = {path for path, _ in pending} | set(self.classes)
-        leaves: Mapping[str, Tensor] = dict(probed.layout.leaves(batch))
+        leaves: Mapping[str, Tensor] = dict(computation.layout.leaves(batch))
         near = {
             path
             for path in paths
@@ -419,7 +423,7 @@ class _Evidence:
         }
         if not near:
             return False
-        for feature in read_features(probed.layout, batch, num_rows, only=near):
+        for feature in read_features(computation.layout, batch, num_rows, only=near):
             if feature.kind == "class":
                 if not set(feature.values.tolist()) <= self.classes.get(feature.path, frozenset()):
                     return True

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from automicro.batch.device import on_device, on_host
-from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
 from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
 from automicro.errors import (
@@ -22,9 +21,8 @@ from automicro.errors import (
     add_note,
     warn,
 )
-from automicro.loss.averages import Average
-from automicro.loss.conventions import Convention, Output
-from automicro.loss.passes import extra_pass
+from automicro.loss.conventions import Output
+from automicro.loss.passes import Computation, extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
@@ -41,42 +39,34 @@ Keep = Callable[[Output], None]
 
 
 class Passes:
-    """A model, its loss and how to cut its batches.
+    """Forward and backward of microbatches.
 
     Args:
-        modules: the model, then further modules that take part.
-        convention: from a microbatch to loss and outputs.
-        averages: what each loss averages over, by name.
-        layout: where a batch has its rows.
-        device: where the model computes.
+        computation: a model, its loss, and how batches are read.
         autocast_dtype: of forward and loss; None for the model's own.
         run_backward: computes gradients from a loss.
         update_metric: feeds one metric with outputs and microbatch, and is told its name.
         ranks: that train together; gradients are taken to be averaged over them.
 
     Attributes:
-        layout: as given.
-        device: as given.
+        layout: of batches.
+        device: where the model computes.
     """
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
-        convention: Convention,
-        averages: Mapping[str, Average],
-        layout: BatchLayout,
+        computation: Computation,
         *,
-        device: torch.device,
         autocast_dtype: torch.dtype | None,
         run_backward: Callable[[Tensor], Any],
         update_metric: Callable[[Any, Any, Any, str], None],
         ranks: Ranks | None = None,
     ) -> None:
-        self._modules = modules
-        self._convention = convention
-        self._averages = averages
-        self.layout = layout
-        self.device = device
+        self._modules = computation.modules
+        self._convention = computation.convention
+        self._averages = computation.averages
+        self.layout = computation.layout
+        self.device = computation.device
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
         self._update_metric = update_metric
@@ -85,7 +75,7 @@ class Passes:
         self._has_warned_of_nothing = False
         self._has_looked_at_parts = False
         self._row_dims: dict[str, int] = {}
-        self._captures = captures_cuda_graphs(modules)
+        self._captures = captures_cuda_graphs(computation.modules)
 
     def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
         """Refuse a list of rows where inputs and targets are looked for in a pair.

@@ -50,7 +50,7 @@ class Recollection:
     on without remembering.
 
     Args:
-        describe: ``describe(batch, rows=…)`` is the key of a run, from its first batch.
+        describe: ``describe(shapes, rows=…)`` is the key of a run, from its first batch.
         shapes: of a batch; see `describe_shapes`.
         cache: where sizes lie; that of the user unless given.
     """
@@ -123,7 +123,9 @@ class Recollection:
         """Rows and cost of a row that are remembered; zeros where nothing is of use."""
         if batch is None:
             return 0.0, 0.0
-        self._memory = SizeMemory(self._cache, self._describe(batch.batch, rows=batch.num_rows))
+        self._memory = SizeMemory(
+            self._cache, self._describe(self._shapes(batch.batch), rows=batch.num_rows)
+        )
         recalled = self._memory.recalled
         if recalled is None or recalled.microbatch_size >= batch.num_rows:
             return 0.0, 0.0  # the whole batch comes first anyway, and longer rows may fit as well

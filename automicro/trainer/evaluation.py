@@ -21,13 +21,13 @@ from torch import nn
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
-from automicro.events.callback import Callbacks
-from automicro.events.run import Cut, ExpectedValues, LoopState, PhaseState, Run
+from automicro.events.run import Cut, ExpectedValues, LoopState, PhaseState
 from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
 from automicro.trainer.composer import MatchingMetrics, read_evaluations
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches
 from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
@@ -40,7 +40,6 @@ from automicro.trainer.progress import (
     position,
     size_lines,
 )
-from automicro.trainer.recording import Recorder
 from automicro.trainer.same_on_all_ranks import (
     compare_orders,
     of_all_ranks,
@@ -174,10 +173,8 @@ class Evaluation:
         self,
         phase: PhaseState,
         progress: Progress,
+        context: RunContext,
         *,
-        callbacks: Callbacks,
-        recorder: Recorder,
-        run: Run,
         where: str = "",
         is_stopped: Callable[[Ranks], bool] | None = None,
         max_batches: int | None = None,
@@ -190,9 +187,7 @@ class Evaluation:
         Args:
             phase: takes note of what happens.
             progress: where to say it.
-            callbacks: told of it.
-            recorder: logs it.
-            run: as callbacks see it.
+            context: whoever is told of it.
             where: where training stands, to say so.
             is_stopped: asked before each batch; None for never.
             max_batches: of this pass, where they are fewer than always.
@@ -204,11 +199,11 @@ class Evaluation:
         ooms, cut = phase.ooms, phase.cut
         values = None
         try:
-            callbacks.fire("eval_start", run)
+            context.tell("eval_start")
             with telling_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                found = self._pass(phase, progress, callbacks, run, is_stopped, max_batches)
+                found = self._pass(phase, progress, context, is_stopped, max_batches)
             if found is None:
-                recorder.forget()
+                context.recorder.forget()
                 return None
             values, samples, last, cut_here = found
         finally:
@@ -222,16 +217,15 @@ class Evaluation:
         progress.line(
             evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
         )
-        named = recorder.evaluation(self.name, values, last, phase)
-        callbacks.fire("eval_end", run, named)
+        named = context.recorder.evaluation(self.name, values, last, phase)
+        context.tell("eval_end", named)
         return values
 
     def _pass(
         self,
         phase: PhaseState,
         progress: Progress,
-        callbacks: Callbacks,
-        run: Run,
+        context: RunContext,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
     ) -> tuple[dict[str, float], int, EvalResult, Cut] | None:
@@ -247,7 +241,7 @@ class Evaluation:
                 if is_stopped is not None and is_stopped(ranks):
                     return None
                 if batch is not None:
-                    callbacks.fire("eval_batch_start", run, batch)
+                    context.tell("eval_batch_start", batch)
                 this = self.microbatcher.evaluate(batch, self._metrics.metrics)
                 if batch is None and this.num_global_samples == 0:
                     break  # no rank has rows left
@@ -261,7 +255,7 @@ class Evaluation:
                 samples += result.num_global_samples
                 batches += 1
                 if batch is not None:
-                    callbacks.fire("eval_batch_end", run, result)
+                    context.tell("eval_batch_end", result)
                 progress.status(partial(self._describe, batches, here.cut, max_batches))
             if result is None:  # on any rank
                 raise empty(self._evaluator.dataloader, self._loader_name)
@@ -416,31 +410,18 @@ class EvaluationPlan:
 
     Args:
         evaluations: what to evaluate on.
-        state: where training stands; the evaluations are written down there.
-        callbacks: told of every event.
-        recorder: logs the numbers.
-        run: as callbacks see it.
+        context: of the run; its state takes the evaluations down.
 
     Raises:
         ValueError: data that can be passed over only once, for several evaluations.
     """
 
-    def __init__(
-        self,
-        evaluations: Sequence[Evaluation],
-        *,
-        state: LoopState,
-        callbacks: Callbacks,
-        recorder: Recorder,
-        run: Run,
-    ) -> None:
+    def __init__(self, evaluations: Sequence[Evaluation], context: RunContext) -> None:
         for evaluation in evaluations:
-            evaluation.check_passes(run.max_duration)
+            evaluation.check_passes(context.run.max_duration)
         self._evaluations = evaluations
-        self._state = state
-        self._callbacks = callbacks
-        self._recorder = recorder
-        self._run = run
+        self._context = context
+        self._state = context.state
         self._loaded: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[Evaluation]:
@@ -511,17 +492,15 @@ class EvaluationPlan:
             values = evaluation.run(
                 self._state.eval,
                 progress,
-                callbacks=self._callbacks,
-                recorder=self._recorder,
-                run=self._run,
-                where=position(self._state, self._run.max_duration),
+                self._context,
+                where=position(self._state, self._context.run.max_duration),
                 is_stopped=is_stopped,
             )
             restore_rng_state(here)
             if values is None:
                 return
             self._state.evaluated_at[evaluation.name] = self._state.batch
-            self._recorder.flush()
+            self._context.recorder.flush()
         evaluation.interval.catch_up(self._state)
 
 

@@ -10,13 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from automicro.events.callback import Callbacks
-from automicro.events.run import Cut, LoopState, Run
 from automicro.memory.device import peak_bytes, reset_peak
-from automicro.ranks.interface import Ranks
 from automicro.step.results import StepResult
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
-from automicro.trainer.data.loading import grouped
+from automicro.trainer.data.loading import count_steps, grouped
 from automicro.trainer.evaluation import EvaluationPlan
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import (
@@ -29,7 +27,6 @@ from automicro.trainer.progress import (
     batch_status,
     count_of,
 )
-from automicro.trainer.recording import Recorder
 from automicro.trainer.report import TIME_IS_OVER, FitSummary, summarize
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import restore_random_numbers
@@ -45,55 +42,37 @@ class FitLoop:
     Args:
         step: trains on one optimization batch.
         feed: gives the batches, pass after pass.
-        count_batches: how many optimization batches a pass has, where that is known.
+        context: of the run; its state is written here.
         accumulate_batches: how many of the feed's make up an optimization batch.
         evaluations: in between.
         metrics: of training, reset with every epoch.
-        state: where training stands; written here.
-        callbacks: told of every event.
-        run: as they see it; knows when to end.
-        recorder: logs the numbers.
-        ranks: all that train the model.
         checkpointer: saves; None for no checkpoints.
-        best_metric: what the best checkpoints are kept by, so that one is saved after each
-            evaluation that has it; None where none is kept for that.
     """
 
     def __init__(
         self,
         step: TrainingStep,
         feed: Feed,
+        context: RunContext,
         *,
-        count_batches: Callable[[], int | None],
         accumulate_batches: int,
         evaluations: EvaluationPlan,
         metrics: MetricSet,
-        state: LoopState,
-        callbacks: Callbacks,
-        run: Run,
-        recorder: Recorder,
-        ranks: Ranks,
         checkpointer: Checkpointer | None,
-        best_metric: str | None,
     ) -> None:
-        self._step = step
+        self.step = step
+        self.context = context
+        self.checkpointer = checkpointer
         self._feed = feed
-        self._count_batches = count_batches
         self._is_taken_up = False
         self._has_begun = False
         self._left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
         self._accumulate_batches = accumulate_batches
         self._evaluations = evaluations
         self._metrics = metrics
-        self._state = state
-        self._callbacks = callbacks
-        self._run = run
-        self._recorder = recorder
-        self._ranks = ranks
-        self._has_peers = ranks.world_size > 1
+        self._state = context.state
+        self._run = context.run
         self._agreed_batches: int | None = None  # of this epoch, where there are peers
-        self._checkpointer = checkpointer
-        self._best_metric = best_metric
         self._recent, self._time_left = RecentSpeed(), TimeLeft()
 
     def run(self, progress: Progress, wants_to_stop: Callable[[], bool]) -> None:
@@ -103,22 +82,22 @@ class FitLoop:
             progress: where to say how it goes.
             wants_to_stop: asked after each batch, in training and in evaluations.
         """
-        stop = Stop(self._ranks, wants_to_stop)
+        stop = Stop(self.context.ranks, wants_to_stop)
         # As after each evaluation, so that a run that was taken up again has as much memory.
         for evaluation in self._evaluations:
             evaluation.release()
-        self._tell("fit_start")
-        if self._checkpointer is not None and self._state.batch == 0:
-            self._checkpointer.rehearse()
+        self.context.tell("fit_start")
+        if self.checkpointer is not None and self._state.batch == 0:
+            self.checkpointer.rehearse()
         self._evaluations.run_due(progress, stop.ask)  # what was broken off
         self._agree(stop)
         while not (self.is_finished or stop.is_agreed):
             self._train_epoch(progress, stop)
         if self.is_finished:
             self._evaluations.run_at_end(progress, stop.ask)
-        if self._checkpointer is not None:
-            self._checkpointer.save(self._state, progress, metrics=self._measured())
-        self._tell("fit_end")
+        if self.checkpointer is not None:
+            self.checkpointer.save(self._state, progress, metrics=self._measured())
+        self.context.tell("fit_end")
 
     def _train_epoch(self, progress: Progress, stop: Stop) -> None:
         """Train on a pass, or on what is left of it, until its end or that of training."""
@@ -127,7 +106,7 @@ class FitLoop:
         groups = self._begin_epoch()
         for number, group in enumerate(self._timed(groups)):
             if number == 0:
-                self._feed.require_same_order(self._ranks)
+                self._feed.require_same_order(self.context.ranks)
             if not self._train(group, progress):
                 if self._state.epoch_batch == 0:
                     raise self._feed.emptiness()
@@ -166,20 +145,17 @@ class FitLoop:
 
     def _agree(self, stop: Stop) -> None:
         """Let all ranks do what any of them, or a callback there, asked for."""
-        if not self._has_peers:
+        if not self.context.has_peers:
             return
         run = self._run
         has_reason = run.stop_reason is not None
         wants_checkpoint = run.take_checkpoint_request()
-        wishes = any_rank(self._ranks, stop.is_wanted, has_reason, wants_checkpoint)
+        wishes = any_rank(self.context.ranks, stop.is_wanted, has_reason, wants_checkpoint)
         stop.take_up(wishes[0])
         if wishes[1] and not has_reason:
             run.stop("another rank asked for it")
         if wishes[2]:
             run.save_checkpoint()
-
-    def _tell(self, event: str, *subject: Any) -> None:
-        self._callbacks.fire(event, self._run, *subject)
 
     @property
     def is_finished(self) -> bool:
@@ -199,11 +175,11 @@ class FitLoop:
     @property
     def num_batches(self) -> int | None:
         """Optimization batches of an epoch, where the loader knows."""
-        return self._count_batches()
+        return count_steps(self._feed.num_batches, self._accumulate_batches)
 
     def _batches_of_all(self) -> int | None:
         """Optimization batches of this epoch, the same number on all ranks."""
-        return self._agreed_batches if self._has_peers else self.num_batches
+        return self._agreed_batches if self.context.has_peers else self.num_batches
 
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""
@@ -226,13 +202,13 @@ class FitLoop:
                 self._state.epoch_batch = 0
                 self._metrics.reset()
             groups = grouped(self._feed.batches(self._state.epoch), self._accumulate_batches)
-            if self._has_peers:  # who has no rows left takes part until nobody has
+            if self.context.has_peers:  # who has no rows left takes part until nobody has
                 groups = itertools.chain(groups, itertools.repeat([]))
-        if self._has_peers:
-            most = self._ranks.most(float(self.num_batches or 0))
+        if self.context.has_peers:
+            most = self.context.ranks.most(float(self.num_batches or 0))
             self._agreed_batches = int(most) or None
         self._is_taken_up = False
-        self._tell("epoch_start")
+        self.context.tell("epoch_start")
         return groups
 
     def _train(self, loaded: Sequence[Any], progress: Progress) -> bool:
@@ -240,72 +216,71 @@ class FitLoop:
         if not self._has_begun:
             progress.doing("the first batch: looking at a few rows, then finding what fits")
         self._has_begun = True
-        batches = [self._callbacks.transform(self._run, batch) for batch in loaded]
+        batches = [self.context.callbacks.transform(self._run, batch) for batch in loaded]
         if batches:
-            self._tell("batch_start", batches if self._accumulate_batches > 1 else batches[0])
-        ready = self._tell_ready if self._callbacks.listens("gradients_ready") else None
-        trained = self._step.run(batches, self._state, progress, ready)
+            self.context.tell(
+                "batch_start", batches if self._accumulate_batches > 1 else batches[0]
+            )
+        ready = self._tell_ready if self.context.callbacks.listens("gradients_ready") else None
+        trained = self.step.run(batches, self._state, progress, ready)
         if trained is None:
             return False
         speed = self._recent.now(self._state)
-        self._recorder.batch(trained, speed=speed, device=self._run.device)
-        self._tell("batch_end", trained.result)
-        self._recorder.flush()
+        self.context.recorder.batch(trained, speed=speed, device=self._run.device)
+        self.context.tell("batch_end", trained.result)
+        self.context.recorder.flush()
         progress.status(partial(self._describe, trained, speed))
         return True
 
     def _tell_ready(self, result: StepResult) -> None:
-        self._tell("gradients_ready", result)
+        self.context.tell("gradients_ready", result)
 
     def _end_epoch(self) -> None:
         """Sum a complete pass up."""
         state = self._state
-        self._ranks.ready("computing the metrics of an epoch")
+        self.context.ranks.ready("computing the metrics of an epoch")
         state.train.metrics = self._metrics.compute()
-        self._step.end_epoch()
+        self.step.update.end("epoch")
         state.epoch += 1
         state.epoch_batch = 0
-        self._recorder.epoch(state.train.metrics)
-        self._tell("epoch_end")
-        self._recorder.flush()
+        self.context.recorder.epoch(state.train.metrics)
+        self.context.tell("epoch_end")
+        self.context.recorder.flush()
 
     def _sum_up_first_epoch(self) -> None:
         """Give metrics of a part of it, where training stops in its middle."""
         if self._state.epoch == 0:
-            self._ranks.ready("computing the metrics of a part of an epoch")
+            self.context.ranks.ready("computing the metrics of a part of an epoch")
             self._state.train.metrics = self._metrics.compute()
 
     def _save_if_due(self, progress: Progress, *, is_due: bool = False) -> None:
-        if self._checkpointer is None:
+        if self.checkpointer is None:
             return
         values = self._measured()
-        if is_due or self._best_metric in values:
+        if is_due or self.checkpointer.best_metric in values:
             self._run.save_checkpoint()
-        self._checkpointer.save_if_due(self._state, progress, metrics=values)
+        self.checkpointer.save_if_due(self._state, progress, metrics=values)
 
     def _measured(self) -> dict[str, float]:
         """What was found for the model as it is."""
-        best = self._best_metric
+        best = self.checkpointer.best_metric if self.checkpointer is not None else None
         # Where it is another evaluation's turn to give it, its absence is no mistake to warn of.
         return {} if best and self._evaluations.is_awaited(best) else self._evaluations.values()
 
     def _is_saved(self) -> bool:
         """Whether there is a checkpoint of this very batch."""
-        saver = self._checkpointer
+        saver = self.checkpointer
         return saver is not None and saver.saved_in(self._state) is not None
 
     def _describe(self, trained: TrainedBatch, speed: Speed) -> Status:
         rates = set(trained.learning_rates)
         return batch_status(
-            self._state,
-            Cut.of(trained.result),
-            max_duration=self._run.max_duration,
+            self._run,
+            trained.result,
             num_batches=self.num_batches,
-            device=self._run.device,
+            num_devices=self.context.ranks.world_size,
             speed=speed,
             learning_rate=rates.pop() if len(rates) == 1 else None,
-            num_devices=self._ranks.world_size,
-            is_measuring=trained.result.is_measuring,
             time_left=self._time_left,
         )
 
@@ -315,36 +290,17 @@ class Fit:
 
     Args:
         loop: trains.
-        step: of the loop.
-        state: where training stands.
-        run: as callbacks see it.
-        recorder: logs the numbers.
-        ranks: all that train the model.
-        checkpointer: saves and resumes; None for no checkpoints.
         max_seconds: how long one call may take; None for as long as it takes.
         settings: what runs, for the first line and for the loggers.
     """
 
-    def __init__(
-        self,
-        loop: FitLoop,
-        *,
-        step: TrainingStep,
-        state: LoopState,
-        run: Run,
-        recorder: Recorder,
-        ranks: Ranks,
-        checkpointer: Checkpointer | None,
-        max_seconds: float | None,
-        settings: RunSettings,
-    ) -> None:
+    def __init__(self, loop: FitLoop, *, max_seconds: float | None, settings: RunSettings) -> None:
         self.loop = loop
-        self._step = step
-        self._state = state
-        self._run = run
-        self._recorder = recorder
-        self._ranks = ranks
-        self._checkpointer = checkpointer
+        self._step = loop.step
+        self._context = loop.context
+        self._state = loop.context.state
+        self._run = loop.context.run
+        self._checkpointer = loop.checkpointer
         self._max_seconds = max_seconds
         self._settings = settings
 
@@ -366,7 +322,7 @@ class Fit:
         done = self._state.done(duration.unit)
         until = Duration(value=done + duration.value, unit=duration.unit)
         self._run.train_until(until)
-        self._step.require_tokens("duration", until)
+        self._step.tokens.require_for("duration", until)
         self._settings = replace(self._settings, max_duration=until)
 
     def require_more(self) -> None:
@@ -407,7 +363,7 @@ class Fit:
             state,
             stop_reason=reason,
             peak_memory_bytes=peak_bytes(self._run.device),
-            num_devices=self._ranks.world_size,
+            num_devices=self._context.ranks.world_size,
             loss_average_is=self._step.loss_average_is,
         )
         progress.line(f"\n{summary}")
@@ -419,18 +375,18 @@ class Fit:
         reset_peak(self._run.device)
         self._run.resume()
         if state.batch == 0 and self._run.rank == 0 and self.loop.num_batches:
-            self._step.warn_of_haste(self.loop.num_batches, self._run.max_duration)
-        self._step.clear_gradients()  # an interrupted fit leaves those of its last batch
+            self._step.update.warn_of_haste(self.loop.num_batches, self._run.max_duration)
+        self._step.update.clear()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)
         if not self._run.model.training:
             self._run.model.train()
         time_limit, first = TimeLimit(self._max_seconds), state.batch
         try:
-            self._recorder.start(self._settings.values(), resume_step=resume_step)
+            self._context.recorder.start(self._settings.values(), resume_step=resume_step)
             with catching_signals(
                 saves=self._checkpointer is not None,
-                has_peers=self._ranks.world_size > 1,
+                has_peers=self._context.has_peers,
                 say=say_on_stderr if self._run.rank == 0 else _say_nothing,
             ) as interruption:
 
@@ -439,9 +395,9 @@ class Fit:
                     return interruption.name is not None or (has_trained and time_limit.is_over)
 
                 self.loop.run(progress, wants_to_stop)
-                interruption.take_note_of_peers(self._ranks)
+                interruption.take_note_of_peers(self._context.ranks)
         finally:
-            self._recorder.close()
+            self._context.recorder.close()
             if self._checkpointer is not None:
                 self._checkpointer.finish()
         return interruption

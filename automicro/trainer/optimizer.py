@@ -20,10 +20,15 @@ from torch.optim import Optimizer
 
 from automicro.errors import SchedulerWarning, warn
 from automicro.migration import comes_from
+from automicro.optimizer.clipping import clip_gradients
+from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.step import step_optimizer
 from automicro.options import check_modules, check_optimizer, innermost_optimizer, read_flag
+from automicro.ranks.interface import Ranks
 from automicro.trainer.resume.fits import INNER
 from automicro.trainer.surroundings import to_channels_last
 from automicro.units import Duration, Unit
+from automicro.values import read_scalars
 
 ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -528,3 +533,108 @@ _LOOKS: Mapping[str, Callable[[Any, Pace], Told]] = {
     "LinearLR": _look_at_line,
     "PolynomialLR": _look_at_power,
 }
+
+
+SCHEDULER_INTERVALS = ("batch", "epoch")
+"""After what a scheduler may be stepped: each optimizer step, or each pass over the data."""
+
+
+class Update:
+    """What becomes of a gradient: unscaled, clipped, stepped with, cleared; then the scheduler.
+
+    Args:
+        optimizer: steps once per batch.
+        modules: whose gradients are cleared.
+        scaler: of the loss in half precision, which gives the microbatcher its backward; None
+            for none.
+        grad_clip_norm: the largest norm of the gradient; None for any.
+        scheduler: steps once per optimizer step, or once per epoch; None for none.
+        scheduler_interval: after what it is stepped: one of `SCHEDULER_INTERVALS`.
+        device: where it all happens.
+        ranks: all that train the model.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[nn.Module],
+        *,
+        scaler: GradientScaler | None,
+        grad_clip_norm: float | None,
+        scheduler: Any,
+        scheduler_interval: str,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        self._optimizer = optimizer
+        self._modules = modules
+        self._scaler = scaler
+        self._grad_clip_norm = grad_clip_norm
+        self._scheduler = scheduler
+        self._scheduler_interval = scheduler_interval
+        self._device = device
+        self._ranks = ranks
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """That the next step takes, for each group of parameters."""
+        return tuple(float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients may overflow now and then, which the scaler itself answers."""
+        return self._scaler is not None
+
+    def unscale(self) -> None:
+        """Let ``.grad`` hold the gradient itself."""
+        if self._scaler is not None:
+            self._scaler.unscale(self._optimizer)
+
+    def clip(self) -> Tensor | None:
+        """Unscale and clip; the norm before clipping, where there is a largest one."""
+        if self._grad_clip_norm is None:
+            return None
+        self.unscale()
+        return clip_gradients(
+            self._optimizer, self._grad_clip_norm, self._device, ranks=self._ranks
+        )
+
+    def read(self, numbers: Sequence[Tensor]) -> list[float]:
+        """Numbers that lie on the device, in one go: each reading waits for it."""
+        if self._scaler is None:
+            return read_scalars(numbers)
+        return self._scaler.read(self._optimizer, numbers)
+
+    def step(self) -> bool:
+        """Step once; whether gradients did not overflow.
+
+        Raises:
+            OptimizerStepError: memory ran out inside the optimizer's step.
+        """
+        return step_optimizer(self._optimizer, self._device, scaler=self._scaler)
+
+    def clear(self) -> None:
+        """Forget gradients, also those of parameters that the optimizer does not have.
+
+        Nobody else would clear those, and they would pile up.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        for module in self._modules:
+            module.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            self._scaler.forget()  # of a batch that was left out, or interrupted
+
+    def end(self, interval: str) -> None:
+        """Step a scheduler that is stepped after this: a ``"batch"`` or an ``"epoch"``."""
+        if self._scheduler is not None and self._scheduler_interval == interval:
+            self._scheduler.step()
+
+    def warn_of_haste(self, num_batches: int, max_duration: Duration) -> None:
+        """Warn of a scheduler that counts epochs and is stepped after every batch.
+
+        Args:
+            num_batches: optimizer steps of an epoch.
+            max_duration: of the run.
+        """
+        if self._scheduler is not None and self._scheduler_interval == "batch":
+            warn_of_haste(self._scheduler, Pace.of(num_batches, max_duration))

@@ -31,7 +31,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import nn
 
-from automicro.events.run import Cut, GlobalBatch, LoopState
+from automicro.events.run import Cut, GlobalBatch, LoopState, Run
 from automicro.memory.device import peak_bytes
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Fixed, Policy
@@ -323,19 +323,27 @@ def share_done(state: LoopState, max_duration: Duration, num_batches: int | None
 
 
 def batch_status(
-    state: LoopState,
-    cut: Cut,
+    run: Run,
+    result: StepResult,
     *,
-    max_duration: Duration,
     num_batches: int | None,
-    device: torch.device,
+    num_devices: int,
     speed: Speed,
     learning_rate: float | None,
-    num_devices: int = 1,
-    is_measuring: bool = False,
-    time_left: TimeLeft | None = None,
+    time_left: TimeLeft,
 ) -> Status:
-    """Where training stands after a batch."""
+    """Where training stands after a batch.
+
+    Args:
+        run: whose state, duration and device it is.
+        result: of the batch.
+        num_batches: of an epoch, where that is known.
+        num_devices: that train the model.
+        speed: of late.
+        learning_rate: of all parameters; None where they have several.
+        time_left: estimates it.
+    """
+    state, max_duration, cut = run.state, run.max_duration, Cut.of(result)
     if max_duration.unit is Unit.EPOCHS and num_batches is None:
         where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
     else:
@@ -343,9 +351,9 @@ def batch_status(
     if max_duration.unit is not Unit.EPOCHS:
         where += f", epoch {state.epoch + 1}"
     assert state.loss is not None
-    measuring = " (measuring)" if is_measuring else ""
-    peak, share = peak_bytes(device), share_done(state, max_duration, num_batches)
-    left = None if time_left is None else time_left.at(share)
+    measuring = " (measuring)" if result.is_measuring else ""
+    peak, share = peak_bytes(run.device), share_done(state, max_duration, num_batches)
+    left = time_left.at(share)
     loss = f"loss {describe_number(state.loss)}"
     rate = [] if learning_rate is None else [f"lr {learning_rate:.3g}"]
     whole = f"global batch {GlobalBatch.of(state, num_devices).brief}"

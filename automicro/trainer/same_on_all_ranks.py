@@ -338,7 +338,7 @@ def require_alike(
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    from automicro.ranks.discovery import wait_for_all
+    from automicro.ranks.coordinated import wait_for_all
     from automicro.ranks.guards.collectives import own_collectives
 
     own = dict(outline())

@@ -1,13 +1,7 @@
-"""Putting together what trains: the model on its device, the step, the data, the loop, checkpoints.
-
-The `Microbatcher` of a trainer, and further ones of the same model and options.
-
-A model on its device, and shared with other ranks where there are any.
-
-Putting together what trains: the step, the data, the loop, checkpoints.
-"""
+"""Putting together what trains: the model on its device, the step, the data, the loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,14 +12,11 @@ from torch import Tensor, nn
 from automicro.checkpoints.peers import open_peers
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.compilation import compile_model
-from automicro.events.callback import Callbacks
-from automicro.events.run import LoopState, Run
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.scaling import GradientScaler
 from automicro.options import (
     check_choice,
-    in_tokens,
     read_count,
     read_norm,
     read_time,
@@ -35,15 +26,18 @@ from automicro.options import (
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Policy
 from automicro.trainer.composer import read_schedule
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
-from automicro.trainer.data.loading import num_batches
+from automicro.trainer.data.loading import count_steps, num_batches
 from automicro.trainer.data.sharing import LoaderSharing, SharedAlready
 from automicro.trainer.device import choose_device, seed_everything
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.fit import Fit, FitLoop
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
+    SCHEDULER_INTERVALS,
     SchedulerOrFactory,
+    Update,
     build_scheduler,
     gather_modules,
     place_modules,
@@ -51,14 +45,12 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
 from automicro.trainer.processes import Place, meet, own_device, place_here, said_by_first
 from automicro.trainer.progress import RunSettings
-from automicro.trainer.recording import Recorder
 from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_alike
 from automicro.trainer.step import (
     NON_FINITE_MODES,
-    SCHEDULER_INTERVALS,
     FinitenessGuard,
     TokenCounter,
     TrainingStep,
@@ -255,69 +247,65 @@ class Arrangement:
             seed_everything((seed + self.place.rank) % 2**32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """What a `Trainer` is told about training, as it was told; see there."""
+
+    scheduler: SchedulerOrFactory | None
+    scheduler_interval: str
+    grad_clip_norm: float | None
+    non_finite: str
+    count_tokens: Callable[[Any], int] | None
+    accumulate_batches: int
+    eval_interval: Duration | None
+    checkpoint: CheckpointConfig | None
+    max_time: str | timedelta | None
+
+
 def assemble_fit(
     loader: Iterable[Any] | None,
+    context: RunContext,
+    options: FitOptions,
     *,
     microbatcher: Microbatcher,
-    primitives: Primitives,
-    scheduler: SchedulerOrFactory | None,
-    scheduler_interval: str,
-    grad_clip_norm: float | None,
-    non_finite: str,
-    count_tokens: Callable[[Any], int] | None,
-    accumulate_batches: int,
-    state: LoopState,
-    run: Run,
-    callbacks: Callbacks,
-    recorder: Recorder,
+    scaler: GradientScaler | None,
     evaluations: Sequence[Evaluation],
-    interval: Duration | None,
     metrics: MetricSet,
-    checkpoint: CheckpointConfig | None,
-    max_time: str | timedelta | None,
     settings: RunSettings,
 ) -> Fit | None:
     """Put together what trains. All options are looked at, whether there are data or not.
 
     Args:
         loader: of the data to train on; None for none.
+        context: of the run.
+        options: of training.
         microbatcher: gives the gradient.
-        primitives: has the scaler.
-        scheduler: steps once per optimizer step or per epoch, or makes what does.
-        scheduler_interval: which of the two.
-        grad_clip_norm: the largest norm of the gradient.
-        non_finite: what to do about losses that are not.
-        count_tokens: of a batch.
-        accumulate_batches: how many of the loader's make up an optimization batch.
-        state: where training stands.
-        run: as callbacks see it.
-        callbacks: told of every event.
-        recorder: logs the numbers.
+        scaler: of its loss, in half precision.
         evaluations: what to evaluate on.
-        interval: how often.
         metrics: of training.
-        checkpoint: where and how often to save; None for never.
-        max_time: how long one call may take; None for as long as it takes.
         settings: what runs.
 
     Raises:
         TypeError, ValueError: options that make no sense, or data and no optimizer.
     """
-    optimizer, ranks = run.optimizer, microbatcher.ranks
-    accumulate_batches = read_count("accumulate_batches", accumulate_batches)
-    scheduler_interval = check_choice("scheduler_interval", scheduler_interval, SCHEDULER_INTERVALS)
+    run, ranks, every = context.run, context.ranks, options.eval_interval
+    optimizer = run.optimizer
+    accumulate_batches = read_count("accumulate_batches", options.accumulate_batches)
+    scheduler_interval = check_choice(
+        "scheduler_interval", options.scheduler_interval, SCHEDULER_INTERVALS
+    )
     scheduler = read_schedule(
-        scheduler,
+        options.scheduler,
         scheduler_interval,
-        state=state,
+        state=context.state,
         run=run,
-        count_batches=partial(_count_steps, loader, accumulate_batches),
+        count_batches=lambda: count_steps(num_batches(loader), accumulate_batches),
     )
     schedule = build_scheduler(scheduler, optimizer)
     require_alike(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
-    grad_clip_norm = read_norm("grad_clip_norm", grad_clip_norm)
-    guard = FinitenessGuard(check_choice("non_finite", non_finite, NON_FINITE_MODES))
-    tokens = TokenCounter(count_tokens)
+    grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
+    guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
+    tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)
     if loader is None:
         return None
     if optimizer is None:
@@ -326,30 +314,25 @@ def assemble_fit(
             "another callable from a list of parameters to an optimizer, or an optimizer of "
             "the model"
         )
-    step = TrainingStep(
-        microbatcher,
-        metrics=metrics,
-        modules=run.modules,
-        optimizer=optimizer,
+    update = Update(
+        optimizer,
+        run.modules,
+        scaler=scaler,
+        grad_clip_norm=grad_clip_norm,
         scheduler=schedule,
         scheduler_interval=scheduler_interval,
-        grad_clip_norm=grad_clip_norm,
-        scaler=primitives.scaler,
-        guard=guard,
-        tokens=tokens,
-        token_durations=in_tokens(max_duration=run.max_duration, eval_interval=interval),
         device=run.device,
         ranks=ranks,
     )
-    feed = Feed(loader, "train_dataloader", has_peers=ranks.world_size > 1)
-    plan = EvaluationPlan(evaluations, state=state, callbacks=callbacks, recorder=recorder, run=run)
-    config = read_checkpoint(checkpoint)
+    feed = Feed(loader, "train_dataloader", has_peers=context.has_peers)
+    plan = EvaluationPlan(evaluations, context)
+    config = read_checkpoint(options.checkpoint)
     check_best_metric(config, run.expected)
     checkpointer = None
     if config is not None:
         parts = {
             "scheduler": schedule,
-            "scaler": primitives.scaler,
+            "scaler": scaler,
             "sizes": microbatcher,
             "metrics": metrics,
             **{f"sizes of {each.name}": each.microbatcher for each in evaluations if each.name},
@@ -359,44 +342,20 @@ def assemble_fit(
         }
         peers = open_peers()
         snapshot = Snapshot(
-            run,
+            context,
             rank=peers.rank,
             world_size=peers.world_size,
             parts={name: part for name, part in parts.items() if part is not None},
-            callbacks=callbacks,
-            state=state,
             scheduler_interval=scheduler_interval,
         )
-        checkpointer = Checkpointer(config, snapshot, callbacks=callbacks, run=run, peers=peers)
+        checkpointer = Checkpointer(config, snapshot, context, peers=peers)
     loop = FitLoop(
-        step,
+        TrainingStep(microbatcher, update, metrics=metrics, guard=guard, tokens=tokens),
         feed,
-        count_batches=partial(_count_steps, loader, accumulate_batches),
+        context,
         accumulate_batches=accumulate_batches,
         evaluations=plan,
         metrics=metrics,
-        state=state,
-        callbacks=callbacks,
-        run=run,
-        recorder=recorder,
-        ranks=ranks,
         checkpointer=checkpointer,
-        best_metric=config.best_metric if config and config.keep_best else None,
     )
-    return Fit(
-        loop,
-        step=step,
-        state=state,
-        run=run,
-        recorder=recorder,
-        ranks=ranks,
-        checkpointer=checkpointer,
-        max_seconds=read_time("max_time", max_time),
-        settings=settings,
-    )
-
-
-def _count_steps(loader: Iterable[Any] | None, accumulate_batches: int) -> int | None:
-    """Optimization batches of a pass, where the loader knows."""
-    loaded = num_batches(loader)
-    return None if loaded is None else -(-loaded // accumulate_batches)
+    return Fit(loop, max_seconds=read_time("max_time", options.max_time), settings=settings)

@@ -13,24 +13,18 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.errors import NonFiniteLossError
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
-from automicro.optimizer.clipping import clip_gradients
-from automicro.optimizer.scaling import GradientScaler
-from automicro.optimizer.step import step_optimizer
 from automicro.options import in_tokens
-from automicro.ranks.interface import Ranks
 from automicro.step.results import StepResult
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.optimizer import Pace, warn_of_haste
+from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import Progress, count_of, size_lines
 from automicro.units import Duration
-from automicro.values import read_scalars
 
 NON_FINITE_MODES = ("stop", "skip", "ignore")
 MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
@@ -147,6 +141,8 @@ class TokenCounter:
 
     Args:
         count_tokens: from a batch to its number of tokens; None to read it off the batch.
+        durations: by the names of arguments: every batch must tell its tokens for those that
+            count them.
 
     Raises:
         TypeError: ``count_tokens`` cannot be called.
@@ -160,10 +156,36 @@ class TokenCounter:
         7
     """
 
-    def __init__(self, count_tokens: CountTokens | None = None) -> None:
+    def __init__(
+        self, count_tokens: CountTokens | None = None, **durations: Duration | None
+    ) -> None:
         if count_tokens is not None and not callable(count_tokens):
             raise TypeError(f"count_tokens={count_tokens!r} cannot be called; {_HOW}")
         self._count_tokens = count_tokens
+        self._durations = in_tokens(**durations)
+
+    def require_for(self, name: str, duration: Duration) -> None:
+        """Let every batch tell its tokens from now on, where a duration counts them.
+
+        Args:
+            name: of the argument that it came in.
+            duration: any.
+        """
+        self._durations |= in_tokens(**{name: duration})
+
+    def count_all(self, batches: Sequence[Any]) -> int | None:
+        """The tokens of several batches; None where one of them does not tell.
+
+        Raises:
+            ValueError: a duration counts tokens, and nothing says what a batch's are.
+        """
+        for name, duration in self._durations.items():
+            for batch in batches:
+                self.require(batch, name=name, duration=duration)
+        tokens: int | None = 0
+        for batch in batches:
+            tokens = _add(tokens, self.count(batch))
+        return tokens
 
     def count(self, batch: Any) -> int | None:
         """The tokens of a batch; None where nothing says what they are.
@@ -251,10 +273,6 @@ def _describe_batch(batch: Any) -> str:
     )
 
 
-SCHEDULER_INTERVALS = ("batch", "epoch")
-"""After what a scheduler may be stepped: each optimizer step, or each pass over the data."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainedBatch:
     """What came of one optimization batch.
@@ -273,55 +291,30 @@ class TrainedBatch:
 
 
 class TrainingStep:
-    """Gradient, clip, optimizer step, clear the gradients; scheduler step, unless it is per epoch.
+    """One optimization batch: its gradient, the optimizer's step, and what is counted.
 
     Args:
         microbatcher: gives the gradient.
+        update: what becomes of it.
         metrics: updated with every row.
-        modules: whose gradients are cleared.
-        optimizer: steps once per batch.
-        scheduler: steps once per optimizer step, or once per epoch; None for none.
-        scheduler_interval: after what it is stepped: one of `SCHEDULER_INTERVALS`.
-        grad_clip_norm: the largest norm of the gradient; None for any.
-        scaler: of the loss in half precision, which gives the microbatcher its backward; None
-            for none.
         guard: decides about losses that are not finite.
         tokens: counts the tokens of batches.
-        token_durations: by name, those that count tokens, so that every batch must tell them.
-        device: where it all happens.
-        ranks: all that train the model.
     """
 
     def __init__(
         self,
         microbatcher: Microbatcher,
+        update: Update,
         *,
         metrics: MetricSet,
-        modules: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scheduler_interval: str,
-        grad_clip_norm: float | None,
-        scaler: GradientScaler | None,
         guard: FinitenessGuard,
         tokens: TokenCounter,
-        token_durations: Mapping[str, Duration],
-        device: torch.device,
-        ranks: Ranks,
     ) -> None:
         self._microbatcher = microbatcher
         self._metrics = metrics
-        self._modules = modules
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._scheduler_interval = scheduler_interval
-        self._grad_clip_norm = grad_clip_norm
-        self._scaler = scaler
         self._guard = guard
-        self._tokens = tokens
-        self._token_durations = token_durations
-        self._device = device
-        self._ranks = ranks
+        self.tokens = tokens
+        self.update = update
 
     def run(
         self,
@@ -344,32 +337,37 @@ class TrainingStep:
             NonFiniteLossError: before the optimizer steps.
         """
         start = time.perf_counter()
-        rates = tuple(float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g)
-        tokens = self._count_tokens(batches)
+        update, ranks = self.update, self._microbatcher.ranks
+        rates = update.learning_rates
+        tokens = self.tokens.count_all(batches)
         result = self._microbatcher.accumulate(
             batches, self._metrics.metrics, accept=self._guard.accept
         )
         if not batches and result.num_global_samples == 0:
             return None
-        if self._ranks.world_size > 1 and (state.batch == 0 or state.tokens is not None):
-            tokens = self._tokens_of_all(tokens)
+        if ranks.world_size > 1 and (state.batch == 0 or state.tokens is not None):
+            total, unknown = ranks.add_up([float(tokens or 0), float(tokens is None)])
+            tokens = None if unknown else int(total)
         for line in size_lines("train", result, state.train.cut):
             progress.line(line)
         state.train.count(result)
-        norm = self._finish_gradients(result, gradients_ready) if result.is_committed else None
+        norm = None
+        if result.is_committed:
+            if gradients_ready is not None:
+                update.unscale()
+                gradients_ready(result)
+            norm = update.clip()
         length: float | None = None
         objection: str | None = None
-        reads_first = self._guard.decides or self._scaler is not None
+        reads_first = self._guard.decides or update.is_scaled
         if reads_first:  # where the guard decides, the loss is on the host already
             state.loss, length, losses = self._read(result, norm)
             # A scale that was too large makes gradients overflow now and then, which the scaler
             # itself answers.
             objection = self._guard.object_to(
-                state.loss, length if self._scaler is None else None, state
+                state.loss, None if update.is_scaled else length, state
             )
-        if objection is None and not step_optimizer(
-            self._optimizer, self._device, scaler=self._scaler
-        ):
+        if objection is None and not update.step():
             objection = self._guard.object_to_overflow(state)
         if not reads_first:  # late: the device has the optimizer's step to do meanwhile
             state.loss, length, losses = self._read(result, norm)
@@ -378,104 +376,31 @@ class TrainingStep:
         else:
             state.skipped += 1
             progress.line(f"train: {objection}; skipped")
-        self.clear_gradients()
+        update.clear()
         state.batch += 1
         state.epoch_batch += 1
         state.count_rows(result.num_global_samples, loaded=len(batches))
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
         # After the batch is counted: a scheduler that fails does so after the optimizer's step.
         if objection is None:
-            self._step_scheduler("batch")
+            update.end("batch")
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, losses=losses, grad_norm=length, learning_rates=rates)
-
-    def require_tokens(self, name: str, duration: Duration) -> None:
-        """Let every batch tell its tokens from now on, where a duration counts them.
-
-        Args:
-            name: of the argument that it came in.
-            duration: any.
-        """
-        self._token_durations = {**self._token_durations, **in_tokens(**{name: duration})}
-
-    def end_epoch(self) -> None:
-        """Step a scheduler that counts epochs."""
-        self._step_scheduler("epoch")
-
-    def warn_of_haste(self, num_batches: int, max_duration: Duration) -> None:
-        """Warn of a scheduler that counts epochs and is stepped after every batch.
-
-        Args:
-            num_batches: optimizer steps of an epoch.
-            max_duration: of the run.
-        """
-        if self._scheduler is not None and self._scheduler_interval == "batch":
-            warn_of_haste(self._scheduler, Pace.of(num_batches, max_duration))
-
-    def _step_scheduler(self, interval: str) -> None:
-        if self._scheduler is not None and self._scheduler_interval == interval:
-            self._scheduler.step()
 
     @property
     def loss_average_is(self) -> str:
         """How sure it is what the loss averages over; see `StepResult`."""
         return self._microbatcher.loss_average_is
 
-    def clear_gradients(self) -> None:
-        """Forget gradients, also those of parameters that the optimizer does not have.
-
-        Nobody else would clear those, and they would pile up.
-        """
-        self._optimizer.zero_grad(set_to_none=True)
-        for module in self._modules:
-            module.zero_grad(set_to_none=True)
-        if self._scaler is not None:
-            self._scaler.forget()  # of a batch that was left out, or interrupted
-
-    def _count_tokens(self, batches: Sequence[Any]) -> int | None:
-        for name, duration in self._token_durations.items():
-            for batch in batches:
-                self._tokens.require(batch, name=name, duration=duration)
-        tokens: int | None = 0
-        for batch in batches:
-            tokens = _add(tokens, self._tokens.count(batch))
-        return tokens
-
-    def _tokens_of_all(self, tokens: int | None) -> int | None:
-        """The tokens of all ranks; None where one cannot count its own."""
-        total, unknown = self._ranks.add_up([float(tokens or 0), float(tokens is None)])
-        return None if unknown else int(total)
-
-    def _finish_gradients(
-        self, result: StepResult, gradients_ready: Callable[[StepResult], None] | None
-    ) -> Tensor | None:
-        """Unscale and clip; the norm before clipping."""
-        if gradients_ready is not None:
-            self._unscale()
-            gradients_ready(result)
-        if self._grad_clip_norm is None:
-            return None
-        self._unscale()
-        return clip_gradients(
-            self._optimizer, self._grad_clip_norm, self._device, ranks=self._ranks
-        )
-
     def _read(
         self, result: StepResult, norm: Tensor | None
     ) -> tuple[float, float | None, dict[str, float]]:
-        """Loss, norm and the parts of the loss in one go: each reading waits for the device."""
+        """Loss, norm and the parts of the loss."""
         numbers = [result.loss, *result.losses.values()]
         numbers += [] if norm is None else [norm]
-        if self._scaler is None:
-            read = read_scalars(numbers)
-        else:
-            read = self._scaler.read(self._optimizer, numbers)
+        read = self.update.read(numbers)
         losses = dict(zip(result.losses, read[1:], strict=False))
         return read[0], None if norm is None else read[-1], losses
-
-    def _unscale(self) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale(self._optimizer)
 
 
 def _add(one: int | None, other: int | None) -> int | None:

@@ -25,6 +25,7 @@ from automicro.trainer.composer import (
     refusing_unknown,
     refusing_unknown_arguments,
 )
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
@@ -40,7 +41,7 @@ from automicro.trainer.progress import RunSettings, count_of, describe_parameter
 from automicro.trainer.recording import Recorder
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import require_alike, telling_of_failure, telling_once
-from automicro.trainer.setup import Arrangement, Primitives, assemble_fit
+from automicro.trainer.setup import Arrangement, FitOptions, Primitives, assemble_fit
 from automicro.trainer.surroundings import Session, noting, prepare_cublas
 from automicro.units import Duration, read_duration
 
@@ -262,10 +263,9 @@ class Trainer:
                 "repeatable": seed is not None or deterministic,
             },
         )
-        self._state = LoopState()
-        self._callbacks = Callbacks(callbacks)
+        state, callbacks = LoopState(), Callbacks(callbacks)
         self._run = Run(
-            state=self._state,
+            state=state,
             model=arranged.model,
             modules=modules,
             optimizer=optimizer,
@@ -276,15 +276,19 @@ class Trainer:
             evaluations=list(evaluators),
             make_microbatcher=primitives.make_for_callback,
         )
-        observer = self._callbacks.observer(self._run)
+        observer = callbacks.observer(self._run)
         self._microbatcher = primitives.make(
             microbatch_size=microbatch_size,
             eval_microbatch_size=eval_microbatch_size,
             optimizer=optimizer,
             observer=observer,
         )
-        self._recorder = Recorder(
-            LoggerGroup(loggers if place.is_first else ()), self._run, self._callbacks
+        self._context = RunContext(
+            run=self._run,
+            state=state,
+            callbacks=callbacks,
+            recorder=Recorder(LoggerGroup(loggers if place.is_first else ()), self._run, callbacks),
+            ranks=self._microbatcher.ranks,
         )
         sharing = arranged.sharing(seed)
         self._evaluating = EvaluationFactory(
@@ -304,23 +308,22 @@ class Trainer:
             train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
             train_dataloader,
+            self._context,
+            FitOptions(
+                scheduler=scheduler,
+                scheduler_interval=scheduler_interval,
+                grad_clip_norm=grad_clip_norm,
+                non_finite=non_finite,
+                count_tokens=count_tokens,
+                accumulate_batches=accumulate_batches,
+                eval_interval=every,
+                checkpoint=checkpoint,
+                max_time=max_time,
+            ),
             microbatcher=self._microbatcher,
-            primitives=primitives,
-            scheduler=scheduler,
-            scheduler_interval=scheduler_interval,
-            grad_clip_norm=grad_clip_norm,
-            non_finite=non_finite,
-            count_tokens=count_tokens,
-            accumulate_batches=accumulate_batches,
-            state=self._state,
-            run=self._run,
-            callbacks=self._callbacks,
-            recorder=self._recorder,
+            scaler=primitives.scaler,
             evaluations=self._evaluations,
-            interval=every,
             metrics=of_training,
-            checkpoint=checkpoint,
-            max_time=max_time,
             settings=RunSettings(
                 device=device,
                 memory_limit=memory_limit,
@@ -359,7 +362,27 @@ class Trainer:
         SIGTERM end it after the batch that is running, once that is saved; a second Ctrl-C ends
         it at once.
 
-        After an error it can be called again: the counts go on, and the epoch starts over.
+        After an error it can be called again: the counts go on, and the epoch starts over. What it
+        does::
+
+            go on from the newest checkpoint                            # where there is one
+            tell callbacks: fit_start
+            while max_duration is not reached and nothing asks to stop:
+                tell: epoch_start
+                for batches in train_dataloader, accumulate_batches at a time:
+                    transform them; tell: batch_start
+                    until all rows fit:                                 # one transaction
+                        cut; forward, loss and backward of each microbatch
+                        out of memory: roll back, and cut smaller
+                    tell: gradients_ready
+                    unscale, clip, step the optimizer and the scheduler, clear gradients
+                    log; tell: batch_end
+                    evaluate where eval_interval is reached; agree with the other ranks
+                    save where the checkpoint's interval is reached
+                compute the metrics of the epoch; tell: epoch_end
+                evaluate and save where that is due
+            evaluate what has not seen the final weights; save
+            tell: fit_end
 
         Args:
             duration: how much more to train than is done, such as ``"1ep"``, in place of
@@ -426,14 +449,7 @@ class Trainer:
         phase, ranks = PhaseState(), self._microbatcher.ranks
         with telling_once(ranks), ranks.guarding_calls(), self._session.open() as progress:
             for evaluation in evaluations:
-                evaluation.run(
-                    phase,
-                    progress,
-                    callbacks=self._callbacks,
-                    recorder=self._recorder,
-                    run=self._run,
-                    max_batches=max_batches,
-                )
+                evaluation.run(phase, progress, self._context, max_batches=max_batches)
         return phase.metrics
 
     @refusing_unknown_arguments

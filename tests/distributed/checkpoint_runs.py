@@ -22,8 +22,12 @@ from automicro.checkpoints.peers import ALONE, Peers, open_peers, together
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, Run
+from automicro.loggers import LoggerGroup
+from automicro.ranks.interface import OneRank
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.progress import SilentProgress
+from automicro.trainer.recording import Recorder
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
 from automicro.units import Duration
@@ -107,19 +111,23 @@ class Training:
         callbacks = Callbacks([self.average] if self.average else [])
         self.callbacks = callbacks
         self.feed = feed(list(range(BATCHES_PER_EPOCH)), "train_dataloader")
-        snapshot = Snapshot(
-            self.run,
-            parts={"scheduler": self.scheduler, "data": self.feed},
-            callbacks=callbacks,
+        context = RunContext(
+            run=self.run,
             state=self.state,
+            callbacks=callbacks,
+            recorder=Recorder(LoggerGroup(()), self.run, callbacks),
+            ranks=OneRank(),
+        )
+        snapshot = Snapshot(
+            context,
+            parts={"scheduler": self.scheduler, "data": self.feed},
             rank=self.peers.rank,
             world_size=self.peers.world_size,
         )
         self.checkpointer = Checkpointer(
             CheckpointConfig(folder=folder, **({"interval": "1ba"} | config)),
             snapshot,
-            callbacks=callbacks,
-            run=self.run,
+            context,
             peers=self.peers,
         )
         self.progress = Lines()

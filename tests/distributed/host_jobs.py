@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
-from automicro.ranks.discovery import open_exchange
+from automicro.ranks.coordinated import open_exchange
 from automicro.ranks.heartbeat import watch_peers
 from automicro.torch_private_distributed import TCPStore
 

@@ -14,7 +14,7 @@ import automicro.ranks.guards.ddp
 import automicro.ranks.guards.fsdp
 from automicro.errors import DesyncError
 from automicro.ranks import warm_up
-from automicro.ranks.discovery import coordinate
+from automicro.ranks.coordinated import coordinate
 from automicro.ranks.guards import guard as commons
 from automicro.torch_private_distributed import collectives_of
 from tests.distributed.faulty_models import Fault, Faults, Net, build

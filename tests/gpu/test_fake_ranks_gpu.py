@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automicro.ranks import discovery as setup
+from automicro.ranks import coordinated as setup
 from automicro.ranks.exchange import AloneExchange
 from automicro.ranks.guards.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record

@@ -216,7 +216,7 @@ def test_whether_the_profiler_sees_the_device(record_property: Record) -> None:
 def test_what_the_first_step_of_ranks_takes_beside_torch(
     record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automicro.ranks.discovery.open_exchange", exchange_over_gloo)
+    monkeypatch.setattr("automicro.ranks.coordinated.open_exchange", exchange_over_gloo)
     before = held_outside_bytes()
     found = {}
     with group_of_one():

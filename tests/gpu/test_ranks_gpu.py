@@ -14,7 +14,7 @@ from torch import nn
 
 from automicro import Fixed, Halving, Microbatcher
 from automicro.memory.device import device_identity
-from automicro.ranks import discovery as setup
+from automicro.ranks import coordinated as setup
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import Ballot, TreeExchange, failed, fold
 from automicro.ranks.interface import Status

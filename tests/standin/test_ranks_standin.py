@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automicro import Microbatcher
-from automicro.ranks import discovery as setup
+from automicro.ranks import coordinated as setup
 from automicro.ranks import warm_up
 from automicro.ranks.exchange import AloneExchange
 from tests.distributed.world import World, world_of

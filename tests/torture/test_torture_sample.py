@@ -95,7 +95,9 @@ def test_clipping_that_fails_before_it_writes_is_tried_again() -> None:
 
 def test_the_harness_sees_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     # A part that forgets to roll back must not pass.
-    monkeypatch.setattr("automicro.transaction.Buffers.roll_back", lambda self: self._forget())
+    monkeypatch.setattr(
+        "automicro.transaction.buffers.Buffers.roll_back", lambda self: self._forget()
+    )
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(140)])
     assert any("body.1.running_mean" in fault for fault in verdict.faults)
 

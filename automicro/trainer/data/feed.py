@@ -210,6 +210,11 @@ class Feed:
         self._passes: list[_Pass] = []
         self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
 
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches a pass has, where the loader knows."""
+        return num_batches(self._loader)
+
     def batches(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of a pass, or the rest of the one that was loaded.
 

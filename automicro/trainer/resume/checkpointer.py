@@ -12,9 +12,9 @@ from automicro.checkpoints.peers import ALONE, Peers, from_first
 from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint, hint_at_composer
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, RankError, warn
-from automicro.events.callback import Callbacks
-from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues, LoopState, Run
+from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues, LoopState
 from automicro.memory.oom import once_more
+from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
 from automicro.trainer.progress import Progress
 from automicro.trainer.resume.fits import describe_change
@@ -71,8 +71,7 @@ class Checkpointer:
     Args:
         config: where, how often, and which stay.
         snapshot: gathers and puts back the run.
-        callbacks: told of it.
-        run: what asks for a checkpoint, and has the metrics.
+        context: of the run, whose callbacks are told, and may ask for a checkpoint.
         peers: all ranks, each of which has a checkpointer of its own and calls the same methods
             at the same points.
     """
@@ -81,15 +80,13 @@ class Checkpointer:
         self,
         config: CheckpointConfig,
         snapshot: Snapshot,
+        context: RunContext,
         *,
-        callbacks: Callbacks,
-        run: Run,
         peers: Peers = ALONE,
     ) -> None:
         self._config = config
         self._snapshot = snapshot
-        self._callbacks = callbacks
-        self._run = run
+        self._context = context
         self._interval = Interval(
             None if config.interval is None else Duration.parse(config.interval)
         )
@@ -97,6 +94,11 @@ class Checkpointer:
         self._peers = peers
         self._world_size = peers.world_size
         self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
+
+    @property
+    def best_metric(self) -> str | None:
+        """What the best checkpoints are kept by; None where none is kept for that."""
+        return self._config.best_metric if self._config.keep_best else None
 
     def saved_in(self, state: LoopState) -> Path | None:
         """Where the state as it is was saved; None where that failed."""
@@ -156,7 +158,7 @@ class Checkpointer:
     ) -> None:
         """Save if the interval or a callback asks for it."""
         is_due = self._interval.is_due(state)
-        if self._run.take_checkpoint_request() or is_due:
+        if self._context.run.take_checkpoint_request() or is_due:
             self.save(state, progress, metrics=metrics)
 
     def rehearse(self) -> None:
@@ -191,13 +193,15 @@ class Checkpointer:
             return
         self._saved_at = (state.batch, state.epoch)
         progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
-        self._callbacks.fire("checkpoint_end", self._run, path)
+        self._context.tell("checkpoint_end", path)
 
     def _gather(self) -> dict[str, Any]:
-        self._callbacks.fire("checkpoint_start", self._run)
+        self._context.tell("checkpoint_start")
         if self._world_size > 1:  # who would wait for it
             return self._snapshot.gather()
-        return once_more(self._snapshot.gather, self._run.device, doing="gathering a checkpoint")
+        return once_more(
+            self._snapshot.gather, self._context.device, doing="gathering a checkpoint"
+        )
 
     def _write(self, snapshot: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> Path:
         own = self._snapshot.own(snapshot)

@@ -11,13 +11,13 @@ from automicro.checkpoints.reading import OpenedCheckpoint
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.checkpoints.state import take_apart, tensors_of
 from automicro.errors import CheckpointError, describe_error
-from automicro.events.callback import Callbacks
-from automicro.events.run import Cut, LoopState, PhaseState, Run
+from automicro.events.run import Cut, LoopState, PhaseState
 from automicro.memory.budget import active_budget
 from automicro.microbatcher import Microbatcher
 from automicro.options import unwrapped
 from automicro.sharding import is_sharded
 from automicro.torch_private import is_uninitialized
+from automicro.trainer.context import RunContext
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.resume.fits import (
     HOST_PART,
@@ -68,10 +68,8 @@ class Snapshot:
     """The parts of a run, as one state.
 
     Args:
-        run: its models and its optimizer.
+        context: of the run: its models, its optimizer, its callbacks, where it stands.
         parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data.
-        callbacks: by their names.
-        state: where training stands.
         scheduler_interval: after what the scheduler is stepped.
         rank: of this process.
         world_size: how many processes train together.
@@ -79,15 +77,14 @@ class Snapshot:
 
     def __init__(
         self,
-        run: Run,
+        context: RunContext,
         *,
         parts: Mapping[str, Part],
-        callbacks: Callbacks,
-        state: LoopState,
         scheduler_interval: str = "batch",
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        run = context.run
         assert run.optimizer is not None
         self._rank = rank
         self._world_size = world_size
@@ -95,8 +92,8 @@ class Snapshot:
         self._modules = [unwrapped(each) for each in run.modules]
         self._optimizer = run.optimizer
         self._parts = parts
-        self._callbacks = callbacks
-        self._state = state
+        self._callbacks = context.callbacks
+        self._state = context.state
         self._run = run
         given = GivenOptions.of(run.optimizer, parts.get("scheduler"), scheduler_interval)
         self._given = given
