@@ -1,6 +1,6 @@
 """How many small mistakes in the core the tests would notice.
 
-    python -m benchmarks.mutants [--seed 15] [--count 60] [--tests tests/test_policy.py …]
+    python -m benchmarks.mutants [--seed 15] [--count 60] [--tests tests/policy/test_policy.py …]
     python -m benchmarks.mutants --save-mutants core.json
     python -m benchmarks.mutants --mutants core.json --json before.json
 
@@ -44,7 +44,7 @@ CORE = (
 )
 # What reads the source of automicro, or runs for the sake of something else.
 LEFT_OUT = (
-    *("tests/packaging", "tests/gpu", "tests/standin", "tests/real_memory", "tests/resume"),
+    *("tests/packaging", "tests/gpu", "tests/standin", "tests/real_memory", "tests/trainer/resume"),
     *("tests/test_architecture.py", "tests/test_documentation.py", "tests/test_gpu_report.py"),
 )
 TURNED = {
