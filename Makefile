@@ -25,9 +25,11 @@ test: $(INSTALLED)  ## run the tests and the doctests
 	$(PYTEST) --dist loadfile
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
-QUICK := $(addprefix tests/test_,$(addsuffix .py,\
-	architecture checkpoints cli config duration evaluate events exactness gradients loggers \
-	memory microbatcher oom policy progress slicing trainer trainer_loop transaction weighting))
+QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,\
+	architecture cli config duration exactness microbatcher) \
+	$(addprefix memory/test_,budget oom) policy/test_policy batch/test_slicing loss/test_weighting \
+	$(addprefix transaction/test_,transaction gradients) checkpoints/test_checkpoints \
+	events/test_events loggers/test_loggers $(addprefix trainer/test_,trainer loop evaluate progress)))
 
 test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
 	@echo "the core of the tests, in less than a minute on two idle cores"
@@ -64,17 +66,20 @@ bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.distributed_overhead
 	$(BIN)/python -m benchmarks.start_up
 
+# Their slow tests have targets of their own, below.
+OWN_TARGETS := packaging torture real_memory trainer/resume ranks search standin gpu
+
 job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and all else in tests/ that is slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_*.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests $(addprefix --ignore tests/,$(OWN_TARGETS))
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
 	$(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'
 
 torture-resume: $(INSTALLED)  ## kill a run at two hundred points, and resume it bit for bit
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/resume -q -s -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/trainer/resume -q -s -m 'not gpu'
 
 torture-ranks: $(INSTALLED)  ## run out of memory on any rank at random points, and all slow cases
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed -q -s -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks -q -s -m slow
 
 search: $(INSTALLED)  ## judge two thousand random combinations of what people write, with counts
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/search -q -s -m 'slow or not slow'

@@ -18,7 +18,7 @@ from automicro.errors import ConfigError
 from automicro.remembered.cache import SizeCache
 from automicro.remembered.entry import Entry, RememberedSize, write_entry
 from automicro.remembered.key import RunKey
-from tests.test_remembering import KEY, SIZE
+from tests.remembered.test_remembering import KEY, SIZE
 
 DAY = 86400
 NOW = 1_800_000_000.0

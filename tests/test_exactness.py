@@ -33,7 +33,7 @@ from tests.cases import (
     pair_case,
     whole_batch,
 )
-from tests.loss_cases import LOSSES
+from tests.loss.cases import LOSSES
 from tests.models import CLASSES, ROWS, VOCABULARY, Mlp, numbers, token_targets, tokens, x, y
 
 SIZES = [1, 2, 3, 5, 7, 8, 20]

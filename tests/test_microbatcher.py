@@ -22,7 +22,7 @@ from automicro import (
     SampleTooLargeError,
 )
 from automicro.loss.weights import BatchWeights
-from tests.callback_runs import Scripted
+from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
 from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
 

@@ -18,7 +18,7 @@ from automicro.schedules import (
     linear_with_warmup,
 )
 from automicro.units import Duration
-from tests.trainer_runs import assert_same, make_loader, make_model, make_trainer, train_by_hand
+from tests.trainer.runs import assert_same, make_loader, make_model, make_trainer, train_by_hand
 
 Schedule = Callable[[Optimizer], LambdaLR]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.world import World, world_of
 from tests.gpu.device import DEVICE, GPU, differences
 from tests.gpu.rank_jobs import train
+from tests.ranks.world import World, world_of
 
 pytestmark = GPU
 

@@ -14,7 +14,7 @@ from automicro import Microbatcher
 from automicro.ranks import coordinated as setup
 from automicro.ranks import warm_up
 from automicro.ranks.exchange import AloneExchange
-from tests.distributed.world import World, world_of
+from tests.ranks.world import World, world_of
 from tests.standin import device as standin
 from tests.standin.hungry import MIB, ROWS, Hungry
 from tests.standin.rank_jobs import train

@@ -1,0 +1,180 @@
+"""Batches of every structure are trained on exactly, and are as they were after an attempt failed.
+
+The loss adds up what it makes of every number in the batch, so a row that is dropped, counted
+twice or changed shows in the gradient.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import BatchError, Microbatcher, RollbackError
+from automicro.batch.tensors import tensor_leaves
+from automicro.values import same_content
+from tests.batch.structures import STRUCTURES, Text, numbers_of
+from tests.batch.training import Waves, forward, gradient, spoiling
+
+
+def expected(structure: str) -> Tensor:
+    model = Waves()
+    forward(model, STRUCTURES[structure]()).backward()
+    assert model.scale.grad is not None
+    return model.scale.grad
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, "auto"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_structure_gives_the_gradient_of_the_whole_batch(structure: str, size: Any) -> None:
+    found = gradient(Waves(), size, STRUCTURES[structure]())
+    assert torch.allclose(found, expected(structure), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_retry_sees_what_the_first_attempt_saw_whatever_that_did(structure: str) -> None:
+    model, batch = Waves(), STRUCTURES[structure]()
+    model.most = sum(map(len, numbers_of(batch))) - 1
+    found = gradient(model, "auto", batch, spoiling)
+    assert model.most is None, "no attempt failed"
+    assert torch.allclose(found, expected(structure), rtol=0, atol=1e-9)
+    untouched = STRUCTURES[structure]()
+    now, before = tensor_leaves(batch), tensor_leaves(untouched)
+    assert [path for path, _ in now] == [path for path, _ in before]
+    assert all(same_content(a, b) for (_, a), (_, b) in zip(now, before, strict=True))
+    assert not any(leaf.requires_grad for _, leaf in now)
+    assert torch.equal(torch.cat(numbers_of(batch)), torch.cat(numbers_of(untouched)))
+
+
+def late(change: Callable[[Any], None]) -> Callable[[nn.Module, Any], Any]:
+    """A forward that changes its batch from the second batch on."""
+
+    def run(model: Any, batch: Any) -> Any:
+        found = torch.cat([number.clone() for number in numbers_of(batch)])
+        if run.calls:  # type: ignore[attr-defined]
+            change(batch)
+        return model(found)
+
+    run.calls = 0  # type: ignore[attr-defined]
+    return run
+
+
+LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "an entry is replaced": (
+        lambda: {"x": torch.rand(8, 2)},
+        lambda batch: batch.update(x=batch["x"] / 2),
+    ),
+    "an entry is popped": (lambda: {"x": torch.rand(8), "w": torch.rand(8)}, lambda b: b.pop("w")),
+    "a nested entry is popped": (
+        lambda: {"in": {"x": torch.rand(8), "w": torch.rand(8)}},
+        lambda batch: batch["in"].pop("w"),
+    ),
+    "a list grows": (lambda: ([0.5] * 8, torch.rand(8)), lambda batch: batch[0].append(1.0)),
+    "an array is normalised": (
+        lambda: {"x": np.arange(8.0)},
+        lambda b: np.divide(b["x"], 2, b["x"]),
+    ),
+    "an array of a sample": (
+        lambda: [{"x": np.arange(3.0) + i} for i in range(8)],
+        lambda batch: [np.divide(row["x"], 2, row["x"]) for row in batch],
+    ),
+    "an input is asked for a gradient": (
+        lambda: {"x": torch.rand(8, 2)},
+        lambda batch: batch["x"].requires_grad_(),
+    ),
+    "the data of a tensor are swapped": (
+        lambda: {"x": torch.rand(8, 2)},
+        lambda batch: batch["x"].__setattr__("data", batch["x"].data / 2),
+    ),
+    "an attribute of an object": (
+        lambda: [Text(letter) for letter in "abcdefgh"],
+        lambda batch: [row.__setattr__("text", "z") for row in batch],
+    ),
+    "a list in an object": (
+        lambda: [Text([1.0, 2.0]) for _ in range(8)],  # type: ignore[arg-type]
+        lambda batch: [row.text.pop() for row in batch],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("size", [None, "auto"])
+def test_what_a_forward_begins_to_change_late_is_as_it_was_for_the_retry(
+    name: str, size: Any
+) -> None:
+    make, change = LATE[name]
+    torch.manual_seed(0)
+    first, second = make(), make()
+    whole = Waves()
+    forward(whole, copy.deepcopy(second)).backward()
+    model, run = Waves(), late(change)
+    microbatcher = Microbatcher(
+        model, forward=run, microbatch_size="auto", loss_average="none", probe=False
+    )
+    microbatcher.backward(first)
+    model.zero_grad()
+    run.calls = 1  # type: ignore[attr-defined]
+    if size is None:  # it fails in its second half, when all is spoiled
+        model.most = sum(map(len, numbers_of(second))) - 1
+    result = microbatcher.backward(second)
+    assert result.ooms == (size is None)
+    assert model.scale.grad is not None
+    assert whole.scale.grad is not None
+    assert torch.allclose(model.scale.grad, whole.scale.grad, rtol=0, atol=1e-9)
+
+
+def test_inputs_that_are_their_own_targets_are_written_to_as_one() -> None:
+    def autoencoder(model: nn.Module, batch: Any) -> Any:
+        batch[0].mul_(2)
+        return ((batch[0] - batch[1] * model.get_parameter("scale")[0]) ** 2).sum()
+
+    x = torch.rand(8, 2, dtype=torch.float64)
+    whole = Waves()
+    copied = x.clone()
+    autoencoder(whole, (copied, copied)).backward()
+    assert whole.scale.grad is not None
+    for size in (None, 3):
+        model = Waves()
+        assert torch.allclose(gradient(model, size, (x, x), autoencoder), whole.scale.grad)
+
+
+def test_a_tensor_in_an_object_that_is_written_to_is_as_it_was_for_the_retry() -> None:
+    def run(model: Any, batch: Any) -> Any:
+        for row in batch:
+            row.text.mul_(2)
+        return model(torch.cat([row.text for row in batch]))
+
+    values = [torch.rand(2, dtype=torch.float64) for _ in range(8)]
+    whole = Waves()
+    whole(torch.cat(values) * 2).backward()
+    rows = [Text(value) for value in values]  # type: ignore[arg-type]
+    found = gradient(Waves(most=8), "auto", rows, run)
+    assert whole.scale.grad is not None
+    assert torch.allclose(found, whole.scale.grad, rtol=0, atol=1e-9)
+
+
+def test_where_an_object_cannot_be_copied_writing_into_its_tensors_is_named() -> None:
+    class Open:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+        def __del__(self) -> None:
+            """Closes a file, say, so a copy would close it, too."""
+
+    def run(model: Any, batch: Any) -> Any:
+        for row in batch:
+            row.value.mul_(2)
+        return model(torch.cat([row.value for row in batch]))
+
+    rows = [Open(torch.rand(2)) for _ in range(8)]
+    with pytest.raises(RollbackError, match=r"lies in an object of the batch.*clone"):
+        gradient(Waves(most=8), "auto", rows, run)
+
+
+def test_rows_that_can_be_read_only_once_are_refused() -> None:
+    rows = [(float(i) for i in range(3)) for _ in range(8)]
+    with pytest.raises(BatchError, match="generator, which can be read only once"):
+        gradient(Waves(), 3, rows)

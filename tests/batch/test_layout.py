@@ -1,0 +1,194 @@
+"""Declared layouts, lists that can be read in two ways, and batches that are refused."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from automicro.batch.layout import BatchLayout, num_rows, split_batch
+from automicro.errors import BatchError
+from tests.batch.structures import ROWS, Frozen, Pair, sequences, x, y
+
+
+class TestDeclarations:
+    def test_rows_may_lie_along_another_dimension(self):
+        batch: dict[str, Any] = {"x": x(5, ROWS, 2), "a": x(5, ROWS).numpy(), "y": y()}
+        pieces = split_batch(batch, 3, batch_layout={"": 1, "y": 0})
+        assert torch.equal(torch.cat([piece["x"] for piece in pieces], dim=1), batch["x"])
+        assert np.array_equal(np.concatenate([p["a"] for p in pieces], axis=1), batch["a"])
+        assert split_batch(x(5, ROWS), 3, batch_layout=1)[0].shape == (5, 3)
+        assert split_batch(x(5, ROWS), 3, batch_layout=-1)[0].shape == (5, 3)
+        taken = BatchLayout({"": 1, "y": 0}).take_rows(batch, [4, 2])
+        assert torch.equal(taken["x"], batch["x"][:, [4, 2]])
+        assert np.array_equal(taken["a"], batch["a"][:, [4, 2]])
+        assert taken["y"].tolist() == [4, 2]
+
+    def test_a_dimension_holds_for_all_below_its_path(self):
+        batch = {"seq": {"a": x(5, ROWS), "b": (x(4, ROWS),)}, "y": y()}
+        assert num_rows(batch, batch_layout={"seq": 1}) == ROWS
+
+    def test_a_shared_leaf_goes_whole_to_every_microbatch(self):
+        mask = x(1, 5)
+        pieces = split_batch((x(), mask), 3, batch_layout={"1": "shared"})
+        assert all(piece[1] is mask for piece in pieces)
+
+    def test_shared_makes_an_unknown_object_acceptable(self):
+        thing = object()
+        pieces = split_batch({"x": x(), "thing": thing}, 3, batch_layout={"thing": "shared"})
+        assert all(piece["thing"] is thing for piece in pieces)
+
+    def test_two_views_in_a_batch_of_two_need_a_declaration(self):
+        batch: dict[str, Any] = {"views": [x(2, 3), x(2, 3) + 9], "y": x(2)}
+        with pytest.raises(BatchError, match=r"'views'.*two ways.*'items'.*'fields'"):
+            num_rows(batch)
+        fields = split_batch(batch, 1, batch_layout={"views": "fields"})
+        assert torch.equal(fields[0]["views"][1], batch["views"][1][:1])
+        items = split_batch(batch, 1, batch_layout={"views": "items"})
+        assert items[1]["views"][0] is batch["views"][1]
+
+    def test_lists_as_only_evidence_need_a_declaration(self):
+        batch = {"views": [x(), x()]}
+        with pytest.raises(BatchError, match=r"2 or 8 rows.*'views': 'items'\} for 2 rows"):
+            num_rows(batch)
+        assert num_rows(batch, batch_layout={"views": "items"}) == 2
+        assert num_rows(batch, batch_layout={"views": "fields"}) == 8
+
+    def test_the_batch_itself_can_be_declared(self):
+        samples = [(x(3, 2), 5), (x(3, 2), 6), (x(3, 2), 7), (x(3, 2), 8)]
+        with pytest.raises(BatchError, match=r"'': 'items'\} for 4 rows"):
+            num_rows(samples)
+        assert num_rows(samples, batch_layout={"": "items"}) == 4
+
+    @pytest.mark.parametrize(
+        ("early", "late"),
+        [
+            ({"v": [x(), x()], "y": y()}, {"v": [x(2, 3), x(2, 3)], "y": x(2)}),
+            ({"v": [x(2, 3)] * ROWS, "y": y()}, {"v": [x(2, 3), x(2, 3)], "y": x(2)}),
+            ({"size": (224, 112), "y": y()}, {"size": (224, 112), "y": x(2)}),
+            ([[1, 2], [3], [4, 5]], [[1, 2], [3, 4], [5, 6]]),
+        ],
+        ids=["fields", "items", "values", "token lists"],
+    )
+    def test_an_earlier_batch_decides_a_tie(self, early, late):
+        layout = BatchLayout()
+        layout.num_rows(early)
+        pieces = layout.split(late, [1] * layout.num_rows(late))
+        fields = BatchLayout({"v": "fields"}) if "v" in late else BatchLayout()
+        if "size" in late:
+            assert all(piece["size"] == (224, 112) for piece in pieces)
+        elif isinstance(late, list):
+            assert pieces == [[row] for row in late]
+        elif len(early["v"]) == 2:
+            assert torch.equal(pieces[1]["v"][0], fields.split(late, [1, 1])[1]["v"][0])
+        else:
+            assert pieces[1]["v"][0] is late["v"][1]
+
+    def test_an_earlier_batch_of_samples_does_not_make_parts_of_a_collated_one_rows(self):
+        layout = BatchLayout()
+        assert layout.num_rows([{"x": x(3)}, {"x": x(3)}, {"x": x(3)}]) == 3
+        assert layout.num_rows([x(3, 2), x(4, 2), x(5, 2)]) == 3
+        assert layout.num_rows([x(), y()]) == ROWS
+
+    def test_an_earlier_batch_does_not_forbid_a_new_structure(self):
+        layout = BatchLayout()
+        assert layout.num_rows({"v": [x(), x()], "y": y()}) == 8
+        assert layout.num_rows({"v": [x(), x(), x()], "y": x(3)}) == 3
+
+    @pytest.mark.parametrize(
+        ("batch", "layout", "message"),
+        [
+            ({"labels": y()}, {"lables": "shared"}, "'lables'.*Did you mean 'labels'.*'labels'"),
+            ({"a": y(), "x": x(3)}, {"aa": "shared"}, "'aa'.*Did you mean 'a'"),
+            ([{"a": 1}, {"a": 2}], {"0.a": "shared"}, "'0.a'.*inside a list of rows"),
+            ({"x": x()}, {"x": "items"}, "'items' for 'x', which is a Tensor"),
+            ((x(5, 8), y()), 1, r"'1' of shape \(8,\) has no dimension 1.*'1': 0"),
+            ((x(5, 8).numpy(), y().numpy()), 1, r"'1' of shape \(8,\) has no dimension 1"),
+        ],
+    )
+    def test_a_declaration_that_does_not_fit_the_batch_is_an_error(self, batch, layout, message):
+        with pytest.raises(BatchError, match=message):
+            num_rows(batch, batch_layout=layout)
+
+    def test_a_part_that_was_there_once_may_be_absent_later(self):
+        layout = BatchLayout({"mask": "shared"})
+        layout.num_rows({"x": x(), "mask": x(1, 2)})
+        assert layout.num_rows({"x": x()}) == ROWS
+
+    @pytest.mark.parametrize(
+        ("layout", "error", "message"),
+        [
+            ("items", TypeError, "a mapping from paths, got 'items'"),
+            (True, TypeError, "got True"),
+            (1.5, TypeError, "got 1.5"),
+            ({"x": "item"}, ValueError, "Did you mean 'items'"),
+            ({"x": None}, ValueError, "'shared', 'items' or 'fields'"),
+            ({"x": True}, ValueError, "'x'] is True"),
+            ({"": "shared"}, ValueError, "the batch as a whole cannot be 'shared'"),
+        ],
+    )
+    def test_senseless_declarations_are_refused(self, layout, error, message):
+        with pytest.raises(error, match=message):
+            BatchLayout(layout)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((x(8, 3), x(6)), r"'0' has 8 rows \(tensor of shape \(8, 3\)\).*'1' has 6 rows.*'items'"),
+        ([x(8, 3), x(6)], r"'0' has 8 rows.*'1' has 6 rows"),
+        ({"x": x(8), "y": {"z": x(6).numpy()}}, r"'x' has 8.*'y.z' has 6 rows \(array"),
+        ({"x": x(8), "names": ["a", "b"]}, r"'x' has 8.*'names' has 2 rows \(list of 2"),
+        ({"x": x(8), "names": ("a", "b")}, r"'x' has 8.*'names' has 2 rows \(tuple of 2"),
+        ({"x": x(8), "boxes": [{"a": 1}] * 3}, r"'x' has 8.*'boxes' has 3 rows"),
+        ({"x": x(8), "y": [x(3), x(4)]}, r"'y' has 2 rows.*not read as parts: 'y.0' has 3"),
+        ([{"x": x(8)}, {"y": x(6)}], r"'0.x' has 8.*'1.y' has 6"),
+        (Pair(x(8), x(6)), "'x' has 8.*'y' has 6"),
+        (Frozen(x(8), ["a"] * 6), "'x' has 8.*'names' has 6"),
+        ({"p": pack_sequence(sequences(), False), "y": x(6)}, "PackedSequence.*'y' has 6"),
+        ({"x": x(8), "m": x(1, 3)}, r"'x' has 8.*'m' has 1 row .*ambiguous.*'m': 'shared'"),
+        ((x(1, 3), x(8)), "'0' has 1 row .*ambiguous.*'0': 'shared'"),
+        ({"x": x(8), "o": object()}, r"'o' is of type object.*register_batch_type.*'shared'"),
+        ({"x": x(8), "o": {1, 2}}, "'o' is of type set"),
+        ([x(8), object()], "'1' is of type object"),
+        (object(), "The batch is of type object"),
+        (3.0, "holds nothing that has rows"),
+        (None, "holds nothing that has rows"),
+        ({}, "holds nothing that has rows"),
+        ("text", "holds nothing that has rows"),
+        (torch.tensor(1.0), "holds nothing that has rows"),
+        ({"a": np.float64(1), "b": torch.tensor(2)}, "holds nothing that has rows"),
+        (x(0, 3), "no rows"),
+        ((x(0, 3), x(0)), "no rows"),
+        ([], "no rows"),
+        ((), "no rows"),
+        ({"a": (1, 2, 3), "b": (4, 5)}, r"2 or 3 rows.*'a': 'items'\} for 3"),
+        ([[x(8), x(8)], [x(8), x(8)]], r"2 or 8 rows.*'': 'items'\} for 2 rows"),
+        ((tuple(x(3, 2) for _ in range(8)), tuple(range(8))), r"3 or 8.*'0': 'items'\} for 8"),
+    ],
+)
+def test_a_batch_that_would_need_a_guess_is_refused_with_paths_and_remedy(batch, message):
+    with pytest.raises(BatchError, match=message):
+        split_batch(batch, 2)
+
+
+def test_blocks_of_a_sparse_tensor_are_refused_by_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls these a beta
+        batch = {"graph": torch.eye(4).to_sparse_bsr((2, 2))}
+    with pytest.raises(BatchError, match=r"'graph'.*sparse_bsr.*register_batch_type"):
+        num_rows(batch)
+
+
+def test_equal_images_in_a_list_are_not_taken_for_parts_of_three_rows() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(5)]
+    with pytest.raises(BatchError, match=r"3 or 5 rows.*\{'': 'items'\}"):
+        num_rows(images)
+    assert num_rows(images, batch_layout={"": "items"}) == 5
+    assert num_rows(images, batch_layout={"": "fields"}) == 3
+
+
+def test_a_pair_of_equal_shapes_is_inputs_and_targets() -> None:
+    assert num_rows([torch.zeros(8, 1), torch.zeros(8, 1)]) == 8

@@ -1,0 +1,404 @@
+"""Batches that other libraries make: their collators, their containers, their graphs."""
+
+import collections
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensordict
+import torch
+import torch.nn.functional as F
+from tensordict import LazyStackedTensorDict, TensorDict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from automicro import BatchError, Microbatcher, num_rows, register_batch_type
+from tests.batch.training import Waves
+from tests.cases import difference, gradients
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, on import
+    import torch_geometric
+    from torch_geometric.data import Batch, Data
+    from torch_geometric.loader import DataLoader as GraphLoader
+
+Loss = Callable[[Any, Any], Any]
+
+
+def compare(
+    make: Callable[[], nn.Module], batch: Callable[[], Any], loss: Loss, **options: Any
+) -> None:
+    """The gradient at several sizes, and after running out of memory, beside plain torch's."""
+    torch.manual_seed(0)
+    whole = make()
+    loss(whole, copy.deepcopy(batch())).backward()  # plain torch may change it
+    for size in (1, 3, "auto"):
+        torch.manual_seed(0)
+        model, failing = make(), size == "auto"
+
+        def forward(model: nn.Module, microbatch: Any) -> Any:
+            nonlocal failing
+            found = loss(model, microbatch)
+            if failing:
+                failing = False
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return found
+
+        microbatcher = Microbatcher(
+            model, forward=forward, microbatch_size=size, probe=size == 3, **options
+        )
+        given = batch()
+        for attempt in range(2):  # the second finds the batch as the first did
+            model.zero_grad()
+            result = microbatcher.backward(given)
+            assert result.num_microbatches > 1 or attempt
+            assert difference(gradients(model), gradients(whole)) < 1e-9
+
+
+# transformers
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    words = {word: index for index, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *"abcdef"])}
+    made = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]"
+    )
+
+
+TEXTS = ["a b c a", "b a", "c c c", "a", "b c b c b", "a a", "d", "e f b"]
+
+
+def language_model() -> nn.Module:
+    config = GPT2Config(  # type: ignore[call-arg]
+        vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        loss_type="ForCausalLM",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double()
+
+
+def mean_logit(model: Any, batch: Any) -> Any:
+    known = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    return model(**known).logits.mean((1, 2)).pow(2).mean()
+
+
+def test_what_a_padding_collator_gives(tokenizer: Any) -> None:
+    collate = DataCollatorWithPadding(tokenizer)
+    compare(language_model, lambda: collate([tokenizer(t) for t in TEXTS]), mean_logit)
+
+
+def test_what_a_tokenizer_gives(tokenizer: Any) -> None:
+    compare(
+        language_model,
+        lambda: tokenizer(TEXTS, padding=True, return_tensors="pt"),
+        mean_logit,
+    )
+
+
+def test_what_a_collator_of_a_language_model_gives_although_its_labels_are_popped(
+    tokenizer: Any,
+) -> None:
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+    def loss(model: Any, batch: Any) -> Any:
+        labels = batch.pop("labels")[:, 1:]
+        logits = model(**batch).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / 10
+
+    batch = collate([tokenizer(t) for t in TEXTS])
+    compare(language_model, lambda: batch, loss, loss_average="none")
+    assert "labels" in batch
+
+
+# torch's own collate on odd data sets
+
+
+class Odd(Dataset):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+Point = collections.namedtuple("Point", "x y")
+
+ODD: dict[str, tuple[Callable[[int], Any], Loss]] = {
+    "pairs": (lambda i: (torch.ones(4) * i, i), lambda m, b: m(b[0].double()).mul(b[1][:, None])),
+    "dicts in dicts": (
+        lambda i: {"a": {"x": np.ones(4) * i, "n": float(i)}, "name": str(i)},
+        lambda m, b: m(b["a"]["x"]) * b["a"]["n"][:, None],
+    ),
+    "named tuples": (lambda i: Point(torch.ones(4) * i, i), lambda m, b: m(b.x.double())),
+    "nested pairs": (
+        lambda i: ((torch.ones(4) * i, [torch.ones(4), torch.zeros(4)]), str(i)),
+        lambda m, b: m(b[0][0].double() + b[0][1][0]),
+    ),
+    "a mapping of lists": (
+        lambda i: {"boxes": [float(i), 1.0, 2.0, 3.0], "x": torch.ones(4)},
+        lambda m, b: m(torch.stack(b["boxes"], 1).double()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_torchs_own_collate_gives(name: str) -> None:
+    make, outputs = ODD[name]
+    compare(
+        lambda: nn.Linear(4, 2).double(),
+        lambda: next(iter(DataLoader(Odd(make), batch_size=8))),
+        lambda model, batch: outputs(model, batch).pow(2).mean(),
+    )
+
+
+def triplets() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    columns = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
+    return next(iter(DataLoader(TensorDataset(*columns), batch_size=8)))
+
+
+def triplet_loss(model: Any, batch: Any) -> Any:
+    return F.triplet_margin_loss(*(model(part) for part in batch))
+
+
+def test_a_list_of_anchors_positives_and_negatives_is_refused_until_it_is_declared() -> None:
+    with pytest.raises(BatchError, match=r"3 or 8 rows.*\{'': 'fields'\} for 8 rows.*DataLoader"):
+        num_rows(triplets())
+    compare(lambda: nn.Linear(6, 4).double(), triplets, triplet_loss, batch_layout={"": "fields"})
+
+
+@pytest.mark.parametrize(
+    "image", [np.zeros((3, 8, 8)), np.zeros(5), torch.zeros(3, 8, 8), torch.zeros(5)]
+)
+def test_samples_of_one_shape_are_not_guessed_to_be_columns(image: Any) -> None:
+    with pytest.raises(BatchError, match=r"'items'.*'fields'"):
+        num_rows([image] * 4)
+    assert num_rows([image] * 4, batch_layout={"": "items"}) == 4
+
+
+def test_detection_targets_of_own_sizes() -> None:
+    class Samples(Dataset):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            boxes = torch.arange(index % 3 * 4.0, dtype=torch.float64).reshape(-1, 4)
+            image = torch.ones(3, 4 + index, 5, dtype=torch.float64) * index
+            return image, {"boxes": boxes, "labels": torch.arange(len(boxes)), "id": index}
+
+    def loss(model: Any, batch: Any) -> Any:
+        images, targets = batch
+        rows = [
+            model(image.mean((1, 2))).sum() * (1 + target.pop("boxes").sum()) + target["id"]
+            for image, target in zip(images, targets, strict=True)
+        ]
+        return torch.stack(rows).mean()
+
+    for collate in (
+        lambda rows: tuple(zip(*rows, strict=True)),
+        lambda rows: [*zip(*rows, strict=True)],
+    ):
+        loader = DataLoader(Samples(), batch_size=8, collate_fn=collate)
+        compare(lambda: nn.Linear(3, 2).double(), lambda loader=loader: next(iter(loader)), loss)  # type: ignore[misc]
+
+
+# tensordict
+
+
+def rows_of_tensordict() -> Any:
+    x = torch.arange(32.0, dtype=torch.float64).view(8, 4) / 9
+    return TensorDict({"x": x, "deep": {"y": torch.arange(8) % 3}}, batch_size=[8])
+
+
+TENSORDICTS: dict[str, Callable[[], Any]] = {
+    "plain": rows_of_tensordict,
+    "locked": lambda: rows_of_tensordict().lock_(),
+    "on a device": lambda: rows_of_tensordict().to("cpu"),
+    "of two dimensions": lambda: rows_of_tensordict().unsqueeze(1).squeeze(1),
+    "stacked": lambda: torch.stack(list(rows_of_tensordict().unbind(0))),
+    "stacked lazily": lambda: LazyStackedTensorDict.lazy_stack(
+        list(rows_of_tensordict().unbind(0))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORDICTS)
+@pytest.mark.parametrize("pops", [False, True])
+def test_a_tensordict_is_cut_and_stays_as_it_was(name: str, pops: bool) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        is_locked = batch.is_locked
+        x = batch.pop("x") if pops and not is_locked else batch["x"]
+        return F.cross_entropy(model(x), batch["deep", "y"])
+
+    batch = TENSORDICTS[name]()
+    compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
+    assert torch.equal(batch["x"], rows_of_tensordict()["x"])
+
+
+def test_a_list_of_tensordicts_is_a_list_of_rows() -> None:
+    compare(
+        lambda: nn.Linear(4, 3).double(),
+        lambda: list(rows_of_tensordict().unbind(0)),
+        lambda model, batch: F.cross_entropy(
+            model(torch.stack([row["x"] for row in batch])),
+            torch.stack([row["deep", "y"] for row in batch]),
+        ),
+    )
+
+
+def test_a_tensorclass_is_cut() -> None:
+    @tensordict.tensorclass
+    class Rows:
+        x: Tensor
+        y: Tensor
+        name: str
+
+    whole = rows_of_tensordict()
+    compare(
+        lambda: nn.Linear(4, 3).double(),
+        lambda: Rows(x=whole["x"], y=whole["deep", "y"], name="a", batch_size=[8]),  # type: ignore[call-arg]
+        lambda model, batch: F.cross_entropy(model(batch.x), batch.y),
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "layout", "message"),
+    [
+        (lambda: TensorDict({"x": torch.zeros(8)}), 0, r"no batch_size.*batch_size=\[rows\]"),
+        (rows_of_tensordict, 1, "rows are dimension 0 of its batch_size.*Transpose it"),
+    ],
+)
+def test_a_tensordict_whose_rows_are_elsewhere_is_refused(
+    batch: Callable[[], Any], layout: int, message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        num_rows(batch(), batch_layout=layout)
+
+
+# Graphs
+
+
+def graphs() -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Data(
+            x=torch.randn(n, 4, generator=generator, dtype=torch.float64),
+            edge_index=torch.tensor([[0], [n - 1]]),
+            y=torch.tensor([n % 3]),
+        )
+        for n in (2, 3, 1, 4, 2, 5, 1, 3)
+    ]
+
+
+def graph_loss(model: Any, batch: Any) -> Any:
+    logits = torch.zeros(batch.num_graphs, 3, dtype=torch.float64)
+    return F.cross_entropy(logits.index_add(0, batch.batch, model(batch.x)), batch.y)
+
+
+def test_a_list_of_graphs_is_a_list_of_rows() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        for graph in batch:
+            graph.x = graph.x / 2
+        return graph_loss(model, Batch.from_data_list(batch))
+
+    batch = graphs()
+    compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
+    assert all(torch.equal(a.x, b.x) for a, b in zip(batch, graphs(), strict=True))
+
+
+def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() -> None:
+    batch = next(iter(GraphLoader(graphs(), batch_size=8)))
+    with pytest.raises(BatchError, match=r"DataBatch.*register_batch_type") as caught:
+        num_rows(batch)
+    code = str(caught.value).partition("Use ")[2].rstrip(".")
+    for text in (code, next(line for line in _recipes() if "register_batch_type(" in line)):
+        names = {"copy": copy, "torch_geometric": torch_geometric}
+        exec(text, {**names, "register_batch_type": register_batch_type})
+
+    def loss(model: Any, batch: Any) -> Any:
+        batch.x = batch.x / 2
+        return graph_loss(model, batch)
+
+    x = batch.x.clone()
+    compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
+    assert torch.equal(batch.x, x)
+
+
+def _recipes() -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text(encoding="utf-8")
+    blocks = text.split("```py\n")[1:]
+    return [block.partition("```")[0] for block in blocks]
+
+
+# What is named
+
+
+class Callable8:
+    """Can be called, and holds rows all the same."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(8, 2)
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Data(x=torch.zeros(8, 2)), "'part' is of type Data.*register_batch_type"),
+        (Callable8(), "'part' is of type Callable8, which can be called, and its 'x' has 8 rows"),
+        ((n for n in range(8)), "generator.*read only once.*list"),
+        (map(str, range(8)), "map.*read only once.*list"),
+        ({1, 2}, "set.*no order.*sorted list"),
+        (range(8), "range.*Make a list"),
+        (collections.deque(range(8)), "deque.*Make a list"),
+        (object(), r"object.*register_batch_type\(object, num_rows=lambda value: …"),
+    ],
+)
+def test_what_cannot_be_cut_is_named_with_what_to_write(part: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        num_rows({"x": torch.zeros(8), "part": part})
+    layout = {"part": "shared"}
+    assert num_rows({"x": torch.zeros(8), "part": part}, batch_layout=layout) == 8
+
+
+def test_a_table_is_named_with_what_to_write() -> None:
+    frame = type("DataFrame", (), {"__module__": "pandas.core.frame"})
+    with pytest.raises(BatchError, match=r"DataFrame.*dict of arrays"):
+        num_rows(frame())
+
+
+def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None:
+    class Measured(Tensor):
+        lengths: Tensor
+
+    value = torch.zeros(8, 2).as_subclass(Measured)
+    value.lengths = torch.arange(8)
+    with pytest.raises(BatchError, match=r"Measured in the batch has 8 rows.*'lengths'"):
+        Microbatcher(Waves(), forward=lambda m, b: m(b.flatten()), microbatch_size=3).backward(
+            value
+        )
+
+
+def test_torchs_collate_of_texts_is_read_as_columns() -> None:
+    assert num_rows(default_collate([("a", 1), ("b", 2), ("c", 3)])) == 3

@@ -1,0 +1,95 @@
+"""Mapping every tensor of a batch, and joining the outputs of microbatches."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+
+from automicro.batch.cutting import concat_rows
+from automicro.batch.layout import BatchLayout, split_batch
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import BatchError
+from tests.batch.structures import ROWS, STRUCTURES, Pair, assert_partition, sequences, x, y
+
+
+class TestMapping:
+    @pytest.mark.parametrize("structure", STRUCTURES)
+    def test_every_tensor_is_mapped_and_no_container_changes_its_type(self, structure):
+        batch = STRUCTURES[structure]()
+        copies = map_tensors(batch, torch.clone)
+        assert type(copies) is type(batch)
+        before, after = tensor_leaves(batch), tensor_leaves(copies)
+        assert [path for path, _ in before] == [path for path, _ in after]
+        for (_, old), (_, new) in zip(before, after, strict=True):
+            assert new is not old
+            assert type(new) is type(old)
+
+    def test_indices_of_a_packed_sequence_are_not_data(self):
+        packed = pack_sequence(sequences(), enforce_sorted=False)
+        halved = map_tensors(packed, torch.Tensor.half)
+        assert halved.data.dtype is torch.float16
+        for mapped, whole in zip(halved[2:], packed[2:], strict=True):
+            assert torch.equal(torch.as_tensor(mapped), torch.as_tensor(whole))
+        assert [len(row) for row in unpack_sequence(halved)] == [2, 5, 1, 3, 4, 3, 2, 6]
+
+    def test_paths_lead_to_the_tensors(self):
+        batch = {"a": x(), "b": (y(), [{"c": y()}]), "n": 1, "p": pack_sequence(sequences(), False)}
+        leaves = BatchLayout().leaves(batch)
+        assert [path for path, _ in leaves] == ["a", "b.0", "b.1.0.c", "p.data"]
+
+
+JOINABLE = [
+    "tensor",
+    "array",
+    "names",
+    "tuple",
+    "dict",
+    "ordered",
+    "dict subclass",
+    "user dict",
+    "batch encoding",
+    "model output",
+    "named tuple",
+    "slotted dataclass",
+    "deep",
+    "sparse",
+    "samples as dicts",
+    "proxy",
+    "own mapping",
+    "jagged",
+    "odd objects beside",
+]
+
+
+class TestJoining:
+    @pytest.mark.parametrize(
+        "structure",
+        JOINABLE,
+    )
+    @pytest.mark.parametrize("size", [1, 3, 8])
+    def test_joining_microbatches_gives_the_batch(self, structure, size):
+        batch = STRUCTURES[structure]()
+        if structure == "deep":
+            batch = {"a": {"b": (x(), {"c": y()})}, "d": Pair(x(), None)}
+        if structure == "odd objects beside":
+            batch = {"x": x(), "device": torch.device("cpu"), "word": "train", "none": None}
+        joined = concat_rows(split_batch(batch, size))
+        assert_partition(joined, [batch], [ROWS])
+
+    @pytest.mark.parametrize(
+        ("parts", "message"),
+        [
+            ([], "no outputs"),
+            ([{"loss": torch.tensor(1.0)}], "output 'loss' is a 0-d Tensor.*one value per row"),
+            ([{"loss": 1.0}], "output 'loss' is of type float"),
+            ([x(2, 3), x(2, 4)], r"\(2, 3\), \(2, 4\).*Pad"),
+            ([x(2, 3).numpy(), x(2, 4).numpy()], r"\(2, 3\), \(2, 4\).*Pad"),
+            ([{"a": x()}, {"b": x()}], r"different parts.*\['a'\] and \['b'\]"),
+            ([(x(),), (x(), x())], "different parts"),
+            ([x(), None], "different types.*NoneType, Tensor"),
+            ([{"mode": "a"}, {"mode": "b"}], "'mode' is of type str"),
+            ([object()], "type object.*register_batch_type"),
+        ],
+    )
+    def test_outputs_that_cannot_be_joined_are_refused_by_path(self, parts, message):
+        with pytest.raises(BatchError, match=message):
+            concat_rows(parts)

@@ -1,0 +1,304 @@
+"""Texts, lists, arrays and objects are batches, too: trained on, evaluated, predicted for."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from automicro import BatchError, MemoryBudget, Microbatcher, Trainer
+from automicro.batch.device import cost_of_row
+from automicro.batch.tensors import Contents
+from tests.batch.structures import Text
+from tests.cases import difference, gradients
+
+TEXTS = ["hello", "world", "a", "bb", "ccc", "dddd", "ee", "f", "gg", "hhh", "iiii"]
+LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
+
+
+class Image:
+    """As an image of PIL: a size, pixels that only its methods give."""
+
+    size = (4, 3)
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def __getstate__(self) -> Any:
+        return self._value
+
+    def pixels(self) -> Tensor:
+        return torch.full((12,), self._value, dtype=torch.float64)
+
+
+class Letters(nn.Module):
+    """Texts to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(128, 3).double()
+
+    def forward(self, texts: Any) -> Tensor:
+        rows = [self.letters(torch.tensor([ord(c) for c in text])).mean(0) for text in texts]
+        return torch.stack(rows)
+
+
+class Pixels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 3).double()
+
+    def forward(self, images: Any) -> Any:
+        return self.head(torch.stack([image.pixels() for image in images]))
+
+
+def labels_of(texts: Any) -> Tensor:
+    return torch.tensor([len(text) % 3 for text in texts])
+
+
+Loss = Callable[[nn.Module, Any], Any]
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Loss]] = {
+    "texts": (Letters, TEXTS, lambda m, b: F.cross_entropy(m(b), labels_of(b))),
+    "a tuple of texts": (
+        Letters,
+        tuple(TEXTS),
+        lambda m, b: F.cross_entropy(m(b), labels_of(b)),
+    ),
+    "texts and labels in a dict": (
+        Letters,
+        {"text": TEXTS, "label": LABELS},
+        lambda m, b: F.cross_entropy(m(b["text"]), torch.tensor(b["label"])),
+    ),
+    "samples": (
+        Letters,
+        [{"text": t, "label": n} for t, n in zip(TEXTS, LABELS, strict=True)],
+        lambda m, b: F.cross_entropy(
+            m([row["text"] for row in b]), torch.tensor([row["label"] for row in b])
+        ),
+    ),
+    "samples of texts alone": (
+        Letters,
+        [{"text": t, "other": t.upper()} for t in TEXTS],
+        lambda m, b: m([row["text"] for row in b]).pow(2).mean(),
+    ),
+    "pairs as samples": (
+        Letters,
+        list(zip(TEXTS, LABELS, strict=True)),
+        lambda m, b: F.cross_entropy(m([t for t, _ in b]), torch.tensor([n for _, n in b])),
+    ),
+    "objects": (
+        Letters,
+        [Text(t) for t in TEXTS],
+        lambda m, b: F.cross_entropy(m([o.text for o in b]), labels_of([o.text for o in b])),
+    ),
+    "images": (Pixels, [Image(n / 7) for n in range(11)], lambda m, b: m(b).pow(2).mean()),
+    "arrays": (
+        lambda: nn.Linear(4, 3).double(),
+        {"x": np.arange(44.0).reshape(11, 4) / 9, "label": np.array(LABELS)},
+        lambda m, b: F.cross_entropy(m(torch.tensor(b["x"])), torch.tensor(b["label"])),
+    ),
+    "lists of lists": (
+        lambda: nn.Linear(2, 3).double(),
+        {"x": [[n / 7, 1.0] for n in range(11)], "label": LABELS},
+        lambda m, b: F.cross_entropy(
+            m(torch.tensor(b["x"], dtype=torch.float64)), torch.tensor(b["label"])
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, None, "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_that_of_the_whole_batch(name: str, size: Any) -> None:
+    make, batch, loss = CASES[name]
+    torch.manual_seed(0)
+    whole = make()
+    loss(whole, batch).backward()
+    torch.manual_seed(0)
+    model = make()
+    limit = "64MiB" if size == "auto" else None
+    microbatcher = Microbatcher(model, forward=loss, microbatch_size=size, memory_limit=limit)
+    result = microbatcher.backward(batch)
+    assert result.num_samples == 11
+    assert difference(gradients(model), gradients(whole)) < 1e-9
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_gives_the_loss_and_the_outputs_of_all_rows_in_order(name: str) -> None:
+    make, batch, loss = CASES[name]
+    model = make()
+    microbatcher = Microbatcher(
+        model,
+        forward=lambda m, b: (
+            (loss(m, b), torch.stack([loss(m, [r]) for r in b])[:, None])
+            if isinstance(b, list)
+            else loss(m, b)
+        ),
+        eval_microbatch_size=3,
+    )
+    keeps = isinstance(batch, list)
+    found = microbatcher.evaluate(batch, return_outputs=keeps)
+    with torch.no_grad():
+        assert found.loss is not None
+        assert float(found.loss) == pytest.approx(float(loss(model, batch)))
+        if keeps:
+            rows = torch.stack([loss(model, [row]) for row in batch])[:, None]
+            assert torch.allclose(found.outputs, rows)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, None, "auto"])
+def test_texts_are_predicted_for_however_few_there_are(size: Any) -> None:
+    model = Letters()
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=size)
+    for count in (11, 3, 2, 1):
+        assert torch.equal(microbatcher.predict(TEXTS[:count]), model(TEXTS[:count]))
+    assert torch.equal(microbatcher.predict((TEXTS, torch.tensor(LABELS))), model(TEXTS))
+
+
+def test_outputs_that_are_texts_are_joined_in_order() -> None:
+    class Upper(nn.Module):
+        def forward(self, texts: Any) -> Any:
+            return {
+                "text": [text.upper() for text in texts],
+                "length": np.array([*map(len, texts)]),
+            }
+
+    found = Microbatcher(Upper(), loss_fn=F.mse_loss, eval_microbatch_size=2).predict(TEXTS)
+    assert found["text"] == [text.upper() for text in TEXTS]
+    assert found["length"].tolist() == [len(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("count", [11, 2])
+def test_a_list_of_rows_is_not_taken_for_inputs_and_targets(count: int) -> None:
+    microbatcher = Microbatcher(Letters(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
+    for call in (microbatcher.backward, microbatcher.evaluate):
+        with pytest.raises(BatchError, match=rf"a pair .*read as {count} rows.*forward="):
+            call(TEXTS[:count])
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "cost"),
+    [
+        (["ab", "cdef"], 2, 3.0),
+        ([{"t": "ab", "n": 1}, {"t": "cdef", "n": 2}], 2, 4.0),
+        ([None, None], 2, 1.0),
+        (["", ""], 2, 1.0),
+        (np.zeros((4, 5)), 4, 5.0),
+        ({"x": np.zeros((4, 5)), "y": torch.zeros(4)}, 4, 6.0),
+        ([object(), object()], 2, 1.0),
+        ([Image(0.0)] * 3, 3, 12.0),
+        ([Text("abc"), Text("a")], 2, 2.0),
+        ([Text(torch.zeros(7)), Text(torch.zeros(1))], 2, 4.0),  # type: ignore[arg-type]
+        (np.array(["ab", "cdef"], dtype=object), 2, 3.0),
+        (list(range(10)), 10, 1.0),
+        (torch.zeros(4, 0), 4, 1.0),
+    ],
+)
+def test_a_row_costs_its_elements_its_characters_or_one(batch: Any, rows: int, cost: float) -> None:
+    assert cost_of_row(Contents(batch), rows) == cost
+
+
+def test_texts_that_do_not_fit_are_cut() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, texts: Any) -> Any:
+            lengths = torch.tensor([float(len(text)) for text in texts], dtype=torch.float64)
+            return (lengths[:, None] * self.weight).expand(-1, 4096).clone().mean()
+
+    model = Wide()
+    with MemoryBudget("256KiB"):
+        result = Microbatcher(model, forward=lambda m, b: m(b)).backward(TEXTS)
+    assert result.num_microbatches > 1
+    assert model.weight.grad is not None
+    assert float(model.weight.grad) == pytest.approx(sum(map(len, TEXTS)) / len(TEXTS))
+
+
+class Reviews(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return len(TEXTS)
+
+    def __getitem__(self, index: int) -> Any:
+        return TEXTS[index], LABELS[index]
+
+
+def test_a_trainer_trains_on_texts_and_predicts_for_them() -> None:
+    loader = DataLoader(Reviews(), batch_size=6)
+    model = Letters()
+    trainer = Trainer(
+        model,
+        loader,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        microbatch_size=2,
+        eval_microbatch_size=2,
+        progress=False,
+    )
+    trainer.fit()
+    found = torch.cat(trainer.predict(DataLoader(TEXTS, batch_size=6)))  # type: ignore[arg-type]
+    assert torch.equal(found, model(TEXTS))
+
+
+# Memory that runs out while a batch is read
+
+
+class Table:
+    """Rows that take memory to be counted and cut."""
+
+    failures = 0
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def rows(self) -> int:
+        self.fail("count")
+        return len(self.x)
+
+    def take(self, start: int, stop: int) -> "Table":
+        self.fail("cut")
+        return Table(self.x[start:stop])
+
+    @classmethod
+    def fail(cls, where: str) -> None:
+        if cls.failures and where == cls.at:
+            cls.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    at = "count"
+
+
+@pytest.mark.parametrize("at", ["count", "cut"])
+@pytest.mark.parametrize("failures", [1, 99])
+def test_running_out_of_memory_while_a_batch_is_read_is_tried_once_more(
+    at: str, failures: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from automicro import register_batch_type
+
+    register_batch_type(Table, num_rows=Table.rows, take=Table.take)
+    model = nn.Linear(2, 3).double()
+    batch = Table(torch.rand(8, 2, dtype=torch.float64))
+    microbatcher = Microbatcher(
+        model, forward=lambda m, b: m(b.x).pow(2).mean(), microbatch_size=3, probe=False
+    )
+    what = {"count": "reading the structure of the batch", "cut": "cutting the batch"}[at]
+    Table.at, Table.failures = at, failures
+    try:
+        with caplog.at_level(logging.WARNING):
+            if failures == 1:
+                assert microbatcher.backward(batch).num_microbatches == 3
+            else:
+                with pytest.raises(torch.OutOfMemoryError) as caught:
+                    microbatcher.backward(batch)
+                assert any(what in note for note in caught.value.__notes__)
+                assert model.weight.grad is None
+    finally:
+        Table.failures = 0
+    assert f"out of memory while {what}" in caplog.text
+    assert "tried once more" in caplog.text

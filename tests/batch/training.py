@@ -1,0 +1,79 @@
+"""Training on batches of any structure: a model of all numbers, and a forward that spoils them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from automicro import Microbatcher
+from tests.batch.structures import Text, numbers_of
+
+
+class Waves(nn.Module):
+    """Two parameters, one number for everything in a batch."""
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.3, 1.7], dtype=torch.float64))
+        self.most = most
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        if self.most is not None and len(numbers) > self.most:
+            self.most = None
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.sin(numbers * self.scale[0] + self.scale[1]).sum()
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    found = numbers_of(batch)
+    return model(torch.cat(found) if found else torch.zeros(len(batch)))
+
+
+def gradient(model: Waves, size: Any, batch: Any, run: Callable[..., Any] = forward) -> Tensor:
+    microbatcher = Microbatcher(
+        model, forward=run, microbatch_size=size, loss_average="none", probe=False
+    )
+    microbatcher.backward(batch)
+    assert model.scale.grad is not None
+    return model.scale.grad
+
+
+def spoil(value: Any) -> None:
+    """What a careless forward does: change all that can be changed of a microbatch."""
+    if isinstance(value, Tensor):
+        if not value.is_nested and value.layout is torch.strided and value.is_floating_point():
+            value.mul_(3)
+            value.requires_grad_()
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value[...] = value[:1]
+    elif isinstance(value, dict):
+        for part in value.values():
+            spoil(part)
+        if not isinstance(value, ModelOutput):  # it forbids that
+            value.pop(next(iter(value), None), None)
+            value["added"] = 1
+    elif isinstance(value, list):
+        for part in value:
+            spoil(part)
+        value.clear()
+    elif isinstance(value, tuple):
+        for part in value:
+            spoil(part)
+    elif isinstance(value, Text):
+        value.text = "spoiled"
+    elif hasattr(value, "y") and not isinstance(value, tuple):  # frozen ones are opened by force
+        spoil(value.y)
+        object.__setattr__(value, "y", None)
+    elif hasattr(value, "items"):  # another mapping, of which some cannot be written to
+        for _, part in list(value.items()):
+            spoil(part)
+
+
+def spoiling(model: nn.Module, batch: Any) -> Any:
+    found = [number.clone() for number in numbers_of(batch)]
+    spoil(batch)
+    return model(torch.cat(found) if found else torch.zeros(len(batch)))

@@ -1,0 +1,252 @@
+"""The moving average of the weights: exact, swapped in for evaluations, and back."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import MemoryBudget
+from automicro.callbacks import ExponentialMovingAverage
+from automicro.events.callback import Callback
+from automicro.events.run import LoopState, Run
+from automicro.memory.budget import active_budget
+from automicro.step.results import StepResult
+from tests.callbacks.runs import Weights, assert_equal, copy_of, trainer_with
+from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
+
+
+class Evaluated(Callback):
+    """Notes the weights with which a batch was evaluated."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def eval_batch_start(self, run: Run, batch: Any) -> None:
+        self.weights.append(copy_of(run.model))
+
+
+def with_batchnorm() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+
+
+def directly(start: dict[str, Tensor], steps: list[dict[str, Tensor]], decay: float) -> Any:
+    average = {name: value.double() for name, value in start.items()}
+    for weights in steps:
+        for name, value in weights.items():
+            average[name] = decay * average[name] + (1 - decay) * value.double()
+    return average
+
+
+def assert_close(average: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        if average[name].is_floating_point():
+            torch.testing.assert_close(average[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_is_what_the_formula_says() -> None:
+    model = with_batchnorm()
+    start = copy_of(model)
+    weights, average = Weights(), ExponentialMovingAverage(decay=0.9)
+    trainer_with(weights, average, model=model, max_duration="6ba").fit()
+    assert_close(average.average_state_dict(), directly(start, weights.steps, 0.9))
+    # Not averaged: what counts batches.
+    assert average.average_state_dict()["1.num_batches_tracked"] == 6
+
+
+def test_a_half_life_and_an_interval_are_a_decay() -> None:
+    model = make_model()
+    start = copy_of(model)
+    weights, average = Weights(), ExponentialMovingAverage(half_life="64sp", update_interval="2ba")
+    trainer_with(weights, average, model=model, max_duration="8ba").fit()
+    assert_close(
+        average.average_state_dict(),
+        directly(start, weights.steps[1::2], 0.5 ** (32 / 64)),
+    )
+
+
+def test_an_interval_in_epochs_ends_with_the_epoch() -> None:
+    model = make_model()
+    start = copy_of(model)
+    weights = Weights()
+    average = ExponentialMovingAverage(half_life="1ep", update_interval="1ep")
+    trainer_with(weights, average, model=model, max_duration="2ep").fit()
+    assert_close(average.average_state_dict(), directly(start, weights.steps[3::4], 0.5))
+
+
+def test_evaluations_see_the_average_and_training_goes_on_unchanged() -> None:
+    evaluated, average = Evaluated(), ExponentialMovingAverage(decay=0.9)
+    model, plain = make_model(), make_model()
+    options: dict[str, Any] = {"eval_interval": "2ba", "max_duration": "1ep"}
+    options["eval_dataloader"] = make_loader(rows=16)
+    trainer_with(average, evaluated, model=model, **options).fit()
+    trainer_with(model=plain, **options).fit()
+    assert_equal(copy_of(model), copy_of(plain))
+    assert_equal(evaluated.weights[-1], average.average_state_dict())
+    assert not torch.equal(evaluated.weights[-1]["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_evaluations_need_not_see_the_average() -> None:
+    evaluated = Evaluated()
+    model = make_model()
+    average = ExponentialMovingAverage(decay=0.9, evaluate=False)
+    trainer_with(average, evaluated, model=model, eval_dataloader=make_loader(rows=16)).fit()
+    assert_equal(evaluated.weights[-1], copy_of(model))
+
+
+def test_after_an_error_in_an_evaluation_the_training_weights_are_back() -> None:
+    class FailsOnce(Callback):
+        failed = False
+
+        def eval_batch_end(self, run: Run, result: object) -> None:
+            if not self.failed:
+                self.failed = True
+                raise KeyError("once")
+
+    model, plain = make_model(), make_model()
+    options: dict[str, Any] = {"eval_interval": "4ba", "max_duration": "8ba"}
+    options["eval_dataloader"] = make_loader(rows=16)
+    average = ExponentialMovingAverage(decay=0.9)
+    trainer = trainer_with(average, FailsOnce(), model=model, **options)
+    with pytest.raises(KeyError):
+        trainer.fit()
+    # The next event puts them back: the same training as without that evaluation.
+    trainer.fit()
+    trainer_with(model=plain, **options).fit()
+    assert trainer.state.batch == 8
+    assert_equal(copy_of(model), copy_of(plain))
+
+
+def test_a_settled_update_allocates_nothing() -> None:
+    class Peaks(Callback):
+        """Has the average updated, and notes what that takes."""
+
+        def __init__(self, budget: MemoryBudget) -> None:
+            self.budget = budget
+            self.average = ExponentialMovingAverage(decay=0.9)
+            self.above: list[int] = []
+
+        def fit_start(self, run: Run) -> None:
+            self.average.fit_start(run)
+
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            before = self.budget.allocated_bytes
+            self.budget.reset_peak()
+            self.average.batch_end(run, result)
+            self.above.append(self.budget.peak_bytes - before)
+
+    with MemoryBudget(None) as budget:
+        peaks = Peaks(budget)
+        trainer_with(peaks).fit()
+    assert peaks.above == [0] * 4
+
+
+def test_the_average_is_kept_in_float32_for_weights_of_half_precision() -> None:
+    model = make_model().bfloat16()
+    evaluated, average = Evaluated(), ExponentialMovingAverage(decay=0.999)
+
+    class Cast(Callback):
+        def transform(self, run: Run, batch: Any) -> Any:
+            return batch[0].bfloat16(), batch[1]
+
+    loader = [(x.bfloat16(), y) for x, y in make_loader(rows=16)]
+    trainer_with(
+        Cast(), average, evaluated, model=model, eval_dataloader=loader, max_duration="8ba"
+    ).fit()
+    kept = average.state_dict()["average"]
+    assert {value.dtype for value in kept.values()} == {torch.float32}
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    assert_equal(evaluated.weights[-1], {k: v.bfloat16() for k, v in kept.items()})
+
+
+def test_it_goes_on_from_its_state() -> None:
+    model = make_model()
+    whole = ExponentialMovingAverage(half_life="8ba")
+    state: dict[str, Any] = {}
+
+    class Interrupt(Callback):
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            if run.state.batch == 3:
+                saved = whole.state_dict()
+                state.update(saved, average={k: v.clone() for k, v in saved["average"].items()})
+
+    weights = Weights()
+    trainer_with(whole, Interrupt(), weights, model=model, max_duration="4ba").fit()
+    resumed = ExponentialMovingAverage(half_life="8ba")
+    resumed.load_state_dict(state)
+    again = make_model()
+    again.load_state_dict(weights.steps[3])
+    run: Any = type("AfterTheFourthBatch", (), {"model": again, "state": LoopState(batch=4)})
+    resumed.fit_start(run)
+    resumed.batch_end(run, None)  # type: ignore[arg-type]
+    assert_equal(resumed.average_state_dict(), whole.average_state_dict())
+    state["average"]["0.weight"].zero_()  # what was loaded is not what goes on
+    assert_equal(resumed.average_state_dict(), whole.average_state_dict())
+
+
+def test_the_average_of_another_model_is_refused() -> None:
+    average = ExponentialMovingAverage()
+    average.load_state_dict({"average": {"w": torch.ones(1)}, "updated_at": 1, "aged_at": 0})
+    with pytest.raises(ValueError, match="a model with other weights: they differ in 0"):
+        trainer_with(average).fit()
+    used = ExponentialMovingAverage()
+    trainer_with(used).fit()
+    with pytest.raises(ValueError, match="another model; make a new one"):
+        trainer_with(used).fit()
+
+
+def test_tied_weights_are_averaged_once() -> None:
+    model, again = make_model(), nn.Identity()
+    again.register_parameter("again", next(model.parameters()))
+    tied = nn.Sequential(model, again)
+    average = ExponentialMovingAverage(decay=0.5)
+    trainer_with(average, model=tied).fit()
+    state = average.average_state_dict()
+    assert torch.equal(state["0.0.weight"], state["1.again"])
+    assert "1.again" not in average.state_dict()["average"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 0.9, "half_life": "1ba"}, "say the same thing"),
+        ({"decay": 1.0}, "below 1"),
+        ({"half_life": "1ep"}, "counts whole epochs"),
+        ({"half_life": "5"}, "half_life='5'"),
+    ],
+)
+def test_senseless_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExponentialMovingAverage(**options)
+
+
+def test_the_average_counts_in_a_budget_from_the_start_of_each_fit() -> None:
+    class Allocated(Callback):
+        def __init__(self) -> None:
+            self.bytes: list[int] = []
+
+        def epoch_start(self, run: Run) -> None:
+            budget = active_budget()
+            assert budget is not None
+            self.bytes.append(budget.allocated_bytes)
+
+    class StopOnce(Callback):
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            if run.state.batch == 4:
+                run.stop("enough")
+
+    def allocated(*callbacks: Callback) -> list[int]:
+        noted = Allocated()
+        trainer = trainer_with(
+            *callbacks, StopOnce(), noted, max_duration="2ep", memory_limit="1MiB"
+        )
+        trainer.fit()
+        trainer.fit()
+        return noted.bytes
+
+    without, with_average = allocated(), allocated(ExponentialMovingAverage())
+    parameters = sum(max(each.nbytes, 512) for each in make_model().parameters())
+    added = [more - less for more, less in zip(with_average, without, strict=True)]
+    assert len(added) == 2
+    assert all(abs(each - parameters) < 2048 for each in added)  # rounded up to 512 bytes each

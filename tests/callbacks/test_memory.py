@@ -1,0 +1,364 @@
+"""Memory that grows deep into training, and passes of a callback's own: both are survived."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import Halving, Microbatcher, Trainer
+from automicro.batch.device import on_host
+from automicro.callbacks import (
+    FreezeSchedule,
+    GrowthSchedule,
+    ImageSizeSchedule,
+    SequenceLengthSchedule,
+)
+from automicro.callbacks.growth import cut_tokens, resize_images
+from automicro.events.callback import Callback
+from automicro.events.run import LoopState, Run
+from automicro.step.results import StepResult
+from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
+from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
+
+VOCABULARY, LENGTH = 11, 32
+
+
+class Gradients(Callback):
+    """Compares the gradient of every batch with that of the whole batch at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[float] = []
+        self._batch: Any = None
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        self._batch = batch
+
+    def gradients_ready(self, run: Run, result: StepResult) -> None:
+        trained = [each for each in run.model.parameters() if each.requires_grad]
+        with on_host():  # not counted
+            loss = nn.functional.cross_entropy(run.model(self._batch[0]), self._batch[1])
+            exact = torch.autograd.grad(loss, trained)
+        for parameter, gradient in zip(trained, exact, strict=True):
+            assert parameter.grad is not None
+            self.errors.append(float((parameter.grad - gradient).norm() / gradient.norm()))
+
+
+class Images(nn.Sequential):
+    """Images of any size to classes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, CLASSES),
+        )
+
+
+class Tokens(nn.Module):
+    """Token ids to a loss over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.hidden = nn.Linear(16, 64)
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.relu(self.hidden(self.embedding(input_ids))))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def images() -> DataLoader:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(64, 3, 16, 16, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.mean((2, 3)).argmax(1)), batch_size=16)
+
+
+def tokens() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(VOCABULARY, (64, LENGTH), generator=generator)
+    return [{"input_ids": each, "labels": (each + 1) % VOCABULARY} for each in ids.split(16)]
+
+
+def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
+    def train(model: nn.Module, *extra: Callback, **options: Any) -> Trainer:
+        schedule = FreezeSchedule({"0.*": "3ba", "3.*": "3ba"})
+        loader = make_loader(rows=1024, batch_size=256)
+        return trainer_with(
+            schedule, *extra, model=model, train_dataloader=loader, max_duration="8ba", **options
+        )
+
+    model, sizes, gradients = make_model(), Sizes(), Gradients()
+    summary = train(model, sizes, gradients, memory_limit="320KiB").fit()
+    assert sizes.ooms[:3] == [0, 0, 0]
+    assert sizes.ooms[3] > 0
+    assert sizes.sizes[0] > sizes.sizes[-1]
+    assert max(gradients.errors) < 1e-5
+    assert summary.train_ooms == sum(sizes.ooms)
+    # The same sizes without a limit: not a bit differs.
+    expected = make_model()
+    train(expected, microbatch_size=Scripted(sizes.sizes)).fit()
+    assert_equal(copy_of(model), copy_of(expected))
+
+
+def test_frozen_parameters_stay_as_they_are_until_they_are_due() -> None:
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.trained: list[tuple[bool, bool]] = []
+            self._before: dict[str, Tensor] = {}
+
+        def batch_start(self, run: Run, batch: Any) -> None:
+            self._before = copy_of(run.model)
+
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            now = run.model.state_dict()
+            self.trained.append(
+                (
+                    not torch.equal(now["0.weight"], self._before["0.weight"]),
+                    not torch.equal(now["5.weight"], self._before["5.weight"]),
+                )
+            )
+
+    watch = Watch()
+    schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"5.*": "1ep"})
+    trainer_with(schedule, watch, max_duration="6ba").fit()
+    assert watch.trained == [(False, True)] * 2 + [(True, True)] * 2 + [(True, False)] * 2
+
+
+def test_a_schedule_of_freezing_takes_up_where_training_stands() -> None:
+    model = make_model()
+    schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"3.*": "4ba", "5.*": "5ba"})
+    run: Any = type(
+        "Late",
+        (),
+        {"model": model, "optimizer": None, "state": LoopState(batch=4), "world_size": 1},
+    )
+    schedule.fit_start(run)
+    assert [p.requires_grad for p in model.parameters()] == [True] * 2 + [False] * 2 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("encoder.*", "no parameter matches 'encoder.*'; there are 6, such as"),
+        ("3", "which is a module; for all parameters of it say '3.*'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        trainer_with(FreezeSchedule({pattern: "2ba"})).fit()
+
+
+def test_a_parameter_to_unfreeze_must_be_in_the_optimizer() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model[5].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer does not have it"):
+        trainer_with(FreezeSchedule({"0.*": "2ba"}), model=model, optimizer=optimizer).fit()
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_images_grow_until_memory_runs_out_and_training_goes_on(is_plain: bool) -> None:
+    def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
+        growth = ImageSizeSchedule(4, 16, over="8ba", steps=4)
+        return trainer_with(
+            growth,
+            *extra,
+            model=model,
+            train_dataloader=images(),
+            max_duration="12ba",
+            optimizer=torch.optim.SGD,
+            **options,
+        ).fit()
+
+    model, sizes = Images(), Sizes()
+    size = Halving(refine=False, grow=False) if is_plain else "auto"
+    summary = train(model, sizes, memory_limit="360KiB", microbatch_size=size)
+    assert sizes.ooms[0] == 0
+    assert sizes.sizes[-1] < sizes.sizes[0]
+    assert sum(sizes.ooms) == summary.train_ooms
+    if is_plain:  # "auto" sees it coming
+        assert summary.train_ooms > 0
+        assert next(batch for batch, ooms in enumerate(sizes.ooms) if ooms) >= 4
+    expected = Images()
+    train(expected, microbatch_size=Scripted(sizes.sizes))
+    assert_equal(copy_of(model), copy_of(expected))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_sequences_grow_until_memory_runs_out_and_training_goes_on(is_plain: bool) -> None:
+    def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
+        growth = SequenceLengthSchedule(4, LENGTH, over="6ba", multiple_of=4)
+        return trainer_with(
+            growth,
+            *extra,
+            model=model,
+            train_dataloader=tokens(),
+            max_duration="10ba",
+            loss_fn=None,
+            **options,
+        ).fit()
+
+    model, sizes = Tokens(), Sizes()
+    size = Halving(refine=False, grow=False) if is_plain else "auto"
+    summary = train(model, sizes, memory_limit="300KiB", microbatch_size=size)
+    assert sizes.ooms[0] == 0
+    assert sizes.sizes[-1] < sizes.sizes[0]
+    assert sum(sizes.ooms) == summary.train_ooms
+    assert (summary.train_ooms > 0) == is_plain  # "auto" sees it coming
+    expected = Tokens()
+    train(expected, microbatch_size=Scripted(sizes.sizes))
+    assert_equal(copy_of(model), copy_of(expected))
+
+
+class SharpnessAware(Callback):
+    """Trains on the gradient at the worst point nearby (Foret et al., 2020).
+
+    Its own forward and backward runs out of memory as the trainer's does, and survives it.
+    """
+
+    def __init__(self, radius: float = 0.05, **options: Any) -> None:
+        self.radius = radius
+        self.options = options
+        self.sizes: list[int] = []
+        self.ooms = 0
+        self._microbatcher: Microbatcher | None = None
+        self._ascent: list[tuple[nn.Parameter, Tensor]] = []
+
+    def fit_start(self, run: Run) -> None:
+        self._microbatcher = run.microbatcher(**self.options)
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        assert self._microbatcher is not None
+        result = self._microbatcher.backward(batch)
+        self.ooms += result.ooms
+        self.sizes.append(result.microbatch_size)
+        parameters = [each for each in run.model.parameters() if each.grad is not None]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()  # type: ignore[union-attr]
+        with torch.no_grad():
+            self._ascent = [(each, each.grad * (self.radius / norm)) for each in parameters]
+            for parameter, ascent in self._ascent:
+                parameter.add_(ascent)
+                parameter.grad = None
+
+    def gradients_ready(self, run: Run, result: StepResult) -> None:
+        with torch.no_grad():
+            for parameter, ascent in self._ascent:
+                parameter.sub_(ascent)
+        self._ascent = []
+
+
+def test_a_callback_that_runs_the_model_itself_survives_running_out_of_memory() -> None:
+    def train(model: nn.Module, ascent: SharpnessAware, **options: Any) -> Sizes:
+        sizes = Sizes()
+        loader = make_loader(rows=512, batch_size=256)
+        trainer_with(ascent, sizes, model=model, train_dataloader=loader, **options).fit()
+        return sizes
+
+    small, whole, ascent = make_model(), make_model(), SharpnessAware()
+    sizes = train(small, ascent, memory_limit="256KiB")
+    assert ascent.ooms > 0
+    assert sum(sizes.ooms) > 0
+    train(whole, SharpnessAware())
+    for parameter, expected in zip(small.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+    # At the same sizes without a limit there is not a bit of difference.
+    same = make_model()
+    scripted = SharpnessAware(microbatch_size=Scripted(ascent.sizes))
+    train(same, scripted, microbatch_size=Scripted(sizes.sizes))
+    assert scripted.ooms == 0
+    assert_equal(copy_of(small), copy_of(same))
+
+
+def test_images_keep_their_shape_and_type() -> None:
+    wide = torch.randint(0, 255, (2, 3, 8, 12), dtype=torch.uint8)
+    small, targets = resize_images((wide, "targets"), 4, multiple_of=2)
+    assert (small.shape, small.dtype, targets) == ((2, 3, 4, 6), torch.uint8, "targets")
+    whole = (wide, 1)
+    assert resize_images(whole, 8) is whole
+    named = resize_images({"pixel_values": wide.float(), "labels": 1}, 16)
+    assert named["pixel_values"].shape == (2, 3, 16, 24)
+    assert isinstance(resize_images([wide, 1], 4), list)
+
+
+def test_what_cannot_be_resized_for_sure_is_refused() -> None:
+    pictures = torch.rand(2, 3, 8, 8)
+    with pytest.raises(ValueError, match="nothing says how to resize it; pass resize="):
+        resize_images((pictures, torch.zeros(2, 8, 8)), 4)
+    with pytest.raises(ValueError, match="no images to resize in a batch of type int"):
+        resize_images(3, 4)
+    with pytest.raises(ValueError, match="it has features"):
+        resize_images({"features": pictures}, 4)
+
+
+def test_what_is_cut_of_a_mapping() -> None:
+    batch = {
+        "input_ids": torch.ones(2, 8, dtype=torch.long),
+        "attention_mask": torch.ones(2, 1, 8, 8),
+        "labels": torch.ones(2),
+        "name": "text",
+    }
+    shorter = cut_tokens(batch, 4)
+    assert shorter["input_ids"].shape == (2, 4)
+    assert shorter["attention_mask"].shape == (2, 1, 4, 4)
+    assert shorter["labels"] is batch["labels"]
+    assert cut_tokens(batch, 8) is batch
+    pair = cut_tokens((batch, torch.ones(2, 8)), 4)
+    assert (pair[0]["input_ids"].shape, pair[1].shape) == ((2, 4), (2, 4))
+    with pytest.raises(ValueError, match="'spans' is as long as the tokens, 8"):
+        cut_tokens({**batch, "spans": torch.ones(2, 8)}, 4)
+    spans = cut_tokens({**batch, "spans": torch.ones(2, 8)}, 4, keys=["input_ids", "spans"])
+    assert (spans["spans"].shape, spans["attention_mask"].shape) == ((2, 4), (2, 1, 8, 8))
+    with pytest.raises(ValueError, match="lacks tokens of keys="):
+        cut_tokens(batch, 4, keys=["tokens"])
+    with pytest.raises(ValueError, match="no tokens to cut in a batch of type int"):
+        cut_tokens(3, 4)
+
+
+def test_sizes_grow_in_steps_and_by_multiples() -> None:
+    def sizes(**options: Any) -> list[int]:
+        schedule = GrowthSchedule(10, 31, over="6ba", resize=lambda batch, size: batch, **options)
+        return [schedule.size(LoopState(batch=batch)) for batch in range(8)]
+
+    assert sizes() == [10, 13, 17, 20, 24, 27, 31, 31]
+    assert sizes(multiple_of=8) == [10, 10, 16, 16, 24, 24, 31, 31]
+    assert sizes(steps=3) == [10, 10, 17, 17, 24, 24, 31, 31]
+
+
+def test_a_schedule_may_have_a_function_of_ones_own() -> None:
+    class Shapes(Callback):
+        def __init__(self) -> None:
+            self.widths: list[tuple[int, float]] = []
+
+        def batch_start(self, run: Run, batch: Any) -> None:
+            zeros = int((batch[0] == 0).all(0).sum())
+            self.widths.append((FEATURES - zeros, run.values["train/size"]))
+
+    def hide(batch: Any, size: int) -> Any:
+        shown = torch.arange(FEATURES) < size
+        return batch[0] * shown, batch[1]
+
+    shapes = Shapes()
+    trainer_with(GrowthSchedule(4, FEATURES, over="4ba", resize=hide), shapes).fit()
+    assert shapes.widths == [(4, 4), (6, 6), (8, 8), (10, 10)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 8, "end": 4}, "swap them"),
+        ({"start": 0, "end": 4}, "start=0 must be at least 1"),
+        ({"start": 2, "end": 4, "over": "0ba"}, "over='0ba'"),
+        ({"start": 2, "end": 4, "steps": 0}, "steps=0"),
+    ],
+)
+def test_senseless_growth_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageSizeSchedule(**{"over": "4ba", **options})

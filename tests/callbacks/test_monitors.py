@@ -1,0 +1,295 @@
+"""Stopping early, and logging learning rate, speed and memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro.callbacks import EarlyStopping, LearningRateMonitor, MemoryMonitor, SpeedMonitor
+from automicro.events.callback import Callback
+from automicro.events.run import ExpectedValues, Run
+from automicro.step.results import StepResult
+from tests.callbacks.runs import Logged, trainer_with
+from tests.trainer.runs import CLASSES, make_loader, make_model, schedule
+
+
+class Scores(Callback):
+    """Logs one given score after the other before each evaluation."""
+
+    def __init__(self, scores: list[float]) -> None:
+        self._scores = iter(scores)
+
+    def eval_start(self, run: Run) -> None:
+        run.log({"score": next(self._scores)})
+
+
+def stopped_after(scores: list[float], **options: Any) -> int:
+    """The evaluations after which training ended."""
+    trainer = trainer_with(
+        Scores(scores),
+        EarlyStopping("score", **options),
+        eval_dataloader=make_loader(rows=16),
+        eval_interval="1ba",
+        max_duration=f"{len(scores)}ba",
+    )
+    trainer.fit()
+    return trainer.state.batch
+
+
+def test_training_ends_when_nothing_gets_better() -> None:
+    assert stopped_after([3, 2, 2.5, 2, 1, 1, 1, 1], patience=2) == 4
+    assert stopped_after([3, 2, 2.5, 1, 1.5, 1], patience=2) == 6
+
+
+def test_larger_is_better_where_that_is_said() -> None:
+    assert stopped_after([3, 2, 1, 4], mode="max", patience=2) == 3
+    assert stopped_after([1, 2, 3, 4], mode="max", patience=1) == 4
+
+
+def test_what_is_hardly_better_is_not() -> None:
+    assert stopped_after([3, 2.9, 2.8, 2.7], patience=2, min_delta=0.5) == 3
+    assert stopped_after([3, 2.6, 2.4, 2.0], patience=2, min_delta=0.5) == 4
+
+
+def test_nan_is_never_better() -> None:
+    nan = float("nan")
+    assert stopped_after([nan, nan, 1], patience=2) == 2
+    assert stopped_after([nan, 1, nan, nan, 1], patience=2) == 4
+
+
+def test_a_loss_of_evaluations_is_found_by_its_name() -> None:
+    stopping = EarlyStopping("eval/loss", patience=1, min_delta=100.0)
+    trainer = trainer_with(
+        stopping, eval_dataloader=make_loader(), eval_interval="2ba", max_duration="4ep"
+    )
+    trainer.fit()
+    assert trainer.state.batch == 4
+    best = stopping.best
+    trainer.eval(make_loader(rows=1, batch_size=1))
+    assert (stopping.best, stopping.without_better) == (best, 1)
+
+
+def test_a_loss_of_training_is_looked_at_after_each_batch() -> None:
+    stopping = EarlyStopping("train/loss", patience=3, min_delta=100.0)
+    trainer = trainer_with(stopping, max_duration="4ep")
+    trainer.fit()
+    assert trainer.state.batch == 4
+
+
+def test_a_metric_of_training_is_looked_at_after_each_epoch() -> None:
+    trainer = trainer_with(
+        EarlyStopping("train/accuracy", mode="max", patience=1, min_delta=1.0),
+        metrics={"accuracy": MulticlassAccuracy(CLASSES, average="micro")},
+        max_duration="5ep",
+    )
+    trainer.fit()
+    assert trainer.state.epoch == 2
+
+
+def test_an_unknown_name_is_an_error_before_training_where_names_are_known() -> None:
+    evaluated: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": "2ba"}
+    accuracy: dict[str, Any] = {"accuracy": MulticlassAccuracy(CLASSES)}
+    trainer = trainer_with(EarlyStopping("eval/acuracy"), metrics=accuracy, **evaluated)
+    with pytest.raises(
+        ValueError,
+        match=r"'eval/acuracy' to monitor \(did you mean 'eval/accuracy'\?\); the names are: "
+        "eval/loss, eval/accuracy\n",
+    ):
+        trainer.fit()
+    assert trainer.state.batch == 0
+    trainer = trainer_with(EarlyStopping("eval/loss"))
+    with pytest.raises(ValueError, match="there is no evaluation in training: pass eval_data"):
+        trainer.fit()
+    named: dict[str, Any] = {"eval_dataloader": {"seen": make_loader()}, "eval_interval": "2ba"}
+    with pytest.raises(ValueError, match=r"'eval/loss' .*; the names are: eval/seen/loss\n"):
+        trainer_with(EarlyStopping("eval/loss"), **named).fit()
+
+
+def two_losses(model: Any, batch: Any) -> Any:
+    loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return {"language": loss, "balance": loss * 0.1}
+
+
+def test_where_losses_have_names_the_first_evaluation_tells() -> None:
+    evaluated: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": "2ba"}
+    own: dict[str, Any] = {"loss_fn": None, "forward": two_losses, "loss_average": "samples"}
+    trainer = trainer_with(EarlyStopping("eval/loss/languag"), **evaluated, **own)
+    with pytest.raises(ValueError, match=r"did you mean 'eval/loss/language'\?\); the names are: "):
+        trainer.fit()
+    assert trainer.state.batch == 2
+    trainer_with(EarlyStopping("eval/loss/language"), **evaluated, **own).fit()
+
+
+def test_a_name_of_training_that_nothing_gives_is_told_in_the_second_batch() -> None:
+    trainer = trainer_with(EarlyStopping("train/los"))
+    with (
+        pytest.warns(UserWarning, match=r"monitors 'train/los' \(did you mean 'train/loss'\?\)"),
+        pytest.raises(ValueError, match=r"'train/los' to monitor.*; the names are: .*train/loss"),
+    ):
+        trainer.fit()
+
+
+def test_the_value_of_one_of_several_evaluations_is_awaited() -> None:
+    stopping = EarlyStopping("eval/b/loss", patience=2)
+    run: Any = Standing()
+    stopping.fit_start(run)
+    for _ in range(2):
+        stopping.eval_end(run, {"eval/a/loss": 1.0})
+        stopping.eval_end(run, {"eval/b/loss": 2.0})
+    assert (stopping.best, stopping.without_better) == (2.0, 1)
+    unknown = EarlyStopping("eval/c/loss")
+    unknown.fit_start(run)
+    with pytest.raises(ValueError, match="the names are: eval/a/loss"):
+        unknown.eval_end(run, {"eval/a/loss": 1.0})
+
+
+class Standing:
+    """What little of a run a callback looks at here."""
+
+    values: Mapping[str, float] = {}
+    evaluations = ("a", "b")
+    expected = ExpectedValues(evaluations={"": [], "a": [], "b": [], "c": []})
+
+
+def test_counting_goes_on_from_its_state() -> None:
+    first, second = EarlyStopping(patience=2), EarlyStopping(patience=2)
+    run: Any = Standing()
+    first.fit_start(run)
+    first.eval_end(run, {"eval/loss": 1.0})
+    first.eval_end(run, {"eval/loss": 2.0})
+    second.load_state_dict(first.state_dict())
+    assert (second.best, second.without_better) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": 0}, "patience=0 must be at least 1"),
+        ({"mode": "mim"}, "did you mean 'min'"),
+        ({"min_delta": -1.0}, "mode says the direction"),
+        ({"monitor": ""}, "is no name"),
+    ],
+)
+def test_senseless_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping(**options)
+
+
+def test_the_learning_rate_of_a_batch_is_the_one_that_its_step_took() -> None:
+    logged = Logged()
+    trainer_with(LearningRateMonitor(), logged, scheduler=schedule).fit()
+    assert [values["train/lr"] for values in logged.values] == [0.01, 0.01, 0.01, 0.005]
+
+
+def test_several_groups_have_a_learning_rate_each() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": model[0].parameters(), "lr": 0.5},
+            {"params": [*model[3].parameters(), *model[5].parameters()], "momentum": 0.9},
+        ],
+        lr=0.25,
+    )
+    logged = Logged()
+    trainer_with(LearningRateMonitor(momentum=True), logged, model=model, optimizer=optimizer).fit()
+    values = logged.values[-1]
+    assert (values["train/lr/0"], values["train/lr/1"]) == (0.5, 0.25)
+    assert (values["train/momentum/0"], values["train/momentum/1"]) == (0.0, 0.9)
+
+
+def test_speed_tells_waiting_from_computing_and_leaves_evaluations_out() -> None:
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    clock = Clock()
+
+    class Passing(Callback):
+        """Lets three seconds pass for each batch's data, one in it, and 100 in evaluations."""
+
+        def transform(self, run: Run, batch: Any) -> Any:
+            clock.now += 3
+            return batch
+
+        def backward_end(self, run: Run, microbatch: Any) -> None:
+            clock.now += 1
+
+        def eval_batch_start(self, run: Run, batch: Any) -> None:
+            clock.now += 100
+
+    logged = Logged()
+    trainer_with(
+        Passing(),
+        SpeedMonitor(window="3ba", clock=clock),
+        logged,
+        eval_dataloader=make_loader(rows=16),
+        eval_interval="1ba",
+        max_duration="2ep",
+    ).fit()
+    for values in logged.values:
+        assert values["speed/samples_per_second"] == pytest.approx(4)
+        assert values["speed/batches_per_second"] == pytest.approx(0.25)
+        assert values["speed/waiting_seconds"] == pytest.approx(3)
+        assert values["speed/computing_seconds"] == pytest.approx(1)
+        assert values["speed/waiting_share"] == pytest.approx(0.75)
+        assert "speed/tokens_per_second" not in values
+
+
+def test_speed_is_that_of_the_window() -> None:
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    clock = Clock()
+
+    class Slower(Callback):
+        """Each batch takes a second longer than the one before."""
+
+        def backward_end(self, run: Run, microbatch: Any) -> None:
+            clock.now += run.state.batch + 1
+
+    logged = Logged()
+    trainer_with(
+        Slower(),
+        SpeedMonitor(window="32sp", clock=clock),
+        logged,
+        count_tokens=lambda batch: 8 * len(batch[0]),
+    ).fit()
+    speeds = [values["speed/samples_per_second"] for values in logged.values]
+    assert speeds == pytest.approx([16 / 1, 32 / 3, 32 / 5, 32 / 7])
+    assert logged.values[-1]["speed/tokens_per_second"] == pytest.approx(256 / 7)
+
+
+def test_memory_is_logged_where_it_is_counted() -> None:
+    logged = Logged()
+    loader = make_loader(rows=300, batch_size=256)
+    summary = trainer_with(
+        MemoryMonitor(), logged, train_dataloader=loader, memory_limit="200KiB"
+    ).fit()
+    last = logged.values[-1]
+    assert summary.train_ooms == last["memory/ooms"] > 0
+    assert 0 < last["memory/allocated_bytes"] < last["memory/peak_bytes"] <= 200 * 1024
+    assert last["memory/peak_bytes"] == summary.peak_memory_bytes
+    uncounted = Logged()
+    trainer_with(MemoryMonitor(), uncounted).fit()
+    assert not any(name.startswith("memory/") for name in uncounted.values[-1])
+
+
+def test_monitors_do_not_change_training() -> None:
+    class Losses(Callback):
+        def __init__(self) -> None:
+            self.losses: list[float | None] = []
+
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            self.losses.append(run.state.loss)
+
+    watched, plain = Losses(), Losses()
+    trainer_with(LearningRateMonitor(), SpeedMonitor(), MemoryMonitor(), watched).fit()
+    trainer_with(plain).fit()
+    assert watched.losses == plain.losses

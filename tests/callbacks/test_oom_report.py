@@ -1,0 +1,187 @@
+"""A file for each time that memory ran out, and nothing that stops the run."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import SampleTooLargeError, torch_private
+from automicro.callbacks import OutOfMemoryReport, oom_report
+from automicro.errors import AutomicroWarning
+from tests.callbacks.runs import trainer_with
+from tests.trainer.runs import FEATURES, make_loader
+
+
+def reports(folder: Path) -> list[Any]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def run_out_of_memory(report: OutOfMemoryReport, **options: Any) -> Any:
+    loader = make_loader(rows=300, batch_size=256)
+    settings = {"memory_limit": "200KiB", **options}
+    return trainer_with(report, train_dataloader=loader, **settings).fit()
+
+
+def test_each_failure_has_a_report_that_says_where_and_why(tmp_path: Path) -> None:
+    summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
+    found = reports(tmp_path / "oom")
+    assert len(found) == summary.train_ooms >= 2
+    first, last = found[0], found[-1]
+    assert first["where"] == {
+        "phase": "train",
+        "epoch": 0,
+        "epoch_batch": 0,
+        "batch": 0,
+        "samples": 0,
+        "tokens": None,
+    }
+    assert (first["attempt"], first["num_rows"], first["num_microbatches"]) == (1, 256, 1)
+    assert first["microbatch_size"] == {"before": 256, "after": 128}
+    assert last["microbatch_size"]["after"] == summary.microbatch_size
+    assert first["batch"][0] == {
+        "path": "0",
+        "shape": [256, FEATURES],
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    assert "out of memory" in first["message"]
+    assert first["peak_bytes"] <= 200 * 1024 == first["resident_bytes"]["limit"]
+    assert first["allocated_bytes_after"] < first["peak_bytes"]
+    assert first["resident_bytes"]["parameters"] > 64 * 64 * 4
+    assert first["largest_parameters"][0]["name"] == "3.weight"
+    assert list((tmp_path / "oom").glob("*.part")) == []
+
+
+def test_an_evaluation_that_runs_out_of_memory_has_a_report_too(tmp_path: Path) -> None:
+    trainer_with(
+        OutOfMemoryReport(tmp_path),
+        eval_dataloader=make_loader(rows=2000, batch_size=2000),
+        memory_limit="400KiB",
+    ).fit()
+    found = reports(tmp_path)
+    assert found
+    assert {each["where"]["phase"] for each in found} == {"eval"}
+    assert found[0]["where"]["batch"] == 4
+    assert found[0]["batch"][0]["shape"] == [2000, FEATURES]
+
+
+def test_what_does_not_fit_at_all_has_a_report_without_a_next_size(tmp_path: Path) -> None:
+    with pytest.raises(SampleTooLargeError):
+        run_out_of_memory(OutOfMemoryReport(tmp_path), memory_limit="80KiB")
+    assert reports(tmp_path)[-1]["microbatch_size"] == {"before": 1, "after": None}
+
+
+def test_there_are_at_most_so_many_reports_in_a_run(tmp_path: Path) -> None:
+    report = OutOfMemoryReport(tmp_path, max_reports=1)
+    run_out_of_memory(report)
+    assert len(reports(tmp_path)) == 1
+    resumed = OutOfMemoryReport(tmp_path, max_reports=2)
+    resumed.load_state_dict(report.state_dict())
+    run_out_of_memory(resumed)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["oom-0001.json", "oom-0002.json"]
+
+
+def test_reports_of_an_earlier_run_stay(tmp_path: Path) -> None:
+    (tmp_path / "oom-0001.json").write_text("earlier")
+    run_out_of_memory(OutOfMemoryReport(tmp_path, max_reports=1))
+    assert (tmp_path / "oom-0001.json").read_text() == "earlier"
+    assert json.loads((tmp_path / "oom-0002.json").read_text())["attempt"] == 1
+
+
+def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.warns(AutomicroWarning, match="No space left on device.*goes on without it"):
+        summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
+    assert summary.train_ooms >= 2
+    assert reports(tmp_path / "oom") == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(AutomicroWarning, match="name another folder"):
+        run_out_of_memory(OutOfMemoryReport(tmp_path / "file" / "oom"))
+
+
+class Allocator:
+    """What torch has for CUDA's, of which the tests have none: refuses what a layer asks for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.observers: list[Any] = []
+        self.held: list[str] = []
+        attach = "torch._C._cuda_attach_out_of_memory_observer"
+        monkeypatch.setattr(attach, self.observers.append, raising=False)
+        monkeypatch.setattr(torch_private, "_observes_shortage", False)
+        monkeypatch.setattr(oom_report, "can_record_memory", lambda device: True)
+        monkeypatch.setattr(oom_report, "dump_memory_snapshot", self.dump)
+
+    def dump(self, path: str) -> None:
+        Path(path).write_text(", ".join(self.held) or "empty")
+
+    def refuse(self) -> None:
+        for observe in self.observers:
+            observe(0, 1024, 4096, 0)
+
+
+class Full(nn.Module):
+    """Holds memory of more rows than fit, and may do with less."""
+
+    def __init__(self, allocator: Allocator, most: int, *, asks_first: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 3)
+        self.allocator, self.most, self.asks_first = allocator, most, asks_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.allocator.held = [f"{len(x)} rows"]
+        try:
+            if self.asks_first:
+                self.allocator.refuse()
+            if len(x) > self.most:
+                self.allocator.refuse()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
+            out: Tensor = self.layer(x)
+            return out
+        finally:
+            self.allocator.held = []
+
+
+def test_a_snapshot_shows_the_device_while_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+    run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+    snapshots = [path.read_text() for path in sorted(tmp_path.glob("*.pickle"))]
+    assert snapshots == ["256 rows", "128 rows"]
+    assert len(allocator.observers) == 1, "torch keeps observers for good"
+    assert list(tmp_path.glob("*.part")) == []
+    allocator.refuse()  # after the run
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_library_that_goes_on_with_less_leaves_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+    model = Full(allocator, 256, asks_first=True)
+    run_out_of_memory(OutOfMemoryReport(tmp_path), model=model, memory_limit=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(oom_report, "dump_memory_snapshot", full)
+    with pytest.warns(AutomicroWarning, match="pickle could not be written.*No space left"):
+        run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+    assert len(reports(tmp_path)) == 2

@@ -1,0 +1,261 @@
+"""No space left and the end of the process, at every point at which a save touches the disk."""
+
+import errno
+import os
+import shutil
+import stat
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from automicro.checkpoints import files
+from automicro.checkpoints import writing as leftovers
+from automicro.checkpoints.store import CheckpointStore
+from automicro.errors import CheckpointError, CheckpointWarning
+from tests.checkpoints.faults import KILLED, Faults, fail, in_child, kill
+
+
+def state(step: int) -> dict:
+    return {
+        "model": {"w": torch.full((40, 10), float(step)), "b": torch.full((3,), float(step))},
+        "progress": {"step": step, "note": "x" * step},
+    }
+
+
+def assert_good(store: CheckpointStore, steps: set[int]) -> int:
+    """The newest checkpoint is one of these steps, and has what was saved at it."""
+    loaded = store.load()
+    assert loaded.step in steps
+    assert torch.equal(loaded.state["model"]["w"], state(loaded.step)["model"]["w"])
+    assert torch.equal(loaded.state["model"]["b"], state(loaded.step)["model"]["b"])
+    assert loaded.state["progress"] == state(loaded.step)["progress"]
+    return loaded.step
+
+
+def assert_tidy(store: CheckpointStore, steps: list[int]) -> None:
+    names = sorted(path.name for path in store.folder.iterdir())
+    assert [name.partition("-step-")[2] for name in names] == [str(step) for step in steps]
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+class Scene:
+    """A store with the steps 1 and 2 in it, ever again, that is to save step 3 and drop step 1."""
+
+    def __init__(self, folder: Path, faults: Faults) -> None:
+        self._folder, self._count = folder, 0
+        CheckpointStore(folder / "start").save(state(1), step=1)
+        CheckpointStore(folder / "start").save(state(2), step=2)
+        faults.disarm()
+        self.fresh().save(state(3), step=3)
+        self.points = list(faults.seen)
+
+    def fresh(self) -> CheckpointStore:
+        self._count += 1
+        copy = self._folder / f"copy-{self._count}"
+        shutil.copytree(self._folder / "start", copy)
+        return CheckpointStore(copy, keep_last=2)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, faults: Faults) -> Scene:
+    return Scene(tmp_path, faults)
+
+
+def test_what_is_renamed_is_on_the_disk_before(scene: Scene) -> None:
+    a_file = ["open_new", "write", "sync"]
+    assert scene.points == [
+        "make_folder",
+        *a_file,  # The tensors.
+        *a_file,  # Their table, which torch writes under another name.
+        "replace",
+        *a_file,  # Their table as text.
+        *a_file,  # The structure.
+        *a_file,  # The manifest.
+        "sync",  # The temporary folder.
+        "replace",
+        "sync",  # The folder that it is in.
+        "replace",  # The one that need not stay.
+        "remove_folder",
+    ]
+
+
+def error_of(store: CheckpointStore, saving: str) -> CheckpointError | None:
+    try:
+        getattr(store, saving)(state(3), step=3)
+        store.wait()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("saving", ["save", "save_async"])
+def test_no_space_left_at_any_point_costs_no_checkpoint(
+    scene: Scene, faults: Faults, lasts: bool, saving: str
+) -> None:
+    outcomes = []
+    for index in range(len(scene.points)):
+        store = scene.fresh()
+        faults.arm(lambda at, n=index: at >= n if lasts else at == n, fail)  # type: ignore[misc]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = error_of(store, saving)
+        if error is None:
+            assert [each.category for each in caught] == [CheckpointWarning]
+            assert "could not be removed" in str(caught[0].message)
+            expected = {3}
+        else:
+            assert isinstance(error.__cause__, OSError)
+            assert error.__cause__.errno == errno.ENOSPC
+            assert f"step 3 could not be written to {store.folder}" in str(error)
+            assert "free space" in str(error)
+            # The last thing to fail is making sure of the new name.
+            expected = {2, 3} if scene.points[index] == "sync" else {2}
+        outcomes.append(error is None)
+        faults.disarm()
+
+        assert_good(store, expected)
+        store.save(state(4), step=4)
+        assert_good(store, {4})
+        assert len(list(store.folder.iterdir())) == 2, "something is left over"
+    # Only what is to be removed at the end may fail without an error.
+    assert outcomes == [False] * (len(outcomes) - 2) + [True] * 2
+
+
+def test_the_end_of_the_process_at_any_point_costs_no_checkpoint(
+    scene: Scene, faults: Faults
+) -> None:
+    found = []
+    for index in range(len(scene.points)):
+        store = scene.fresh()
+        faults.arm(lambda at, n=index: at == n, kill)  # type: ignore[misc]
+        assert in_child(lambda s=store: s.save(state(3), step=3)) == KILLED  # type: ignore[misc]
+        faults.disarm()
+
+        found.append(assert_good(store, {2, 3}))
+        store.save(state(4), step=4)
+        assert_good(store, {4})
+        assert_tidy(store, [found[-1], 4])
+    # Before the rename the one before, after it the new one.
+    assert found == sorted(found)
+    assert found[0] == 2
+    assert found[-1] == 3
+
+
+def test_the_end_of_the_process_while_it_saves_in_the_background_costs_no_checkpoint(
+    scene: Scene, faults: Faults
+) -> None:
+    def save_in_background(store: CheckpointStore) -> None:
+        store.save_async(state(3), step=3)
+        store.wait()
+
+    for index in range(0, len(scene.points), 3):
+        store = scene.fresh()
+        faults.arm(lambda at, n=index: at == n, kill)  # type: ignore[misc]
+        assert in_child(lambda s=store: save_in_background(s)) == KILLED  # type: ignore[misc]
+        faults.disarm()
+        assert_good(store, {2, 3})
+
+
+def test_the_first_save_may_fail_anywhere_too(tmp_path: Path, faults: Faults) -> None:
+    faults.disarm()
+    CheckpointStore(tmp_path / "count" / "deep").save(state(1), step=1)
+    for index in range(len(faults.seen)):
+        store = CheckpointStore(tmp_path / str(index) / "deep")
+        faults.arm(lambda at, n=index: at == n, fail)  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(state(1), step=1)
+        faults.disarm()
+        found = store.newest()
+        assert found is None or found.step == 1
+
+
+def test_no_space_in_the_middle_of_a_large_tensor(tmp_path: Path, faults: Faults) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(state(1), step=1)
+    large = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
+    faults.disarm()
+    store.save(large, step=2)
+    writes = [index for index, name in enumerate(faults.seen) if name == "write"]
+    for index in writes:
+        faults.arm(lambda at, n=index: at == n, fail)  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(large, step=3)
+    faults.disarm()
+    assert store.load().step == 2
+    assert_tidy(store, [1, 2])
+
+
+def test_ctrl_c_passes_unchanged_and_leaves_nothing(tmp_path: Path, faults: Faults) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(state(1), step=1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    faults.arm(lambda at: at == 2, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(state(2), step=2)
+    faults.disarm()
+    assert_good(store, {1})
+    assert_tidy(store, [1])
+
+
+def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path: Path, mocker) -> None:
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    mocker.patch.object(files, "sync", sync)
+    store = CheckpointStore(tmp_path)
+    store.save(state(1), step=1)
+    assert_good(store, {1})
+
+
+def test_a_killed_removal_is_finished_by_the_next_save(scene: Scene, faults: Faults) -> None:
+    store = scene.fresh()
+    faults.arm(lambda at: at == len(scene.points) - 1, kill)
+    assert in_child(lambda: store.save(state(3), step=3)) == KILLED
+    faults.disarm()
+    assert len(list(store.folder.glob(".tmp-*"))) == 1
+    store.save(state(4), step=4)
+    assert_tidy(store, [3, 4])
+
+
+def test_the_folder_of_a_live_process_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with leftovers.temporary_folder(tmp_path) as mine:
+        parents = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{os.getppid()}-")
+        parents.mkdir()
+        elsewhere = tmp_path / ".tmp-another_machine-1-abc"
+        elsewhere.mkdir()
+        store.save(state(1), step=1)
+        assert mine.exists()
+        assert parents.exists()
+        assert elsewhere.exists()
+        for path in (mine, parents, elsewhere):
+            two_days_ago = time.time() - 2 * 24 * 3600
+            os.utime(path, (two_days_ago, two_days_ago))
+        store.save(state(2), step=2)
+        assert mine.exists()
+    assert_tidy(store, [1, 2])
+
+
+def test_a_script_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+
+    def script() -> None:
+        import threading
+
+        store.save_async({"x": torch.randn(1 << 18)}, step=1)
+        threading._shutdown()  # type: ignore[attr-defined]  # What Python does at exit.
+
+    assert in_child(script) == 0
+    assert store.load().step == 1

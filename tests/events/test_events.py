@@ -1,0 +1,286 @@
+"""What callbacks are told: every event, in order, as often as it happens, and read-only."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Callback, Evaluator, Run, StepResult
+from automicro.events.callback import EVENTS, STEP_EVENTS
+from tests.trainer.runs import make_loader, make_model, make_trainer
+
+PER_MICROBATCH = (
+    "microbatch_start",
+    "forward_start",
+    "forward_end",
+    "loss_start",
+    "loss_end",
+    "backward_start",
+    "backward_end",
+    "microbatch_end",
+)
+
+
+class Noting(Callback):
+    """Writes down every event with what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+        for event in EVENTS:
+            setattr(self, event, self._note(event))
+
+    def _note(self, event: str) -> Callable[..., None]:
+        def note(run: Run, subject: Any = None) -> None:
+            self.told.append((event, subject))
+
+        return note
+
+    def count(self, phase: str = "train") -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for event, subject in self.told:
+            attempt = getattr(subject, "attempt", subject)
+            if getattr(attempt, "phase", phase) == phase:
+                counts[event] += 1
+        return counts
+
+    @property
+    def events(self) -> list[str]:
+        return [event for event, _ in self.told]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, None])
+def test_events_are_told_as_often_as_they_happen(size: int | None) -> None:
+    noting = Noting()
+    make_trainer(make_model(), callbacks=[noting], microbatch_size=size, max_duration="2ep").fit()
+    counts = noting.count()
+    rows = [16, 16, 16, 2]
+    microbatches = 2 * sum(-(-each // (size or each)) for each in rows)
+    assert {event: counts[event] for event in PER_MICROBATCH} == dict.fromkeys(
+        PER_MICROBATCH, microbatches
+    )
+    for event in ("batch_start", "batch_end", "attempt_start", "attempt_end", "gradients_ready"):
+        assert counts[event] == 8
+    assert (counts["epoch_start"], counts["epoch_end"]) == (2, 2)
+    assert (counts["fit_start"], counts["fit_end"]) == (1, 1)
+    assert (counts["oom"], counts["resize"]) == (0, 0)
+
+
+def test_events_come_in_order() -> None:
+    noting = Noting()
+    make_trainer(make_model(), make_loader(rows=4), callbacks=[noting], microbatch_size=2).fit()
+    assert noting.events == [
+        "fit_start",
+        "epoch_start",
+        "batch_start",
+        "attempt_start",
+        *PER_MICROBATCH,
+        *PER_MICROBATCH,
+        "attempt_end",
+        "gradients_ready",
+        "batch_end",
+        "epoch_end",
+        "fit_end",
+    ]
+
+
+def test_a_retry_is_seen_as_one_and_the_batch_as_whole() -> None:
+    noting = Noting()
+    summary = make_trainer(
+        make_model(), make_loader(300, 256), callbacks=[noting], memory_limit="200KiB"
+    ).fit()
+    assert summary.train_ooms == 2
+    first = noting.told[: noting.events.index("batch_end") + 1]
+    attempts = [subject for event, subject in first if event == "attempt_start"]
+    assert [(each.number, each.microbatch_size) for each in attempts] == [
+        (1, 256),
+        (2, 128),
+        (3, 64),
+    ]
+    failures = [subject for event, subject in first if event == "oom"]
+    assert [each.attempt.number for each in failures] == [1, 2]
+    assert all("out of memory" in each.message for each in failures)
+    resizes = [subject for event, subject in first if event == "resize"]
+    assert [(each.before, each.after) for each in resizes] == [(256, 128), (128, 64)]
+    [batch] = [subject for event, subject in first if event == "batch_start"]
+    assert len(batch[0]) == 256
+    done = [subject for event, subject in first if event == "backward_end"]
+    assert sum(each.attempt.number == 3 for each in done) == 4
+    shares = [each.loss for each in done if each.attempt.number == 3]
+    result = first[-1][1]
+    torch.testing.assert_close(torch.stack(shares).sum(), result.loss)
+
+
+def test_an_evaluation_tells_of_its_batches_and_attempts() -> None:
+    noting = Noting()
+    make_trainer(
+        make_model(), eval_dataloader=make_loader(), eval_microbatch_size=3, callbacks=[noting]
+    ).fit()
+    counts = noting.count("eval")
+    assert counts["eval_batch_start"] == counts["eval_batch_end"] == 4
+    assert counts["forward_end"] == counts["microbatch_end"] == 6 + 6 + 6 + 1
+    assert counts["eval_start"] == counts["eval_end"] == 1
+    assert not any(
+        subject.attempt.phase == "eval"
+        for event, subject in noting.told
+        if event.startswith(("loss_", "backward_"))
+    )
+    values = next(subject for event, subject in noting.told if event == "eval_end")
+    assert list(values) == ["eval/loss"]
+
+
+def test_accumulated_batches_are_one_batch() -> None:
+    noting = Noting()
+    make_trainer(make_model(), accumulate_batches=3, callbacks=[noting]).fit()
+    batches = [subject for event, subject in noting.told if event == "batch_start"]
+    assert [len(each) for each in batches] == [3, 1]
+
+
+def test_the_state_is_read_only() -> None:
+    class Meddling(Callback):
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            run.state.samples = 0
+
+    with pytest.raises(AttributeError, match=r"LoopState.samples is read-only here") as raised:
+        make_trainer(make_model(), callbacks=[Meddling()]).fit()
+    assert raised.value.__notes__[0] == "automicro: in the callback Meddling, at batch_end"
+
+    class Deeper(Callback):
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            run.state.train.ooms = 0
+
+    with pytest.raises(AttributeError, match=r"PhaseState.ooms is read-only"):
+        make_trainer(make_model(), callbacks=[Deeper()]).fit()
+
+
+@pytest.mark.parametrize("event", sorted({*STEP_EVENTS} - {"oom", "resize"}))
+def test_an_exception_inside_a_step_leaves_the_state_as_it_was(event: str) -> None:
+    model, before = make_model(), make_model()
+
+    def fail(run: Run, subject: Any) -> None:
+        raise KeyError("mine")
+
+    callback = Callback()
+    setattr(callback, event, fail)
+    with pytest.raises(KeyError) as raised:
+        make_trainer(model, callbacks=[callback]).fit()
+    assert raised.value.__notes__[0] == f"automicro: in the callback Callback, at {event}"
+    for mine, theirs in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.grad is None
+
+
+def test_a_callback_can_stop_the_run_log_and_read_what_was_logged() -> None:
+    class Stopping(Callback):
+        def batch_end(self, run: Run, result: StepResult) -> None:
+            run.log({"mine/rows": result.num_samples})
+            assert run.values["train/loss"] == pytest.approx(float(result.loss))
+            if run.state.batch == 3:
+                run.stop("enough")
+
+    trainer = make_trainer(make_model(), callbacks=[Stopping()], max_duration="5ep")
+    summary = trainer.fit()
+    assert (summary.steps, summary.stop_reason) == (3, "enough")
+    assert any(line.split() == ["stopped", "early", "enough"] for line in str(summary).splitlines())
+
+
+def test_the_batch_that_is_trained_on_is_what_callbacks_made_of_it() -> None:
+    class Halving(Callback):
+        def transform(self, run: Run, batch: Any) -> Any:
+            return tuple(each[::2] for each in batch)
+
+    assert make_trainer(make_model(), callbacks=[Halving(), Halving()]).fit().samples == 3 * 4 + 1
+
+    class Forgetful(Callback):
+        def transform(self, run: Run, batch: Any) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match="returned None in place of a batch; return the batch"):
+        make_trainer(make_model(), callbacks=[Forgetful()]).fit()
+
+
+def test_events_nobody_listens_to_cost_no_observer() -> None:
+    class Quiet(Callback):
+        def fit_end(self, run: Run) -> None:
+            """Listens to nothing inside a step."""
+
+    trainer = make_trainer(make_model(), callbacks=[Quiet()])
+    assert trainer._microbatcher._train.narrator() is None
+
+
+@pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])
+def test_what_is_no_callback_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"is no automicro.Callback; pass instances"):
+        make_trainer(make_model(), callbacks=[wrong])
+
+
+def test_several_evaluators_have_names_metrics_sizes_intervals_and_subsets() -> None:
+    noting = Noting()
+    trainer = make_trainer(
+        make_model(),
+        eval_dataloader={
+            "all": make_loader(),
+            "few": Evaluator(
+                dataloader=make_loader(), max_batches=2, microbatch_size=4, interval="2ba"
+            ),
+            "never": Evaluator(dataloader=make_loader(), interval=None),
+        },
+        callbacks=[noting],
+    )
+    summary = trainer.fit()
+    assert set(summary.eval_metrics) == {"all/loss", "few/loss"}
+    values = [list(subject) for event, subject in noting.told if event == "eval_end"]
+    assert values == [["eval/few/loss"], ["eval/few/loss"], ["eval/all/loss"]]
+    found = trainer.eval()
+    assert set(found) == {"all/loss", "few/loss", "never/loss"}
+    assert found["all/loss"] == pytest.approx(found["never/loss"])
+    assert found["few/loss"] != pytest.approx(found["all/loss"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({}, ValueError, "is an empty mapping"),
+        ({"a/b": [1]}, ValueError, "names are text without '/'"),
+        ({"a": 3}, TypeError, r"eval_dataloader\['a'\] is a int and cannot be iterated over"),
+        ({"a": None}, TypeError, r"eval_dataloader\['a'\] is None; pass a loader"),
+    ],
+)
+def test_evaluators_that_make_no_sense_are_refused(
+    wrong: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(make_model(), eval_dataloader=wrong)
+
+
+class PenaltyByHand(Callback):
+    """A gradient penalty: a forward and backward of its own, which adds to the gradient."""
+
+    def __init__(self) -> None:
+        self.ooms = 0
+        self._batch: Any = None
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        self._batch = batch
+
+    def gradients_ready(self, run: Run, result: StepResult) -> None:
+        def forward(model: nn.Module, batch: Any) -> Tensor:
+            outputs: Tensor = model(batch[0])
+            return outputs.pow(2).mean()
+
+        own = run.microbatcher(loss_fn=None, forward=forward, loss_average="samples")
+        self.ooms += own.backward(self._batch).ooms
+
+
+def test_a_pass_of_its_own_survives_running_out_of_memory() -> None:
+    ours, theirs = make_model(), make_model()
+    penalty = PenaltyByHand()
+    data = make_loader(256, 256)
+    limited = make_trainer(ours, data, callbacks=[penalty], memory_limit="220KiB")
+    assert limited.fit().train_ooms > 0
+    assert penalty.ooms > 0
+    make_trainer(theirs, data, callbacks=[PenaltyByHand()]).fit()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,311 @@
+"""Loggers together: each gets every value, and none can stop the run."""
+
+import io
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from automicro import Microbatcher
+from automicro.errors import AutomicroWarning, LoggerWarning
+from automicro.loggers import (
+    ConsoleLogger,
+    CSVLogger,
+    JSONLinesLogger,
+    Logger,
+    LoggerGroup,
+    TensorBoardLogger,
+)
+from tests.loggers.logged import read_csv
+from tests.models import Mlp, x, y
+
+
+class Noting:
+    """Remembers what it was told, and fails where it should."""
+
+    def __init__(self, *failing: object, error: BaseException | None = None) -> None:
+        self.told: list[Any] = []
+        self.failing = set(failing)
+        self.error = error or ConnectionError("the server is gone")
+
+    def __repr__(self) -> str:
+        return "Noting()"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> None:
+        self._take("start", (dict(run), resume_step))
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        self._take(step, (step, dict(values)))
+
+    def close(self) -> None:
+        self._take("close", "close")
+
+    def _take(self, what: object, told: Any) -> None:
+        if what in self.failing:
+            raise self.error
+        self.told.append(told)
+
+
+def play(group: LoggerGroup, steps: range) -> list[str]:
+    """Log a run, and return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group.start({"seed": 0})
+        for step in steps:
+            group.log({"loss": float(step)}, step=step)
+        group.close()
+    assert {each.category for each in caught} <= {LoggerWarning}
+    return [str(each.message) for each in caught]
+
+
+def whole(steps: range) -> list[Any]:
+    return [({"seed": 0}, None), *((step, {"loss": float(step)}) for step in steps), "close"]
+
+
+def test_every_logger_is_told_everything() -> None:
+    loggers = [Noting(), Noting()]
+    assert play(LoggerGroup(loggers), range(1, 4)) == []
+    assert [each.told for each in loggers] == [whole(range(1, 4))] * 2
+
+
+def test_a_logger_that_fails_once_is_warned_about_once_and_goes_on() -> None:
+    first, failing, last = Noting(), Noting(3), Noting()
+    messages = play(LoggerGroup([first, failing, last]), range(1, 6))
+    assert messages == [
+        "Noting() could not log step 3 (ConnectionError: the server is gone): the run goes on, "
+        "without these values in this logger. It is tried again with the next ones, and switched "
+        "off after 3 failures in a row; make sure that it can write (space on the disk, rights, a "
+        "server that answers)"
+    ]
+    assert first.told == last.told == whole(range(1, 6))
+    assert [told for told in whole(range(1, 6)) if told[0] != 3] == failing.told
+
+
+def test_three_failures_in_a_row_switch_a_logger_off(caplog: pytest.LogCaptureFixture) -> None:
+    failing, other = Noting(2, 3, 4), Noting()
+    messages = play(LoggerGroup([failing, other]), range(1, 8))
+    assert len(messages) == 1
+    assert [record.message for record in caplog.records] == [
+        "Noting() is switched off: it failed 3 times in a row, at last at step 4"
+    ]
+    assert failing.told == [({"seed": 0}, None), (1, {"loss": 1.0}), "close"]
+    assert other.told == whole(range(1, 8))
+
+
+def test_a_success_ends_a_row_of_failures(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "automicro.loggers")
+    failing = Noting(1, 2, 4, 5, 7, 8)
+    assert len(play(LoggerGroup([failing]), range(1, 10))) == 3
+    assert [told[0] for told in failing.told[1:-1]] == [3, 6, 9]
+    assert [record.message for record in caplog.records] == [
+        f"Noting() works again at step {step}, after 2 failures" for step in (3, 6, 9)
+    ]
+
+
+def test_a_logger_that_cannot_start_is_started_again_with_the_next_values() -> None:
+    failing = Noting("start")
+    group = LoggerGroup([failing])
+    with pytest.warns(LoggerWarning, match=r"could not start \(ConnectionError"):
+        group.start({"seed": 0}, resume_step=4)
+    failing.failing.clear()
+    group.log({"loss": 0.5}, step=5)
+    group.log({"loss": 0.25}, step=6)
+    assert failing.told == [({"seed": 0}, 4), (5, {"loss": 0.5}), (6, {"loss": 0.25})]
+
+
+def test_a_logger_that_never_starts_is_never_given_values() -> None:
+    failing = Noting("start")
+    assert len(play(LoggerGroup([failing]), range(1, 9))) == 1
+    assert failing.told == ["close"]
+
+
+def test_the_next_fit_starts_a_logger_that_was_switched_off() -> None:
+    failing = Noting(1, 2, 3)
+    group = LoggerGroup([failing])
+    assert len(play(group, range(1, 9))) == 1
+    failing.failing, failing.told = set(), []
+    assert play(group, range(9, 11)) == []
+    assert failing.told == whole(range(9, 11))
+
+
+def test_a_close_that_fails_is_a_warning_and_the_others_are_closed() -> None:
+    failing, other = Noting("close"), Noting()
+    (message,) = play(LoggerGroup([failing, other]), range(1, 3))
+    assert message.startswith("Noting() could not close (ConnectionError: the server is gone)")
+    assert other.told[-1] == "close"
+
+
+@pytest.mark.parametrize("what", ["start", 2, "close"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_what_ends_the_program_passes_through(what: object, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        play(LoggerGroup([Noting(what, error=error)]), range(1, 4))
+
+
+def test_a_filter_that_makes_errors_of_warnings_leaves_no_logger_out() -> None:
+    failing, other = Noting(1), Noting()
+    group = LoggerGroup([failing, other])
+    group.start({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoggerWarning)
+        with pytest.raises(LoggerWarning):
+            group.log({"loss": 0.5}, step=1)
+    assert other.told[-1] == (1, {"loss": 0.5})
+
+
+def test_a_logger_warning_is_one_of_ours() -> None:
+    assert issubclass(LoggerWarning, AutomicroWarning)
+
+
+def test_training_does_not_notice_loggers_that_fail(tmp_path: Path) -> None:
+    def train(group: LoggerGroup) -> list[float]:
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=4)
+        group.start({"lr": 0.1})
+        losses = []
+        for step in range(1, 6):
+            result = microbatcher.backward((x(), y()))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(result.loss.item())
+            group.log({"train/loss": result.loss, "train/ooms": result.ooms}, step=step)
+        group.close()
+        return losses
+
+    expected = train(LoggerGroup())
+    (tmp_path / "a file").write_text("in the way")
+    failing: list[Logger] = [
+        CSVLogger(tmp_path),
+        JSONLinesLogger(tmp_path / "a file" / "log"),
+        TensorBoardLogger(tmp_path / "a file"),
+        Noting("start", "close", *range(9)),
+    ]
+    with pytest.warns(LoggerWarning) as caught:
+        losses = train(LoggerGroup([*failing, CSVLogger(tmp_path / "log.csv")]))
+    assert len(caught) == len(failing)
+    assert losses == expected
+    rows = read_csv(tmp_path / "log.csv")
+    assert [value for _, name, value in rows if name == "train/loss"] == losses
+
+
+def test_tensors_and_numpy_numbers_become_python_numbers_once() -> None:
+    loggers = [Noting(), Noting()]
+    group = LoggerGroup(loggers)
+    group.start({})
+    group.log(
+        {
+            "loss": torch.tensor(0.5, requires_grad=True),
+            "bf16": torch.tensor([1.5], dtype=torch.bfloat16),
+            "count": torch.tensor(7),
+            "numpy": np.float32(0.25),
+            "array": np.array(3),
+            "flag": True,
+            "nan": math.nan,
+        },
+        step=1,
+    )
+    values = loggers[0].told[-1][1]
+    assert math.isnan(values.pop("nan"))
+    assert values == {"loss": 0.5, "bf16": 1.5, "count": 7, "numpy": 0.25, "array": 3, "flag": 1}
+    types = [type(value) for value in values.values()]
+    assert types == [float, float, int, float, int, int]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        (
+            "curve",
+            torch.zeros(3),
+            r"a Tensor of the shape \(3,\) and the type torch.float32 is not",
+        ),
+        ("meta", torch.zeros((), device="meta"), "a Tensor of the shape .* is not one number"),
+        ("complex", torch.tensor(1j), "is not one number"),
+        ("text", "abc", "'abc' is not one number"),
+        ("nothing", None, "None is not one number"),
+        ("step", 0.5, "run, step, time have a meaning of their own in log files"),
+        ("two\nlines", 0.5, "a name is one line of text"),
+        ("end\n", 0.5, "a name is one line of text"),
+        ("", 0.5, "a name is one line of text"),
+        (3, 0.5, "a name is one line of text"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_value_is_left_out_and_said_once(name: Any, value: Any, problem: str) -> None:
+    noting = Noting()
+    group = LoggerGroup([noting])
+    group.start({})
+    with pytest.warns(LoggerWarning, match=f"is not logged.*{problem}.*'my/value'"):
+        group.log({name: value, "loss": 0.5}, step=1)
+    group.log({name: value, "loss": 0.5}, step=2)  # a second warning would be an error
+    assert noting.told[1:] == [(step, {"loss": 0.5}) for step in (1, 2)]
+
+
+def test_without_loggers_nothing_is_even_looked_at() -> None:
+    group = LoggerGroup()
+    assert len(group) == 0
+    group.start({})
+    group.log({"loss": "not a number"}, step=1)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("loggers", "message"),
+    [
+        (ConsoleLogger(), r"loggers is ConsoleLogger\(.*\) and not a list; pass a list"),
+        ([ConsoleLogger], r"loggers\[0\] is the class ConsoleLogger; say ConsoleLogger\(…\)"),
+        ([ConsoleLogger(), "csv"], r"loggers\[1\] is 'csv', which lacks start, log or close; pass"),
+        (3, "loggers is 3 and not a list; pass a list of loggers"),
+    ],
+    ids=str,
+)
+def test_what_is_no_logger_is_refused(loggers: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        LoggerGroup(loggers)
+
+
+@pytest.mark.parametrize(
+    "logger", [ConsoleLogger(), JSONLinesLogger("a"), CSVLogger("b"), TensorBoardLogger("c")]
+)
+def test_all_loggers_follow_the_protocol(logger: Logger) -> None:
+    assert isinstance(logger, Logger)
+
+
+def test_the_console_shows_each_name_in_its_own_time() -> None:
+    now = 0.0
+    file = io.StringIO()
+    logger = ConsoleLogger(interval_seconds=10.0, file=file, clock=lambda: now)
+    logger.start({})
+    for step in range(1, 21):
+        now = float(step)
+        logger.log({"train/loss": 1 / step, "train/lr": 0.1}, step=step)
+        if step % 8 == 0:
+            logger.log({"eval/loss": math.nan}, step=step)
+    assert file.getvalue().splitlines() == [
+        "step 1: train/loss 1, train/lr 0.1",
+        "step 8: eval/loss nan",
+        "step 11: train/loss 0.0909091, train/lr 0.1",
+    ]
+
+
+def test_the_console_can_show_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = ConsoleLogger(interval_seconds=0, clock=lambda: 0.0)
+    logger.start({})
+    for step in range(1, 4):
+        logger.log({"loss": 0.5}, step=step)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan])
+def test_an_interval_that_makes_no_sense_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="is no interval: give seconds, or 0"):
+        ConsoleLogger(interval_seconds=seconds)

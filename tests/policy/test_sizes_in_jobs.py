@@ -1,0 +1,356 @@
+"""The sizes that real jobs end with, under simulated memory, and the exactness of what they do."""
+
+import itertools
+import json
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Halving, MemoryBudget, Microbatcher
+from automicro.cli.loading import load_config
+from automicro.cli.recipe import Recipe
+from automicro.cli.training import build_trainer
+from automicro.memory import device as memory_device
+from automicro.memory import meter
+from automicro.memory.device import Counts
+from automicro.step.results import StepResult
+from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
+from tests.config_jobs import complaint, job
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROWS = 96
+DATA = [
+    (torch.randn(ROWS, 8, 16, generator=torch.Generator().manual_seed(number)), torch.arange(ROWS))
+    for number in range(12)
+]
+# Outside of a Trainer, what a budget has seen stays counted: one batch each time.
+BATCH = DATA[0]
+
+
+class Reader(nn.Module):
+    """A transformer of one layer: activations of a row outweigh its input many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(inputs).mean(1))
+        return logits
+
+
+def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets % 4)
+
+
+def train(
+    microbatch_size: Any, *, limit: int | None, model: nn.Module | None = None
+) -> tuple[nn.Module, Sizes]:
+    model, sizes = model or Reader(), Sizes()
+    trainer_with(
+        sizes,
+        model=model,
+        train_dataloader=DATA,
+        loss_fn=loss_fn,
+        memory_limit=limit,
+        microbatch_size=microbatch_size,
+    ).fit()
+    return model, sizes
+
+
+def limit_for(rows: int, *, training: bool) -> int:
+    """A little more than the peak of a step with microbatches of these rows."""
+    model = Reader()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = Microbatcher(
+        model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        microbatch_size=rows,
+        eval_microbatch_size=rows,
+        probe=False,
+    )
+    with MemoryBudget(None) as budget:
+        budget.track(model)
+        for _ in range(2):
+            budget.reset_peak()
+            if not training:
+                step.evaluate(BATCH)
+                continue
+            step.backward(BATCH)
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(budget.peak_bytes * 1.03)
+
+
+def test_training_ends_at_three_microbatches_where_halving_ends_at_four() -> None:
+    limit = limit_for(ROWS // 3, training=True)
+    _, halving = train(Halving(refine=False, grow=False), limit=limit)
+    model, auto = train("auto", limit=limit)
+    assert halving.sizes[-1] == ROWS // 4
+    assert auto.sizes[-1] == ROWS // 3
+    assert sum(auto.ooms) <= sum(halving.ooms) + 1
+    expected, _ = train(Scripted(auto.sizes), limit=None)
+    assert_equal(copy_of(model), copy_of(expected))
+
+
+def test_gradients_at_the_sizes_that_were_found_are_those_at_the_same_sizes_without_a_limit() -> (
+    None
+):
+    limit = limit_for(ROWS // 3, training=True)
+    model, other = Reader(), Reader()
+    step = Microbatcher(model, loss_fn=loss_fn, memory_limit=limit, probe=False)
+    for number in range(6):
+        result = step.backward(BATCH)
+        assert (result.ooms > 0) == (number == 0)
+        Microbatcher(other, loss_fn=loss_fn, microbatch_size=result.microbatch_size).backward(BATCH)
+        for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(parameter.grad, expected.grad)
+        model.zero_grad()
+        other.zero_grad()
+    assert result.num_microbatches == 3
+
+
+def test_evaluation_ends_at_three_microbatches_on_its_own() -> None:
+    limit = limit_for(ROWS // 3, training=False)
+    found = {}
+    for name, size in (("halving", Halving(refine=False, grow=False)), ("auto", "auto")):
+        step = Microbatcher(
+            Reader(), loss_fn=loss_fn, eval_microbatch_size=size, memory_limit=limit, probe=False
+        )
+        ooms = sum(step.evaluate(BATCH).ooms for _ in range(12))
+        last = step.evaluate(BATCH, return_outputs=True)
+        found[name] = last.num_microbatches, ooms + last.ooms
+        assert step.microbatch_size is None
+    assert found["halving"][0] == 4
+    assert found["auto"][0] == 3
+    assert found["auto"][1] <= found["halving"][1] + 1
+    exact = Microbatcher(Reader(), loss_fn=loss_fn, eval_microbatch_size=ROWS // 3)
+    expected = exact.evaluate(BATCH, return_outputs=True)
+    assert torch.equal(last.outputs, expected.outputs)
+
+
+@pytest.fixture(scope="module")
+def drawing() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "draw_sizes.py"))
+
+
+def failures(batches: list[dict[str, Any]]) -> int:
+    return sum(len(each["failed_sizes"]) for each in batches)
+
+
+@pytest.fixture(scope="module")
+def trace(drawing: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = drawing["trace"]()
+    return found
+
+
+def test_the_picture_shows_what_a_run_does(trace: dict[str, Any]) -> None:
+    drawn = json.loads((DOCS / "images" / "sizes.json").read_text(encoding="utf-8"))
+    names = ("length", "num_microbatches", "failed_sizes", "neighbour_bytes")
+    assert [[each[name] for name in names] for each in drawn["batches"]] == [
+        [each[name] for name in names] for each in trace["batches"]
+    ]
+
+
+def test_every_batch_is_one_optimizer_step_within_the_limit(trace: dict[str, Any]) -> None:
+    assert trace["steps"] == len(trace["batches"])
+    assert max(each["peak_bytes"] for each in trace["batches"]) <= trace["limit_bytes"]
+    assert failures(trace["batches"]) <= math.log2(trace["rows"]) + 2
+
+
+def test_sizes_shrink_for_a_neighbour_and_grow_back_after_it(
+    trace: dict[str, Any], drawing: dict[str, Any]
+) -> None:
+    arrives, leaves = drawing["ARRIVES"], drawing["LEAVES"]
+
+    def counts(since: int, until: int, length: int) -> set[int]:
+        chosen = trace["batches"][since:until]
+        return {each["num_microbatches"] for each in chosen if each["length"] == length}
+
+    short, long = drawing["SHORT"], drawing["LONG"]
+    assert counts(0, arrives, short) == {1}
+    assert min(counts(arrives, leaves, short)) > 1
+    assert min(counts(arrives, leaves, long)) > max(counts(0, arrives, long))
+    # Two batches: the first only shows that memory is free.
+    assert counts(leaves + 2, len(trace["batches"]), short) == {1}
+    assert counts(leaves + 2, len(trace["batches"]), long) == counts(0, arrives, long)
+
+
+def test_a_long_batch_does_not_slow_the_short_ones_after_it(
+    trace: dict[str, Any], drawing: dict[str, Any]
+) -> None:
+    batches = trace["batches"]
+    for before, long, after in zip(batches, batches[1:], batches[2:], strict=False):
+        is_still = before["neighbour_bytes"] == after["neighbour_bytes"]
+        if long["length"] == drawing["LONG"] and is_still:
+            assert long["num_microbatches"] > after["num_microbatches"]
+            assert after["num_microbatches"] <= before["num_microbatches"]
+
+
+@pytest.mark.parametrize("long_every", [pytest.param(1000, marks=pytest.mark.slow), 10])
+def test_a_neighbour_that_comes_and_goes_costs_failures_that_are_logarithmic(
+    drawing: dict[str, Any], long_every: int
+) -> None:
+    found = drawing["trace"](200, lambda batch: batch // 3 % 2 == 1, long_every=long_every)
+    batches = found["batches"]
+    assert found["steps"] == len(batches) == 200
+    assert sum(each["neighbour_bytes"] > 0 for each in batches) > 90
+    assert failures(batches) <= math.log2(200 / 16) + 2
+    short = [each["num_microbatches"] for each in batches if each["length"] == drawing["SHORT"]]
+    changes = sum(one != other for one, other in itertools.pairwise(short))
+    assert changes <= 4 * failures(batches)
+
+
+class Allocator:
+    """Retries of an allocator, and a clock that says how long slices of some rows take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: dict[int, float]) -> None:
+        self.retries = 0
+        self.now = 0.0
+        self._seconds = seconds
+        for module in (meter, memory_device):
+            monkeypatch.setattr(module, "read_counts", lambda _: Counts(alloc_retries=self.retries))
+        monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows = len(batch[0])
+        self.now += self._seconds[rows] * rows
+        self.retries += rows == max(self._seconds)
+        return loss_fn(model(batch[0]), batch[1])
+
+
+def thrash(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], batches: int) -> list[int]:
+    """Train where the largest size makes the allocator retry; the size of each batch."""
+    allocator, model = Allocator(monkeypatch, seconds=seconds), nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps: list[None] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(None))
+    step = Microbatcher(model, forward=allocator.forward, optimizer=optimizer, probe=False)
+    rows, sizes = max(seconds), []
+    for _ in range(batches):
+        result = step.backward((torch.randn(rows, 8), torch.arange(rows)))
+        assert result.attempts == 1
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(result.microbatch_size)
+    assert len(steps) == batches
+    return sizes
+
+
+def test_allocator_retries_batch_after_batch_lead_to_a_smaller_size_which_stays_if_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert thrash(monkeypatch, {8: 2.0, 4: 1.0}, 8) == [8, 8, 8, *[4] * 5]
+
+
+def test_a_smaller_size_that_is_not_faster_is_left_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [8, 8, 8, 4, 4, 4, *[8] * 34, 4, 4, 4]
+    assert thrash(monkeypatch, {8: 1.0, 4: 1.0}, 43) == expected
+
+
+def test_retries_at_the_smallest_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert thrash(monkeypatch, {1: 1.0}, 4) == [1] * 4
+
+
+def sizes_of(policy: Halving, *, limit: int | None = None) -> list[StepResult]:
+    step = Microbatcher(
+        Reader(), loss_fn=loss_fn, microbatch_size=policy, memory_limit=limit, probe=False
+    )
+    return [step.backward(BATCH) for _ in range(12)]
+
+
+def test_no_microbatch_exceeds_the_largest_size() -> None:
+    results = sizes_of(Halving(max_microbatch_size=20))
+    assert {each.microbatch_size for each in results} == {20}
+    assert {each.num_microbatches for each in results} == {5}
+
+
+@pytest.mark.parametrize("rows", [96, 90, 7])
+def test_slices_are_multiples_of_what_was_asked_for(rows: int) -> None:
+    seen: list[int] = []
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append(len(batch[0]))
+        return loss_fn(model(batch[0]), batch[1])
+
+    limit = limit_for(31, training=True)
+    step = Microbatcher(
+        Reader(),
+        forward=forward,
+        microbatch_size=Halving(multiple_of=8),
+        memory_limit=limit,
+        probe=False,
+    )
+    for _ in range(6):
+        seen.clear()
+        result = step.backward((BATCH[0][:rows], BATCH[1][:rows]))
+        used = seen[-result.num_microbatches :]
+        assert sum(used) == rows
+        assert all(each % 8 == 0 for each in used[:-1])
+    assert result.microbatch_size == min(rows, 24)
+
+
+def test_a_margin_keeps_sizes_from_growing_into_it() -> None:
+    limit = limit_for(ROWS // 3, training=True)
+    assert sizes_of(Halving(), limit=limit)[-1].num_microbatches == 3
+    assert sizes_of(Halving(margin=0.2), limit=limit)[-1].num_microbatches == 4
+
+
+def test_a_config_says_what_sizes_must_be() -> None:
+    def node(multiple_of: int) -> str:
+        return f"{{call: automicro.Halving, args: {{multiple_of: {multiple_of}}}}}"
+
+    config = load_config(
+        DOCS.parent / "configs" / "digits.yaml",
+        [
+            f"microbatch_size={node(24)}",
+            f"eval_microbatch_size={node(40)}",
+            "max_duration=3ba",
+            "progress=false",
+        ],
+    )
+    summary = build_trainer(config).fit()
+    assert summary.train_ooms > 0
+    assert summary.eval_ooms > 0
+    assert summary.microbatch_size % 24 == 0
+    assert summary.eval_microbatch_size is not None
+    assert summary.eval_microbatch_size % 40 == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    {
+        "{call: automicro.Halving, args: {multiple: 8}}": "no argument 'multiple'",
+        "{call: automicro.Halvin}": "microbatch_size.call='automicro.Halvin'",
+        "{multiple_of: 8}": "microbatch_size has an unknown key 'multiple_of'",
+        "{call: torch.nn.ReLU}": "made a ReLU, which is no policy",
+    }.items(),
+)
+@pytest.mark.parametrize("key", ["microbatch_size", "eval_microbatch_size"])
+def test_a_policy_in_a_config_that_means_nothing_is_named(
+    key: str, size: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in complaint(f"{key}={size}")
+
+
+def test_an_evaluation_in_a_config_has_a_policy_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
+    size = "{call: automicro.Halving, args: {max_microbatch_size: 4}}"
+    evaluator = Recipe(job(f"eval_data={{data: {data}, microbatch_size: {size}}}")).make(
+        "eval_data"
+    )
+    assert evaluator.microbatch_size.propose(8) == 4

@@ -1,0 +1,216 @@
+"""Jobs whose ranks have other limits, losses or files, and still decide alike."""
+
+import math
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro import Microbatcher
+from automicro.memory.residents import measure_residents
+from automicro.optimizer import clipping
+from automicro.optimizer.clipping import clip_gradients
+from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.step import step_optimizer
+from tests.ranks.uneven import Sum
+
+CPU = torch.device("cpu")
+
+
+def wide(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 4))
+    model = model.to(dtype)
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp":
+        fully_shard(model[2])
+        fully_shard(model)
+    return model
+
+
+def batch(
+    num_rows: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, 16, generator=generator, dtype=dtype)
+    return x, torch.randn(num_rows, 4, generator=generator, dtype=dtype)
+
+
+def full(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any]:
+    """Steps with a limit of memory of each rank's own, and evaluations between them."""
+    model, rank = wide(kind), dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.MSELoss(), optimizer=optimizer, memory_limit=limits[rank], probe=False
+    )
+    told: list[Any] = []
+    for step in range(4):
+        result = microbatcher.backward(batch(rows - 2 * rank, 10 * step + rank))
+        told.append((result.microbatch_size, result.num_microbatches, result.failed_sizes))
+        told.append(result.loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluated = microbatcher.evaluate(batch(rows, rank))
+        told.append((evaluated.microbatch_size, evaluated.failed_sizes))
+    state = microbatcher.state_dict()
+    return {
+        "told": told,
+        "failed": sum(len(each[2]) for each in told[::3]),
+        "state": repr(state),
+        "parameters": [full(p).tolist() for p in model.parameters()],
+    }
+
+
+def run_out(size: int | str | None) -> tuple[str, str, bool]:
+    """No rank fits, or one does not fit at the only size."""
+    model = wide("ddp")
+    limit = "40KiB" if size == "auto" or dist.get_rank() else "10MiB"
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.MSELoss(), microbatch_size=size, memory_limit=limit, probe=False
+    )
+    try:
+        microbatcher.backward(batch(8))
+    except BaseException as error:
+        is_clean = all(p.grad is None for p in model.parameters())
+        return type(error).__name__, str(error), is_clean
+    return "", "", False
+
+
+def decline(kind: str) -> dict[str, Any]:
+    """One rank's rows make the loss of all infinite."""
+    model, metric, seen = wide(kind), Sum(), []
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3, probe=False)
+
+    def accept(loss: Tensor) -> bool:
+        seen.append(loss.item())
+        return math.isfinite(loss.item())
+
+    x, y = batch(8, dist.get_rank())
+    if dist.get_rank() == 1:
+        y = y + math.inf
+    declined = microbatcher.accumulate([(x, y)], metric, accept=accept)
+    clean = all(p.grad is None for p in model.parameters()) and metric.rows == 0
+    kept = microbatcher.accumulate([batch(8)], metric, accept=accept)
+    return {
+        "committed": (declined.is_committed, kept.is_committed),
+        "clean": clean,
+        "seen": seen,
+        "counted": metric.rows,
+    }
+
+
+def remember(folder: str) -> list[Any]:
+    """Two runs, of which only the first rank has a place to remember sizes in."""
+    rank = dist.get_rank()
+    os.environ["AUTOMICRO_CACHE_DIR"] = f"{folder}/{rank}"
+    told: list[Any] = []
+    for _ in range(2):
+        model = wide("ddp")
+        microbatcher = Microbatcher(
+            model,
+            loss_fn=nn.MSELoss(),
+            memory_limit=["10MiB", "270KiB"][rank],
+            remember_sizes=True,
+            probe=False,
+        )
+        for _ in range(3):
+            result = microbatcher.backward(batch(256))
+            model.zero_grad()
+        told.append((result.microbatch_size, microbatcher._train.size))
+    told.append(sorted(os.listdir(folder)))
+    fresh = Microbatcher(
+        wide("ddp"), loss_fn=nn.MSELoss(), memory_limit="10MiB", remember_sizes=True, probe=False
+    )
+    result = fresh.backward(batch(256))
+    return [*told, result.recalled_size, result.failed_sizes]
+
+
+def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
+    """Norm and clipped gradients in fp64."""
+    model = wide(kind, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3, probe=False)
+    x, y = batch(sum(rows), dtype=torch.float64)
+    rank = dist.get_rank() if kind else 0
+    start = sum(rows[:rank])
+    part = slice(start, start + rows[rank])
+    microbatcher.backward((x[part], y[part]))
+    norm = clip_gradients(optimizer, 0.1, CPU, ranks=microbatcher.ranks)
+    return [norm, *(full(p.grad) for p in model.parameters() if p.grad is not None)]
+
+
+def scale(kind: str) -> dict[str, Any]:
+    """Steps in fp16; the gradient of the second overflows on one rank."""
+    model = wide(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradientScaler(CPU, init_scale=1024.0)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(),
+        backward=scaler.backward,
+        precision="fp16",
+        microbatch_size=4,
+        probe=False,
+    )
+    scaler._ranks = microbatcher.ranks
+    stepped, scales = [], []
+    for step in range(3):
+        x, y = batch(8, dist.get_rank())
+        if step == 1 and dist.get_rank() == 1:
+            y = y * 1e30
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            microbatcher.backward((x, y))
+        scaler.unscale(optimizer)
+        clip_gradients(optimizer, 1.0, CPU, ranks=microbatcher.ranks)
+        stepped.append(step_optimizer(optimizer, CPU, scaler=scaler))
+        optimizer.zero_grad()
+        scales.append(scaler.scale)
+    return {
+        "stepped": stepped,
+        "scales": scales,
+        "parameters": [full(p).tolist() for p in model.parameters()],
+    }
+
+
+def fail_to_clip() -> str:
+    """Memory runs out on one rank while the gradient is clipped."""
+    model = wide("fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
+    microbatcher.backward(batch(8))
+    name, ranks = "squares_by_layout", microbatcher.ranks
+    own = getattr(clipping, name)
+    if dist.get_rank() == 1:
+        setattr(clipping, name, _no_memory)
+    try:
+        clip_gradients(optimizer, 0.1, CPU, ranks=ranks)
+    except Exception as error:
+        ranks.fail(error)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(clipping, name, own)
+    return ""
+
+
+def _no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def count_residents() -> tuple[int, int]:
+    """What is said to lie on the device of a sharded model, and what does."""
+    model = wide("fsdp", torch.float64)
+    residents = measure_residents([model], None, CPU, training=True)
+    parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return residents.parameters, sum(part.numel() * part.itemsize for part in parts)

@@ -1,0 +1,230 @@
+"""What the processes of a world run."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import automicro.ranks.guards.ddp
+import automicro.ranks.guards.fsdp
+from automicro.errors import DesyncError
+from automicro.ranks import warm_up
+from automicro.ranks.coordinated import coordinate
+from automicro.ranks.guards import guard as commons
+from automicro.torch_private_distributed import collectives_of
+from tests.ranks.faulty_models import Fault, Faults, Net, build
+from tests.ranks.steps import ROWS, Stepper, local
+
+
+def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    rows = options.get("rows", range(ROWS, 0, -1))[rank]  # no two ranks have as many
+    x = torch.randn(rows, 4, generator=generator)
+    return x, torch.randn(rows, 2, generator=generator)
+
+
+def run_steps(
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], sizes: Sequence[int] | None = None
+) -> tuple[Stepper, dict[str, Tensor]]:
+    """Three steps and an evaluation; the stepper and all state at the end."""
+    faults = Faults(plan)
+    model = build(kind, [faults], options)
+    stepper = Stepper(model, faults, sizes=sizes or ())
+    rank = dist.get_rank() if kind != "tensor" else 0  # which shards the model, not the batch
+    torch.manual_seed(100 + rank)
+    for step in range(options.get("steps", 3)):
+        faults.depth = options.get("depths", [3] * 9)[step]
+        stepper.train(step, batch(step, rank, options))
+    stepper.evaluate(options.get("steps", 3), batch(99, rank, options))
+    state = {name: local(p.detach()) for name, p in model.named_parameters()}
+    state |= dict(model.named_buffers())
+    for index, slots in enumerate(stepper.optimizer.state.values()):
+        state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
+    state |= {"rng": torch.get_rng_state(), "outputs": stepper.outputs}
+    state["losses"] = torch.stack(stepper.losses)
+    return stepper, state
+
+
+def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """Whether a run with faults ends as one at the same sizes without."""
+    began = time.perf_counter()
+    stepper, state = run_steps(kind, plan, options)
+    clean, expected = run_steps(kind, (), options, sizes=stepper.sizes)
+    assert clean.attempts == len(clean.sizes), "the run to compare with failed itself"
+    differing = [name for name in expected if not torch.equal(state[name], expected[name])]
+    return {
+        "differing": differing,
+        "fired": stepper.faults.fired,
+        "sizes": stepper.sizes,
+        "attempts": stepper.attempts,
+        "votes": stepper.votes,
+        "settled_votes": clean.votes,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """How a run ends whose plan ends it."""
+    began = time.perf_counter()
+    try:
+        run_steps(kind, plan, options)
+    except BaseException as error:
+        return {
+            "kind": type(error).__name__,
+            "text": "\n".join([str(error), *getattr(error, "__notes__", [])]),
+            "seconds": time.perf_counter() - began,
+        }
+    return {"kind": None}
+
+
+def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
+    """As `compare`, without one of the repairs after an attempt that did not end."""
+    module = {
+        "drop_unsharded": automicro.ranks.guards.fsdp,
+        "reset_reducer": automicro.ranks.guards.ddp,
+    }
+    repair = getattr(module[name], name)
+    setattr(module[name], name, lambda modules: None)
+    try:
+        return compare(kind, plan, {})
+    except RuntimeError as error:
+        return {"differing": [str(error)]}
+    finally:
+        setattr(module[name], name, repair)
+
+
+def compare_on_nodes(local_world_size: int, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
+    """As `compare`, as torchrun would start it on several nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
+    commons._opened = None  # for they have met already, on one node
+    try:
+        return compare(kind, plan, {})
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        commons._opened = None
+
+
+def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:
+    """How often each of a user's own collectives ran on this rank; how often faults fired."""
+    stepper, _ = run_steps("fsdp", plan, {})
+    found = {}
+    blocks: Any = stepper.model.blocks
+    for layer, block in enumerate(blocks):
+        for kind, guarded in zip(("gather", "scatter"), collectives_of(block) or (), strict=True):
+            found[f"{kind} {layer}"] = guarded.inner.calls
+    return found, stepper.faults.fired
+
+
+def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> dict[str, Any]:
+    """What was connected before the first forward of three steps, and what after it.
+
+    Args:
+        kind: of wrapper.
+        takes_memory: whether communicators count as having memory on the device.
+        alone: a rank that would connect one thing more than the others.
+    """
+    ran: list[str] = []
+    run, takes = warm_up._run, warm_up.Use.takes_device_memory
+
+    def noting(use: warm_up.Use, whole: Tensor, part: Tensor) -> None:
+        group = dist.get_process_group_ranks(use.group)
+        ran.append(f"{use.kind} {use.op.name} of {len(group)}: {whole.numel()}")
+        assert whole.numel() == part.numel() * len(group)
+        run(use, whole, part)
+
+    warm_up._run = noting
+    if takes_memory:
+        warm_up.Use.takes_device_memory = property(lambda use: True)  # type: ignore[assignment]
+    try:
+        model = build(kind, [Faults()], {})
+        opened = commons.opened_commons()
+        if opened is not None:
+            opened.connected.clear()  # of earlier jobs
+        before: list[int] = []
+        model.register_forward_pre_hook(lambda *_: before.append(len(ran)))
+        first, second = (Stepper(model, Faults(), size=3) for _ in range(2))
+        ranks: Any = first.microbatcher.ranks
+        if dist.get_rank() == alone:
+            ranks._warm_up._uses.append(ranks._warm_up._uses[0]._replace(kind="all_gather"))
+        votes = ranks.num_votes
+        failed = ""
+        try:
+            first.train(0, batch(0, dist.get_rank(), {}))
+            votes = ranks.num_votes - votes
+            second.train(0, batch(0, dist.get_rank(), {}))
+            first.train(1, batch(1, dist.get_rank(), {}))
+        except DesyncError as error:
+            failed = str(error)
+    finally:
+        warm_up._run, warm_up.Use.takes_device_memory = run, takes  # type: ignore[method-assign]
+    share = ranks.communication_share
+    return {"ran": ran, "before": before, "votes": votes, "share": share, "failed": failed}
+
+
+def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:
+    """The whole gradient of one step in fp64, of batches of so many rows."""
+    faults = Faults()
+    model = build(kind, [faults], {"norm": False, "dtype": torch.float64})
+    model.eval()  # no dropout
+    stepper = Stepper(model, faults, size=3)
+    start = sum(rows[: dist.get_rank()])
+    x, y = whole_batch(sum(rows))
+    part = slice(start, start + rows[dist.get_rank()])
+    result = stepper.microbatcher.backward((x[part], y[part]))
+    found = [p.grad for p in model.parameters()] + [result.loss]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found if g is not None]
+
+
+def whole_batch(num_rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(num_rows, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randn(num_rows, 2, generator=generator, dtype=torch.float64)
+
+
+def expected_gradients(num_rows: int) -> list[Tensor]:
+    """The same, of all rows in one process."""
+    torch.manual_seed(0)
+    net = Net([Faults.__new__(Faults)], norm=False).double().eval()
+    net.faults[0].__dict__.update(waiting=[], depth=3, step=0, microbatch=0)
+    x, y = whole_batch(num_rows)
+    loss = (net(x) - y).square().sum() / num_rows
+    loss.backward()
+    return [p.grad for p in net.parameters() if p.grad is not None] + [loss.detach()]
+
+
+def refusal(kind: str, options: dict[str, Any]) -> str:
+    """What is said of a wrapper that cannot be guarded."""
+    model = build(kind, [Faults()], options)
+    if options.get("compiled"):
+        model.compile()
+    try:
+        coordinate([model])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def sums_over_replicas(plan: Sequence[Fault]) -> tuple[set[str], int]:
+    """The operations that a replicated and sharded model all-reduces with; how often faults fired.
+
+    A communicator may choose its algorithm by the operation, so ranks must name the same one.
+    """
+    found: set[str] = set()
+    all_reduce = dist.all_reduce
+
+    def noting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_floating_point() and kwargs.get("group") is not None:
+            found.add(str(op).rpartition(".")[2])
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    dist.all_reduce = noting
+    try:
+        stepper, _ = run_steps("hsdp", plan, {})
+    finally:
+        dist.all_reduce = all_reduce
+    return found, stepper.faults.fired

@@ -1,0 +1,123 @@
+"""Steps of several ranks through the real `Microbatcher`, which run out of memory as planned."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from automicro import Microbatcher
+from automicro.policy.policy import Outcome, Policy
+from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.step.results import StepResult
+from tests.ranks.faulty_models import Faults
+
+ROWS = 32
+
+
+class HalvingOnly(Policy):
+    """Halves what fails, and stays at one row, because planned faults go away.
+
+    Args:
+        size: rows to start from.
+        sizes: those to be used instead, for a run that repeats another's.
+    """
+
+    def __init__(self, size: int, sizes: Sequence[int] = ()) -> None:
+        self.size = size
+        self.forced = list(sizes)
+        self.outcomes: list[Outcome] = []
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return min(self.forced[0] if self.forced else self.size, num_rows)
+
+    def record(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if outcome.fits:
+            del self.forced[:1]
+        else:
+            self.size = max(1, outcome.microbatch_size // 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.size = state["size"]
+
+
+class Stepper:
+    """A model, its optimizer, and what became of their steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        faults: Faults,
+        *,
+        size: int = ROWS // 2,
+        sizes: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.faults = faults
+        self.policy = HalvingOnly(size, sizes)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.microbatcher = Microbatcher(
+            model,
+            loss_fn=squared_error,
+            loss_average="samples",
+            microbatch_size=self.policy,
+            eval_microbatch_size=self.policy,
+            optimizer=self.optimizer,
+            observer=self.observe,
+            batchnorm="ignore",
+            probe=False,
+            **options,
+        )
+        self.sizes: list[int] = []
+        self.attempts = 0
+        self.votes: list[int] = []
+        self.losses: list[Tensor] = []
+        self.outputs = torch.empty(0)
+
+    def observe(self, event: str, subject: Any) -> None:
+        if event == "attempt_start":
+            self.faults.microbatch = 0
+            self.faults.reach("before")
+        elif event == "microbatch_start":
+            self.faults.microbatch = subject.index
+            self.faults.reach("between")
+        elif event == "attempt_end":
+            self.faults.reach("end")
+
+    def train(self, step: int, batch: Any) -> StepResult:
+        self.faults.step = step
+        before = self.count_votes()
+        result = self.microbatcher.backward(batch)
+        self.votes.append(self.count_votes() - before)
+        self.sizes.append(result.microbatch_size)
+        self.attempts += result.attempts
+        self.losses.append(result.loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
+    def evaluate(self, step: int, batch: Any) -> None:
+        self.faults.step = step
+        result = self.microbatcher.evaluate(batch, return_outputs=True)
+        self.sizes.append(result.microbatch_size)
+        self.attempts += result.attempts
+        if result.outputs is not None:
+            self.outputs = result.outputs
+
+    def count_votes(self) -> int:
+        ranks = self.microbatcher.ranks
+        return ranks.num_votes if isinstance(ranks, CoordinatedRanks) else 0
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.to(targets.dtype) - targets).square().sum(1).mean()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

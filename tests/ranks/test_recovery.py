@@ -1,0 +1,241 @@
+"""One rank runs out of memory: all go on, bit for bit as if nothing had happened."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.ranks.faulty_models import Fault
+from tests.ranks.jobs import (
+    calls_of_own_collectives,
+    compare,
+    compare_on_nodes,
+    compare_without,
+    expected_gradients,
+    gradients,
+    refusal,
+    sums_over_replicas,
+)
+from tests.ranks.plans import allocations, points
+from tests.ranks.world import World, world_of
+
+POINTS = list(points(2))
+ALLOCATIONS = list(allocations(2))
+
+
+# Left to the slow tests, because others are nearly the same.
+RARE = (
+    "after the last microbatch",
+    "before the first forward",
+    "before the first microbatch",
+    "end of the last backward",
+    "first forward",
+    "first gather",
+    "first scatter",
+    "forward",
+    "two ranks at one point",
+)
+
+
+def rarely(point: str) -> Any:
+    return pytest.param(point, marks=[pytest.mark.slow] * (point in RARE))
+
+
+def require_equal(
+    world: World, kind: str, plan: Sequence[Fault], options: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    results = world.run(compare, kind, plan, options or {})
+    assert [result["differing"] for result in results] == [[]] * world.size
+    assert len({tuple(result["sizes"]) for result in results}) == 1
+    return results
+
+
+def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> None:
+    results = require_equal(world, kind, plan, options)
+    assert sum(result["fired"] for result in results) == len(plan)
+    assert results[0]["attempts"] > len(results[0]["sizes"])
+
+
+@pytest.mark.parametrize("point", [*map(rarely, POINTS)])
+def test_ddp_recovers_on_two_ranks(world2: World, point: str) -> None:
+    require_recovered(world2, "ddp", points(2)[point])
+
+
+@pytest.mark.parametrize("point", [*map(rarely, POINTS)])
+def test_fsdp_recovers_on_two_ranks(world2: World, point: str) -> None:
+    require_recovered(world2, "fsdp", points(2)[point])
+
+
+def test_memory_may_run_out_again_while_a_failed_rank_takes_part_for_its_peers(
+    world2: World,
+) -> None:
+    plan = [
+        Fault(1, "between", step=2, microbatch=1, layer=2),
+        Fault(1, "scatter", step=2, microbatch=1, layer=2),  # of what is played
+    ]
+    require_recovered(world2, "fsdp", plan)
+
+
+@pytest.mark.parametrize("point", [*map(rarely, ALLOCATIONS)])
+def test_fsdp_recovers_where_a_collective_allocates(world2: World, point: str) -> None:
+    require_recovered(world2, "fsdp", allocations(2)[point])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_ddp_recovers_on_three_ranks(world3: World, point: str) -> None:
+    require_recovered(world3, "ddp", points(3)[point])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
+def test_fsdp_recovers_on_three_ranks(world3: World, point: str) -> None:
+    require_recovered(world3, "fsdp", {**points(3), **allocations(3)}[point])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
+def test_hsdp_recovers_on_two_times_two_ranks(world4: World, point: str) -> None:
+    require_recovered(world4, "hsdp", {**points(4), **allocations(4)}[point])
+
+
+@pytest.mark.slow
+def test_a_rank_that_failed_reduces_by_the_operation_of_its_peers(world4: World) -> None:
+    found = world4.run(sums_over_replicas, points(4)["successive batches"])
+    assert [operations for operations, _ in found] == [{"AVG"}] * 4
+    assert sum(fired for _, fired in found) == 2
+
+
+def test_a_rank_that_failed_plays_the_rest_by_the_collectives_that_its_peers_use(
+    world2: World,
+) -> None:
+    plan = [Fault(1, "backward", step=2, microbatch=1, layer=1)]
+    (one, _), (other, fired) = world2.run(calls_of_own_collectives, plan)
+    assert fired == 1
+    assert one == other
+    assert min(one.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str
+)
+def test_ddp_recovers_with_options(world2: World, point: str, options: dict[str, Any]) -> None:
+    require_recovered(world2, "ddp", points(2)[point], ddp=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp": {"reshard_after_forward": False}},
+        {"bf16": True, "norm": False},
+        {"recompute": True},
+        {"prefetch": True},
+    ],
+    ids=str,
+)
+def test_fsdp_recovers_with_options(world2: World, point: str, options: dict[str, Any]) -> None:
+    require_recovered(world2, "fsdp", points(2)[point], **options)
+
+
+@pytest.mark.parametrize("point", ["last backward"])
+def test_tensor_parallel_modules_recover(world2: World, point: str) -> None:
+    require_recovered(world2, "tensor", points(2)[point])
+
+
+def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
+    ddp = require_equal(world2, "ddp", [], {"steps": 5})[0]
+    fsdp = require_equal(world2, "fsdp", [], {"steps": 5})[0]
+    assert ddp["votes"][2:5] == [2, 2, 2], "an agreement and the commit"
+    # Two microbatches: an agreement, the end of the first, the commit.
+    assert fsdp["votes"][1:5] == [3, 3, 3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_tensor_parallel_modules_recover_everywhere(world2: World, point: str) -> None:
+    require_recovered(world2, "tensor", points(2)[point])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_wrapper_around_one_rank_recovers(kind: str) -> None:
+    with world_of(1) as world:
+        require_recovered(world, kind, points(1)["last backward"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_on_two_nodes_recover(world4: World, kind: str) -> None:
+    for plan in (points(4)["last backward"], points(4)["two ranks"]):
+        results = world4.run(compare_on_nodes, 2, kind, plan)
+        assert [result["differing"] for result in results] == [[]] * 4
+        assert sum(result["fired"] for result in results) == len(plan)
+
+
+def test_ranks_with_few_rows_run_fillers(world2: World) -> None:
+    for kind in ("ddp", "fsdp"):
+        plan = [Fault(0, "backward", step=2, microbatch=2, layer=1)]
+        require_recovered(world2, kind, plan, rows=[48, 2], norm=False)
+
+
+def test_a_model_whose_collectives_vary_is_guarded_throughout(world2: World) -> None:
+    options = {"steps": 5, "depths": [3, 3, 2, 3, 3]}
+    plan = [Fault(1, "backward", step=4, microbatch=1, layer=1)]
+    votes = require_equal(world2, "fsdp", plan, options)[0]["votes"]
+    assert votes[1] == 3, "known by then"
+    assert min(votes[3:]) > 10
+
+
+def test_a_users_own_reduction_is_kept(world2: World) -> None:
+    require_recovered(world2, "ddp", points(2)["last backward"], hook="voting")
+
+
+@pytest.mark.parametrize(
+    ("repair", "kind", "point"),
+    [
+        ("drop_unsharded", "fsdp", "first batch"),
+        ("reset_reducer", "ddp", "first batch"),
+    ],
+)
+def test_without_its_repair_a_wrapper_is_wrong(
+    world2: World, repair: str, kind: str, point: str
+) -> None:
+    results = world2.run(compare_without, repair, kind, points(2)[point])
+    assert any(result["differing"] for result in results)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rows", [[6, 6], [8, 3], [11, 1]], ids=str)
+def test_gradients_are_those_of_all_rows_in_one_process(
+    world2: World, kind: str, rows: list[int]
+) -> None:
+    expected = expected_gradients(sum(rows))
+    for found in world2.run(gradients, kind, rows):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-9
+
+
+@pytest.mark.slow
+def test_compiled_code_with_collectives_of_its_own_is_refused(world2: World) -> None:
+    for text in world2.run(refusal, "tensor", {"compiled": True}):
+        assert "leave torch.compile out" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "remedy"),
+    [
+        ("ddp", {"ddp": {"static_graph": True}}, "leave it out"),
+        ("ddp", {"hook": "bare"}, "VotingHook"),
+        ("fsdp", {"symmetric": True}, "leave set_symm_mem_for_comm out"),
+    ],
+    ids=["static graph", "a hook", "symmetric memory"],
+)
+def test_what_cannot_be_guarded_is_refused_with_a_remedy(
+    world2: World, kind: str, options: dict[str, Any], remedy: str
+) -> None:
+    for text in world2.run(refusal, kind, options):
+        assert remedy in text

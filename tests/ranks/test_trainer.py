@@ -1,0 +1,116 @@
+"""A `Trainer` over real processes: the same run as in one, whatever happens on which rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import trainer_jobs as jobs
+from tests.ranks.world import World
+
+MODES = ("ddp", "fsdp")
+
+
+def differ(results: list[dict[str, Any]], alone: dict[str, Any]) -> float:
+    """The largest difference of any parameter on any rank."""
+    return max(
+        float((result["parameters"][name] - value).abs().max())
+        for result in results
+        for name, value in alone["parameters"].items()
+    )
+
+
+def require_the_same(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    assert differ(results, alone) < 1e-9
+    for result in results:
+        assert result["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-9)
+        assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-9)
+        assert result["state"] == alone["state"]
+
+
+@pytest.mark.parametrize("parallel", MODES)
+def test_two_ranks_train_like_one_process_with_the_same_global_batch(
+    world2: World, parallel: str
+) -> None:
+    # 25 rows in batches of 12: one rank has no row in the last; 11 rows to evaluate on.
+    results = world2.run(jobs.train, parallel=parallel)
+    require_the_same(results, jobs.train())
+    assert [result["num_devices"] for result in results] == [2, 2]
+    assert {result["samples"] for result in results} == {50}
+    assert {result["sharded"] for result in results} == {3 if parallel == "fsdp" else 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", MODES)
+def test_three_ranks_train_like_one_process_with_the_same_global_batch(
+    world3: World, parallel: str
+) -> None:
+    require_the_same(world3.run(jobs.train, parallel=parallel), jobs.train())
+
+
+@pytest.mark.parametrize("parallel", MODES)
+def test_all_ranks_recover_where_one_has_less_memory(world2: World, parallel: str) -> None:
+    results = world2.run(jobs.train_wide, limit_of_last="800KiB", parallel=parallel)
+    alone = jobs.train_wide(limit_of_last=None)
+    assert differ(results, alone) < 1e-9
+    assert [result["train_loss"] for result in results] == pytest.approx([alone["train_loss"]] * 2)
+    assert results[0]["ooms"] == results[1]["ooms"] > 0
+    assert results[0]["microbatch_size"] == results[1]["microbatch_size"] < 60
+
+
+def test_a_model_that_the_caller_wrapped_is_taken_as_it_is(world2: World) -> None:
+    results = world2.run(jobs.train_wrapped_by_hand)
+    alone = jobs.train(
+        eval_dataloader=None, parameter_groups=[{"params": "*.bias", "weight_decay": 0.0}]
+    )
+    assert differ(results, alone) < 1e-9
+
+
+def test_a_callback_that_stops_on_one_rank_stops_all_after_the_same_batch(world2: World) -> None:
+    results = world2.run(jobs.stop_on_one_rank, parallel="ddp")
+    assert [result["state"][0] for result in results] == [2, 2]
+    assert [result["stop_reason"] for result in results] == ["another rank asked for it", "enough"]
+
+
+@pytest.mark.parametrize("job", [jobs.fail, jobs.fail_in_evaluation])
+def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, job: Any) -> None:
+    (kind, text), (own_kind, own_text) = world2.run(job, parallel="ddp")
+    assert kind == "PeerFailedError"
+    assert "rank 1: KeyError: 'row 10 is broken'" in text
+    assert own_kind == "KeyError"
+    assert "this happened on rank 1 of 2" in own_text
+
+
+@pytest.mark.parametrize("parallel", MODES)
+def test_an_average_of_the_weights_is_evaluated_as_in_one_process(
+    world2: World, parallel: str
+) -> None:
+    results = world2.run(jobs.average_weights, parallel=parallel)
+    require_the_same(results, jobs.average_weights())
+
+
+def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(world2: World) -> None:
+    (first, weights), (second, others) = world2.run(jobs.draw, parallel="ddp")
+    assert weights == others
+    assert first != second
+
+
+def test_several_processes_with_a_bare_model_are_refused(world2: World) -> None:
+    for text in world2.run(jobs.refuse_unwrapped):
+        assert "there are 2 processes" in text
+        assert "pass parallel='ddp'" in text
+
+
+def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
+    for text in world2.run(jobs.refuse_freezing, parallel="ddp"):
+        assert "2 ranks have agreed on them when the model was wrapped" in text
+
+
+@pytest.mark.parametrize("parallel", MODES)
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    world2: World, parallel: str, tmp_path: Path
+) -> None:
+    results = world2.run(jobs.save_and_resume, str(tmp_path), parallel=parallel)
+    alone = jobs.train()
+    assert differ(results, alone) < 1e-9
+    assert [result["state"] for result in results] == [alone["state"]] * 2

@@ -1,0 +1,152 @@
+"""Real worlds: processes that stay up for many cases and are never left behind."""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+PROGRESS_SECONDS = 90.0  # the machines are shared: a stall of these is no verdict on a case
+GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class WorldStuckError(AssertionError):
+    """A world made no progress."""
+
+
+class World:
+    """So many processes with a gloo group, each running the jobs it is sent."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            [
+                "tests.ranks.jobs",
+                "tests.ranks.checkpoint_runs",
+                "tests.ranks.trainer_jobs",
+            ]
+        )
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=work, args=(rank, size, self._folder.name, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def start(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((job, args, kwargs))
+
+    def results(self, *, within_seconds: float = PROGRESS_SECONDS) -> list[Any]:
+        """What each rank returned; an exception (with its text) where it raised or died."""
+        results: list[Any] = [None] * self.size
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        end = time.monotonic() + within_seconds
+        while waiting:
+            seconds = max(0.0, end - time.monotonic())
+            ready = cast(list[Connection], wait(list(waiting), timeout=seconds))
+            if not ready:
+                stuck = sorted(waiting.values())
+                self.kill()
+                raised = [each.text for each in results if isinstance(each, RaisedError)]
+                raise WorldStuckError(
+                    "\n".join([f"ranks {stuck} made no progress in {within_seconds} s", *raised])
+                )
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    results[rank] = EOFError(f"rank {rank} died")
+        return results
+
+    def run(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a job on every rank; what each returned.
+
+        Raises what the first rank raised, after all have ended.
+        """
+        self.start(job, *args, **kwargs)
+        results = self.results()
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            self.kill()
+            raise AssertionError("\n".join(str(failure.args[-1]) for failure in failures))
+        return results
+
+    def signal(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def kill(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                    self.signal(rank, signal.SIGKILL)
+            process.join()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def world_of(size: int) -> Iterator[World]:
+    world = World(size)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def work(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=GROUP_TIMEOUT,
+    )
+    while True:
+        try:
+            job, args, kwargs = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            result = job(*args, **kwargs)
+            pipe.send(result)
+            if isinstance(result, dict) and result.get("kind") == "PeerLostError":
+                os._exit(1)  # as a program ends by it; so those notice who wait for this one
+        except BaseException as error:
+            text = "".join(traceback.format_exception(error))
+            pipe.send(RaisedError(error, text))
+
+
+class RaisedError(AssertionError):
+    """An exception of a rank, as text."""
+
+    def __init__(self, error: BaseException | str, text: str) -> None:
+        super().__init__(error, text)
+        self.kind = type(error).__name__ if isinstance(error, BaseException) else error
+        self.text = text
+        self.args = (self.kind, text)

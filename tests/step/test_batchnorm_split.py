@@ -1,0 +1,293 @@
+"""Splitting models with BatchNorm and other buffers: warned about, refused, disabled, floored."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import (
+    BatchNormWarning,
+    BufferWarning,
+    Halving,
+    Microbatcher,
+    SampleTooLargeError,
+    UnsplittableModelError,
+)
+from tests.callbacks.runs import Scripted
+from tests.models import CLASSES, IMAGE, ROWS, ConvNet, Memory, Mlp, numbers, x, y
+
+
+def vectors(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return x()[:rows], y()[:rows]
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return numbers(ROWS, *IMAGE), y()
+
+
+def norm_model() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
+
+
+def on(model: nn.Module, **options: Any) -> Microbatcher:
+    return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **options)
+
+
+def caught(microbatcher: Microbatcher, *batches: Any) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for batch in batches:
+            microbatcher.backward(batch)
+    return found
+
+
+# The modes
+
+
+def test_warn_says_once_which_layers_see_how_many_rows() -> None:
+    found = caught(on(norm_model(), microbatch_size=4), vectors(), vectors())
+    assert [each.category for each in found] == [BatchNormWarning]
+    assert "1 layer averages over 4 rows at a time instead of 11: 0." in str(found[0].message)
+
+
+@pytest.mark.parametrize("size", [None, 20, "auto"])
+def test_a_batch_that_is_not_split_is_not_warned_about(size: Any) -> None:
+    assert caught(on(norm_model(), microbatch_size=size), vectors()) == []
+
+
+def test_ignore_says_nothing() -> None:
+    assert caught(on(norm_model(), microbatch_size=4, batchnorm="ignore"), vectors()) == []
+
+
+def test_layers_in_evaluation_mode_are_not_warned_about_and_are_exact() -> None:
+    model = norm_model()
+    model[0].eval()
+    assert caught(on(model, microbatch_size=4), vectors()) == []
+
+
+def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
+    model = norm_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(BatchNormWarning):
+        on(model, microbatch_size=4).backward(vectors())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_error_refuses_before_anything_runs(size: Any) -> None:
+    model = Memory(norm_model(), most=ROWS)
+    with pytest.raises(UnsplittableModelError, match=r"batchnorm='error'.*net\.0.*GroupNorm"):
+        on(model, microbatch_size=size, batchnorm="error").backward(vectors())
+    assert model.seen == []
+
+
+def test_error_allows_whole_batches_and_models_without_batchnorm() -> None:
+    on(norm_model(), microbatch_size=None, batchnorm="error").backward(vectors())
+    assert on(Mlp(), microbatch_size=4, batchnorm="error").backward(vectors()).num_microbatches == 3
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_disable_trains_on_whole_batches_and_explains_an_oom(size: Any) -> None:
+    fits = Memory(norm_model(), most=ROWS)
+    assert on(fits, microbatch_size=size, batchnorm="disable").backward(vectors()).attempts == 1
+    assert fits.seen == [ROWS]
+    tight = Memory(norm_model(), most=ROWS - 1)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        on(tight, microbatch_size=size, batchnorm="disable").backward(vectors())
+    assert tight.seen == [ROWS]
+    notes = " ".join(raised.value.__notes__)
+    assert "batchnorm='disable' keeps batches whole because of 'net.0'" in notes
+    assert not isinstance(raised.value, SampleTooLargeError)
+
+
+# The floor
+
+
+def floored(model: nn.Module) -> Microbatcher:
+    return on(model, microbatch_size=Halving(initial=2), batchnorm="ignore", probe=False)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(11, [3, 2, 2, 2, 2]), (8, [2, 2, 2, 2]), (3, [3])])
+def test_no_slice_has_one_row_where_batchnorm_refuses_it(rows: int, sizes: list[int]) -> None:
+    model = Memory(norm_model(), most=3)
+    result = floored(model).backward(vectors(rows))
+    assert model.seen[-len(sizes) :] == sizes
+    assert result.microbatch_size == sizes[0]
+
+
+def test_two_rows_that_do_not_fit_are_the_end_where_one_is_refused() -> None:
+    model = Memory(norm_model(), most=1)
+    with pytest.raises(SampleTooLargeError, match="a microbatch of 2 of 8 rows does not fit"):
+        on(model, batchnorm="ignore", probe=False).backward(vectors(8))
+
+
+def test_a_convolutional_batchnorm_trains_on_one_row() -> None:
+    model = Memory(ConvNet(nn.BatchNorm2d(4)), most=1)
+    result = on(model, batchnorm="ignore", probe=False).backward(images())
+    assert result.microbatch_size == 1
+    assert model.seen[-ROWS:] == [1] * ROWS
+
+
+def test_refusing_one_row_leaves_no_trace_in_statistics() -> None:
+    model = Memory(norm_model(), most=3)
+    floored(model).backward(vectors())
+    buffers = dict(model.named_buffers())
+    assert int(buffers["net.0.num_batches_tracked"]) == 5
+
+
+def test_the_floor_is_kept_in_the_state() -> None:
+    def at_two_rows(model: nn.Module) -> Microbatcher:
+        return on(model, microbatch_size=Scripted([2]), batchnorm="ignore", probe=False)
+
+    microbatcher = at_two_rows(Memory(norm_model(), most=3))
+    microbatcher.backward(vectors())
+    model = Memory(norm_model(), most=3)
+    other = at_two_rows(model)
+    other.load_state_dict(microbatcher.state_dict())
+    assert other.backward(vectors()).attempts == 1
+    assert model.seen == [3, 2, 2, 2, 2]
+
+
+# Other buffers
+
+
+class Codebook(nn.Module):
+    """A moving average of what went through, as in vector quantisation."""
+
+    def __init__(self, *, replaced: bool) -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.replaced = replaced
+        self.codes: Any
+        self.register_buffer("codes", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.training:
+            codes = 0.9 * self.codes + 0.1 * inputs.mean(0)
+            if self.replaced:
+                self.codes = codes
+            else:
+                self.get_buffer("codes").copy_(codes)
+        return self.net(inputs)
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), Mlp()).double()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Codebook(replaced=False), "codes"),
+        (lambda: Codebook(replaced=True), "codes"),
+        (spectral, "0.parametrizations.weight.0._u, 0.parametrizations.weight.0._v"),
+    ],
+)
+def test_buffers_that_count_microbatches_are_named_once(make: Any, name: str) -> None:
+    model = make()
+    found = caught(on(model, microbatch_size=4), vectors(), vectors())
+    assert [each.category for each in found] == [BufferWarning]
+    message = str(found[0].message)
+    assert f"changes buffers: {name}. It now does so 3 times" in message
+    assert caught(on(make(), microbatch_size=None), vectors()) == []
+    assert caught(on(make(), microbatch_size=4, batchnorm="ignore"), vectors()) == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_buffer_is_put_back_after_a_failed_attempt(replaced: bool) -> None:
+    def run(most: int, size: Any) -> Tensor:
+        torch.manual_seed(0)
+        net = Codebook(replaced=replaced)
+        microbatcher = on(Memory(net, most=most), microbatch_size=size, batchnorm="ignore")
+        microbatcher.backward(vectors())
+        return net.get_buffer("codes")
+
+    assert torch.equal(run(most=3, size="auto"), run(most=ROWS, size=3))
+
+
+def test_batchnorm_of_a_further_module_is_one_warning_and_not_two() -> None:
+    generator = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    discriminator = nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(generator(batch[0])), batch[1])
+
+    microbatcher = Microbatcher(
+        discriminator, forward=forward, modules=[generator], microbatch_size=4
+    )
+    found = caught(microbatcher, vectors())
+    assert [each.category for each in found] == [BatchNormWarning]
+    assert "2 layers average" in str(found[0].message)
+    assert "0, modules[0].1." in str(found[0].message)
+
+
+def test_buffers_of_a_loss_module_are_put_back_too() -> None:
+    class Centres(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centre = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Any:
+            if self.training:
+                self.get_buffer("calls").add_(1)
+            if len(outputs) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return F.cross_entropy(outputs + self.centre, targets)
+
+    loss_fn = Centres()
+    microbatcher = Microbatcher(Mlp(), loss_fn=loss_fn, batchnorm="ignore")
+    result = microbatcher.backward(vectors())
+    assert result.ooms == 2
+    assert int(loss_fn.get_buffer("calls")) == result.num_microbatches == 4
+    assert loss_fn.centre.grad is not None
+
+
+# Lazy modules
+
+
+def test_lazy_modules_take_their_shapes_before_the_first_attempt() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES)).double()
+    model = Memory(lazy, most=4)
+    found = caught(on(model, microbatch_size="auto"), vectors())
+    assert [each.category for each in found] == [BatchNormWarning]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model.training
+    assert int(dict(model.named_buffers())["net.1.num_batches_tracked"]) == 4
+
+
+def test_lazy_modules_draw_the_same_numbers_however_many_attempts_there_are() -> None:
+    def run(most: int, size: Any) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        lazy = nn.Sequential(nn.LazyLinear(8), nn.Dropout(), nn.LazyLinear(CLASSES)).double()
+        on(Memory(lazy, most=most), microbatch_size=size, probe=False).backward(vectors())
+        return list(lazy.parameters()), torch.get_rng_state()
+
+    recovered, fixed = run(3, "auto"), run(ROWS, 3)
+    assert torch.equal(recovered[1], fixed[1])
+    for one, other in zip(recovered[0], fixed[0], strict=True):
+        assert torch.equal(one, other)
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_evaluating_a_lazy_model_first_gives_it_its_shapes() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(CLASSES)).double()
+    result = on(model, eval_microbatch_size=3).evaluate(vectors(), return_outputs=True)
+    assert result.outputs.shape == (ROWS, CLASSES)
+
+
+def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2, batchnorm="ignore"
+    )
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        microbatcher.backward((torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
+    assert "slices of at most 2 of 5 rows leave one alone" in raised.value.__notes__[0]
+    assert all(parameter.grad is None for parameter in model.parameters())

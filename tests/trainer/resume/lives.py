@@ -1,0 +1,170 @@
+"""One life of a run: a forked process that trains until it is killed or done, and its journal."""
+
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automicro.checkpoints.rng import rng_state
+from automicro.errors import CheckpointWarning
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from tests.trainer.resume.points import Points, PointsOfEvents
+from tests.trainer.resume.processes import end, start
+from tests.trainer.resume.subjects import Job, Subject
+
+
+@dataclass(kw_only=True)
+class Life:
+    """What a process did.
+
+    Attributes:
+        exit_code: 0 where it trained to the end, `KILLED` where it was killed.
+        begun: the optimization batches that it began, by number from 1.
+        saved: after how many batches it made a checkpoint, or began to in the background.
+        resumed_at: after how many batches it took training up; 0 for none.
+        warned: of damaged checkpoints, and whatever else.
+        passed: the points that it passed, by kind; of a process that trained to the end.
+        ending: all that is left of training at its end; of such a process, too.
+    """
+
+    exit_code: int
+    begun: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    resumed_at: int | None = None
+    warned: list[str] = field(default_factory=list)
+    passed: Mapping[str, int] = field(default_factory=dict)
+    ending: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Journal(Callback):
+    """Writes down what happens at once, so that it outlasts the process.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(self, what: str, value: object) -> None:
+        os.write(self._descriptor, (json.dumps([what, value]) + "\n").encode())
+
+    def fit_start(self, run: Run) -> None:
+        self.note("resumed", run.state.batch)
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        self.note("begun", run.state.batch + 1)
+
+    def checkpoint_end(self, run: Run, path: Path) -> None:
+        self.note("saved", run.state.batch)
+
+
+def live(
+    subject: Subject,
+    folder: Path,
+    *,
+    name: str,
+    at: tuple[str, int] | None = None,
+    may_warn: bool = False,
+) -> Life:
+    """Let a process make a run and train until it is done, or killed at a point.
+
+    Args:
+        subject: the kind of run.
+        folder: of the run, in which it goes on where there is a checkpoint.
+        name: of this life.
+        at: the kind of the point and how many of its kind come before it.
+        may_warn: of checkpoints; any other warning, and these otherwise, is an error.
+    """
+    journal, ending, log = (folder / f"{name}.{kind}" for kind in ("journal", "ending", "log"))
+
+    def work() -> None:
+        logging.getLogger("automicro").setLevel(logging.ERROR)
+        warnings.simplefilter("error")
+        notes = Journal(journal)
+        with warnings.catch_warnings(record=True) as caught:
+            if may_warn:
+                warnings.simplefilter("always", CheckpointWarning)
+            points = Points(at)
+            job = subject.make(folder, notes, PointsOfEvents(points))
+            points.install(job.optimizer)
+            job.trainer.fit()
+        for each in caught:
+            notes.note("warned", str(each.message))
+        torch.save({"passed": dict(points.passed), "ending": ending_of(job)}, ending)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    code = end(start(work, log=log), log=log)
+    life = Life(exit_code=code)
+    for line in journal.read_text().splitlines():
+        what, value = json.loads(line)
+        if what == "resumed":
+            life.resumed_at = value
+        else:
+            getattr(life, what).append(value)
+    if code == 0:
+        written = torch.load(ending, weights_only=False)  # ours, of a moment ago
+        life.passed, life.ending = written["passed"], written["ending"]
+    elif code == 1:
+        raise AssertionError(f"{subject}\nended with an error:\n{log.read_text()}")
+    return life
+
+
+def ending_of(job: Job) -> dict[str, Any]:
+    """All that a run has come to, but how long it took."""
+    fit = job.trainer._fit
+    assert fit is not None
+    assert fit._checkpointer is not None
+    gathered = fit._checkpointer._snapshot.gather()
+    progress = dataclasses.asdict(copy.deepcopy(job.trainer.state))
+    for phase in ("train", "eval"):
+        del progress[phase]["seconds"]
+    return {
+        "rng": rng_state(),
+        "model": job.model.state_dict(),
+        "training": [module.training for module in job.model.modules()],
+        "optimizer": job.optimizer.state_dict(),
+        "scheduler": None if job.scheduler is None else job.scheduler.state_dict(),
+        "callbacks": [callback.state_dict() for callback in job.own],
+        "progress": progress,
+        "parts": {
+            name: _without_measurements(part) if name.startswith("sizes") else part
+            for name, part in gathered["parts"].items()
+        },
+        "metrics": fit.loop._metrics.compute(),
+    }
+
+
+def _without_measurements(sizes: dict[str, Any]) -> dict[str, Any]:
+    """What was found, without the bytes that a process held meanwhile, which are its own.
+
+    Sizes follow from these only where they are refined.
+    """
+    kept = copy.deepcopy(sizes)
+    for phase in kept.values():
+        learned = phase["policy"].get("learned")
+        if learned is not None:
+            del learned["room"], learned["peaks"]
+            for failed in learned["frontier"]["failed"]:
+                del failed[2:4]
+    return kept
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import here, once, what each forked process would have to import for itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        state = torch.get_rng_state()
+        Subject(seed=0, precision="fp16", memory_limit="1MiB").make(Path(folder)).trainer.fit()
+        torch.set_rng_state(state)

@@ -1,0 +1,77 @@
+"""A run that is saved after each batch, and taken up again from every one of its checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro import Trainer
+from automicro.checkpoints.store import CheckpointConfig
+from automicro.checkpoints.writing import list_checkpoints
+from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_trainer
+
+Make = Callable[..., Trainer]
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(FEATURES, CLASSES)
+
+
+class Wrapped(nn.Module):
+    """A linear model, for models that keep something besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs)
+        return outputs
+
+
+def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
+    """A trainer of three batches of 16 rows an epoch, saved after each batch."""
+    checkpoint = CheckpointConfig(
+        folder=folder,
+        interval="1ba",
+        keep_last=None,
+        resume=options.pop("resume", "auto"),
+    )
+    loader = options.pop("train_dataloader", None) or make_loader(rows=48)
+    settings = {"max_duration": "5ba", "probe": False, **options}
+    return make_trainer(model, loader, checkpoint=checkpoint, **settings)
+
+
+def check_resumes(
+    make: Callable[[], nn.Module],
+    folder: Path,
+    *,
+    options: Callable[[], dict[str, Any]] = dict,
+    read: Callable[[Trainer], Any] = lambda trainer: None,
+) -> None:
+    """Taken up from each checkpoint, a run ends as the undisturbed one.
+
+    Args:
+        make: makes the model.
+        folder: for checkpoints.
+        options: of the trainer, made anew for each.
+        read: what has to agree besides the weights and the metrics.
+    """
+    torch.manual_seed(7)
+    whole = trainer(make(), folder / "whole", **options())
+    summary = whole.fit()
+    checkpoints = list_checkpoints(folder / "whole")[::-1]
+    assert len(checkpoints) == 5
+    for checkpoint in checkpoints[:-1]:
+        torch.manual_seed(99)
+        again = trainer(make(), folder / checkpoint.name, resume=checkpoint, **options())
+        resumed = again.fit()
+        expected = list(whole._run.model.parameters())
+        for one, other in zip(again._run.model.parameters(), expected, strict=True):
+            assert torch.equal(one, other), checkpoint.name
+        assert resumed.train_metrics == summary.train_metrics, checkpoint.name
+        assert resumed.eval_metrics == summary.eval_metrics, checkpoint.name
+        assert read(again) == read(whole), checkpoint.name

@@ -1,0 +1,122 @@
+"""No space left at every write of a run: it goes on, and what was saved before stays good."""
+
+import errno
+import os
+import warnings
+from io import FileIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from automicro.checkpoints.files import verify
+from automicro.checkpoints.store import CheckpointStore
+from automicro.checkpoints.writing import list_checkpoints
+from automicro.errors import CheckpointWarning, LoggerWarning
+from automicro.loggers import lines as append_file
+from tests.checkpoints.faults import Faults, fail
+from tests.loggers.logged import read_csv, read_json_lines
+from tests.trainer.resume.lives import ending_of
+from tests.trainer.resume.subjects import Job, Subject
+from tests.trainer.resume.trials import assert_same
+
+SUBJECT = Subject(seed=7, num_rows=32, max_duration="2ep", interval="1ba", evaluators=0)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+def train(folder: Path, **options: Any) -> tuple[Job, list[warnings.WarningMessage]]:
+    job = Subject(**{**vars(SUBJECT), **options}).make(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.trainer.fit()
+    return job, caught
+
+
+def all_are_good(job: Job) -> list[int]:
+    """After which batches the checkpoints are, each verified and loaded."""
+    paths = list_checkpoints(Path(job.config.folder))
+    for path in paths:
+        verify(path)
+        CheckpointStore(job.config.folder).load(path)
+    return sorted(int(path.name.rpartition("-")[2]) for path in paths)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "in the background"])
+def test_no_space_left_at_any_write_costs_at_most_one_checkpoint(
+    tmp_path: Path, faults: Faults, asynchronous: bool
+) -> None:
+    faults.disarm()
+    undisturbed, _ = train(tmp_path / "undisturbed", asynchronous=asynchronous)
+    expected = ending_of(undisturbed)
+    assert all_are_good(undisturbed) == [3, 4]
+    writes = [index for index, name in enumerate(faults.seen) if name == "write"]
+    assert len(writes) == 4 * 5
+    for number, index in enumerate(writes):
+        faults.arm(lambda at, n=index: at == n, fail)  # type: ignore[misc]
+        job, caught = train(tmp_path / str(index), asynchronous=asynchronous)
+        assert [each.category for each in caught] == [CheckpointWarning]
+        assert "No space left on device" in str(caught[0].message)
+        assert_same(ending_of(job), expected)
+        lost = 1 + number // 5
+        assert all_are_good(job) == [step for step in (1, 2, 3, 4) if step != lost][-2:]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "in the background"])
+def test_a_disk_that_stays_full_leaves_the_older_checkpoint(
+    tmp_path: Path, faults: Faults, asynchronous: bool
+) -> None:
+    faults.disarm()
+    undisturbed, _ = train(tmp_path / "undisturbed", asynchronous=asynchronous)
+    second = [index for index, name in enumerate(faults.seen) if name == "write"][5]
+    faults.arm(lambda at: at >= second, fail)
+    job, caught = train(tmp_path / "full", asynchronous=asynchronous)
+    assert {each.category for each in caught} == {CheckpointWarning}
+    assert all_are_good(job) == [1]
+    assert_same(ending_of(job), ending_of(undisturbed))
+
+    faults.disarm()
+    again, caught = train(tmp_path / "full", asynchronous=asynchronous)
+    assert caught == []
+    assert_same(ending_of(again), ending_of(undisturbed))
+    assert all_are_good(again) == [3, 4]
+
+
+class FullDisk(FileIO):
+    """A file on a disk that has no space from the n-th write to the m-th."""
+
+    full: ClassVar[range] = range(0)
+    writes: ClassVar[int] = 0
+
+    def write(self, data: Any) -> int:
+        FullDisk.writes += 1
+        if FullDisk.writes in FullDisk.full:
+            super().write(bytes(data)[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+@pytest.mark.parametrize("lasts", [1, 3, 1000])
+def test_no_space_left_for_a_log_costs_lines_and_nothing_else(
+    tmp_path: Path, mocker: Any, lasts: int
+) -> None:
+    undisturbed, _ = train(tmp_path / "undisturbed")
+    mocker.patch.object(append_file, "FileIO", FullDisk)
+    for first in range(1, 14, 4):
+        mocker.patch.multiple(FullDisk, full=range(first, first + lasts), writes=0)
+        job, caught = train(tmp_path / str(first))
+        assert {each.category for each in caught} == {LoggerWarning}
+        assert_same(ending_of(job), ending_of(undisturbed))
+        assert all_are_good(job) == [3, 4]
+        # Whole lines only, none twice: the readers refuse anything else.
+        more = 0
+        for name, read in {"log.jsonl": read_json_lines, "log.csv": read_csv}.items():
+            path = job.log.folder / name
+            rows = read(path) if path.exists() and path.stat().st_size else []
+            assert len({row[:2] for row in rows}) == len(rows)
+            more += len(rows) - len(read(undisturbed.log.folder / name))
+        assert more <= 0
+        assert more < 0 or lasts < 1000

@@ -1,0 +1,38 @@
+"""Two hundred kills and more: `make torture-resume`, a few minutes."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.resume.lives import warm_up
+from tests.trainer.resume.table import render
+from tests.trainer.resume.trials import KINDS, Kill, kill_and_resume
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TRIALS = 150
+FEWEST_KILLS = 200
+
+
+@pytest.fixture(scope="module")
+def kills() -> Iterator[list[Kill]]:
+    warm_up()
+    start = time.monotonic()
+    found: list[Kill] = []
+    yield found
+    print("\n" + render(found, trials=TRIALS, seconds=time.monotonic() - start))
+
+
+@pytest.mark.parametrize("seed", range(TRIALS))
+def test_a_killed_run_ends_as_the_undisturbed_one(
+    tmp_path: Path, kills: list[Kill], seed: int
+) -> None:
+    kills += kill_and_resume(seed, tmp_path, first_kind=KINDS[seed % len(KINDS)])
+
+
+def test_there_were_enough_kills_of_every_kind(kills: list[Kill]) -> None:
+    assert len(kills) >= FEWEST_KILLS
+    assert {kill.kind for kill in kills} == set(KINDS)
+    assert any(kill.is_damaged for kill in kills)

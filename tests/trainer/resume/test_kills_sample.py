@@ -1,0 +1,89 @@
+"""Ten kills of the torture in `make torture-resume`, and whether it would notice a mistake."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.resume.lives import live, warm_up
+from tests.trainer.resume.processes import KILLED
+from tests.trainer.resume.subjects import Subject
+from tests.trainer.resume.trials import assert_same, check_logs, kill_and_resume
+
+# One kill of each of these kinds, and in some runs more in a row.
+SAMPLE = {
+    101: "write",
+    102: "fsync",
+    103: "rename",
+    104: "optimizer step",
+    105: "batch end",
+    106: "line logged",
+    107: "folder removed",
+    108: "evaluation",
+}
+FEWEST_KILLS = 10
+
+
+def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    warm_up()
+    kills = [
+        kill
+        for seed, kind in SAMPLE.items()
+        for kill in kill_and_resume(seed, tmp_path / str(seed), first_kind=kind)
+    ]
+    assert len(kills) >= FEWEST_KILLS
+    assert len({kill.kind for kill in kills}) >= len(SAMPLE)
+
+
+def test_the_comparison_sees_one_bit() -> None:
+    one = {"a": [torch.tensor([0.0]), 1.0]}
+    assert_same(one, {"a": [torch.tensor([0.0]), 1.0]})
+    for other in ({"a": [torch.tensor([-0.0]), 1.0]}, {"a": [torch.tensor([0.0]), 1.0 + 2e-16]}):
+        with pytest.raises(AssertionError, match=r"\.a\."):
+            assert_same(one, other)
+
+
+def test_a_run_that_forgets_its_random_numbers_is_noticed(tmp_path: Path, mocker) -> None:
+    mocker.patch("automicro.trainer.fit.restore_random_numbers")
+    mocker.patch("tests.trainer.resume.trials.draw", return_value=Subject(seed=5))
+    with pytest.raises(AssertionError, match=r"\.|row"):
+        kill_and_resume(5, tmp_path, first_kind="batch end")
+
+
+# Each of these once ended otherwise than the undisturbed run.
+FOUND = {
+    # The group of the last batches is smaller, so the loader has ended before it is trained on.
+    "the end of a stream": (
+        Subject(seed=1, loader="stream", num_rows=70, accumulate_batches=3, interval="1ba"),
+        ("batch start", 2),
+    ),
+    # The checkpoint of the last batch is made, and what the end of the epoch logs is not.
+    "the end of an epoch": (
+        Subject(seed=2, num_rows=48, interval="3ba"),
+        ("epoch start or end", 1),
+    ),
+    # A callback has asked to stop, and the run is killed after its last checkpoint.
+    "stopped by a callback": (Subject(seed=3, num_rows=160, stops_early=True), ("fit end", 0)),
+    # What an evaluation has counted takes memory from the training that follows.
+    "small device": (
+        Subject(
+            seed=4,
+            num_rows=70,
+            accumulate_batches=2,
+            interval="3ba",
+            memory_limit="60KiB",
+            optimizer="SGD",
+        ),
+        ("batch start", 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found(tmp_path: Path, found: str) -> None:
+    warm_up()
+    subject, at = FOUND[found]
+    undisturbed = live(subject, tmp_path / "undisturbed", name="only")
+    assert live(subject, tmp_path / "killed", name="first", at=at).exit_code == KILLED
+    assert_same(live(subject, tmp_path / "killed", name="second").ending, undisturbed.ending)
+    check_logs(subject, tmp_path / "killed", tmp_path / "undisturbed")

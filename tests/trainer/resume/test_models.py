@@ -1,0 +1,185 @@
+"""Whatever a model keeps comes back when a run is taken up again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import CheckpointError
+from tests.trainer.resume.runs import Wrapped, check_resumes, trainer
+from tests.trainer.runs import CLASSES, FEATURES
+
+
+class Noisy(Wrapped):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            inputs = inputs + 0.3 * torch.randn(inputs.shape, generator=self.generator)
+        return super().forward(inputs)
+
+
+class Centred(Wrapped):
+    """Keeps a mean in a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = self.get_buffer("mean")
+        if self.training:
+            mean.mul_(0.9).add_(inputs.detach().mean(0), alpha=0.1)
+        return super().forward(inputs - mean)
+
+
+class Remembering(Wrapped):
+    """Its buffer, which is not persistent, grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("norms", torch.ones(1), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.norms = torch.cat([self.get_buffer("norms"), inputs.detach().norm()[None]])
+        return super().forward(inputs) / self.get_buffer("norms").mean()
+
+
+class Counting(Wrapped):
+    """Counts forwards in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += self.training
+        return super().forward(inputs) / (1 + self.count)
+
+
+class Copying(Wrapped):
+    """Its state_dict gives copies."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        return type(state)((name, value.clone()) for name, value in state.items())
+
+
+class Expanded(Wrapped):
+    """Has a buffer whose rows share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1, FEATURES).expand(4, FEATURES))
+        self.register_buffer("nothing", torch.empty(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mask = self.get_buffer("mask")
+        if self.training:
+            mask[:1].mul_(0.9)
+        return super().forward(inputs * mask[0])
+
+
+class ExpandedCounting(Counting, Expanded):
+    """Extra state and rows that share memory at once."""
+
+
+class Viewed(Wrapped):
+    """Has a buffer that is a part of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("view", self.linear.weight.data[:2])
+
+
+def lazy() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(CLASSES))
+
+
+def lazy_batchnorm() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Noisy,
+        Centred,
+        Remembering,
+        Counting,
+        Copying,
+        Expanded,
+        ExpandedCounting,
+        Viewed,
+        lazy,
+        lazy_batchnorm,
+    ],
+)
+def test_what_a_model_keeps_comes_back(make: Any, tmp_path: Path) -> None:
+    options = {"batchnorm": "ignore", "microbatch_size": None}
+    check_resumes(make, tmp_path, options=lambda: options)
+
+
+class EaseIn(nn.Module):
+    """A loss that is scaled by what it keeps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, targets)
+        mean = self.get_buffer("mean")
+        mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss * mean.detach()
+
+
+def test_what_a_loss_keeps_comes_back(tmp_path: Path) -> None:
+    check_resumes(
+        Wrapped,
+        tmp_path,
+        options=lambda: {"loss_fn": EaseIn(), "loss_average": "samples"},
+    )
+
+
+class Stubborn(Counting):
+    """Refuses its own state."""
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        raise KeyError("count")
+
+
+def test_a_model_that_refuses_its_own_state_is_named(tmp_path: Path) -> None:
+    trainer(Stubborn(), tmp_path, max_duration="1ba").fit()
+    with pytest.raises(CheckpointError, match=r"Stubborn\.load_state_dict refuses.*KeyError"):
+        trainer(Stubborn(), tmp_path).fit()
+
+
+class Unlike(Wrapped):
+    """Its rows were different ones when it was saved, and share memory now."""
+
+    def __init__(self, *, expanded: bool) -> None:
+        super().__init__()
+        rows = torch.ones(1, 2).expand(3, 2) if expanded else torch.arange(6.0).view(3, 2)
+        self.register_buffer("rows", rows)
+
+
+def test_rows_that_share_memory_take_no_different_values(tmp_path: Path) -> None:
+    trainer(Unlike(expanded=False), tmp_path, max_duration="1ba").fit()
+    with pytest.raises(CheckpointError, match=r"elements of rows share memory.*\.clone\(\)"):
+        trainer(Unlike(expanded=True), tmp_path).fit()

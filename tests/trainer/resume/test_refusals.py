@@ -1,0 +1,150 @@
+"""A checkpoint of another run is refused with what differs."""
+
+import copy
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automicro import Trainer
+from automicro.callbacks import EarlyStopping
+from automicro.checkpoints.files import MANIFEST
+from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
+from automicro.checkpoints.writing import list_checkpoints
+from automicro.errors import CheckpointError, CheckpointWarning
+from tests.callbacks.runs import assert_equal, copy_of
+from tests.trainer.runs import CLASSES, FEATURES, adam, make_loader, make_trainer
+
+
+def model(*, width: int = 8, layers: int = 1) -> nn.Module:
+    hidden = [nn.Linear(width, width) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(FEATURES, width), *hidden, nn.Linear(width, CLASSES))
+
+
+def trainer(folder: Path, module: nn.Module | None = None, **options: Any) -> Trainer:
+    settings = {"eval_dataloader": make_loader(), "max_duration": "2ba", **options}
+    return make_trainer(
+        module or model(), checkpoint=CheckpointConfig(folder=folder, interval="1ba"), **settings
+    )
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
+    "a layer more": (
+        lambda: model(layers=2),
+        {},
+        r"it lacks: modules\.0\.3\.weight, modules\.0\.3\.bias; shapes differ: modules\.0\.2\.w",
+    ),
+    "a layer less": (lambda: model(layers=0), {}, r"only it has: modules\.0\.2\.weight"),
+    "another width": (
+        lambda: model(width=16),
+        {},
+        r"shapes differ: modules\.0\.0\.weight \(8×12, here 16×12\)",
+    ),
+    "other groups": (
+        model,
+        {"parameter_groups": [{"params": ["*.bias"], "weight_decay": 0.0}]},
+        r"groups of \[6\] parameters, and this one of \[3, 3\]",
+    ),
+    "another optimizer": (
+        model,
+        {"optimizer": sgd},
+        r"a run with the optimizer AdamW, and this one has the optimizer SGD",
+    ),
+    "a scheduler": (
+        model,
+        {"scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 3)},
+        r"a run with no scheduler, and this one has the scheduler StepLR",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(
+    tmp_path: Path, other: str
+) -> None:
+    trainer(tmp_path).fit()
+    before = sorted(path.name for path in list_checkpoints(tmp_path))
+    make, options, message = OTHERS[other]
+    module = make()
+    weights = copy.deepcopy(module.state_dict())
+    with pytest.raises(CheckpointError, match=message) as caught:
+        trainer(tmp_path, module, max_duration="4ba", **options).fit()
+    assert "resume='never'" in str(caught.value)
+    assert_equal(copy_of(module), weights)
+    assert sorted(path.name for path in list_checkpoints(tmp_path)) == before
+    assert trainer(tmp_path, max_duration="4ba").fit().steps == 4
+
+
+def test_a_callback_that_is_gone_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[EarlyStopping()]).fit()
+    with pytest.warns(CheckpointWarning, match="callback EarlyStopping.*it is dropped"):
+        summary = trainer(tmp_path, max_duration="4ba").fit()
+    assert summary.steps == 4
+
+
+def test_a_callback_that_is_new_starts_fresh_and_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path).fit()
+    stopping = EarlyStopping()
+    with pytest.warns(CheckpointWarning, match="callback EarlyStopping, which starts fresh"):
+        trainer(tmp_path, max_duration="4ba", callbacks=[stopping]).fit()
+    assert stopping.best is not None
+
+
+@pytest.mark.parametrize("precisions", [("fp32", "fp16"), ("fp16", "fp32")])
+def test_another_precision_is_allowed_and_said(tmp_path: Path, precisions: tuple[str, str]) -> None:
+    trainer(tmp_path, precision=precisions[0]).fit()
+    with pytest.warns(CheckpointWarning, match="another precision: .*scale of the loss"):
+        summary = trainer(tmp_path, max_duration="4ba", precision=precisions[1]).fit()
+    assert summary.steps == 4
+
+
+def test_a_checkpoint_of_another_version_is_refused_with_the_differing_keys(
+    tmp_path: Path,
+) -> None:
+    trainer(tmp_path / "a").fit()
+    state = CheckpointStore(tmp_path / "a").load().state
+    del state["stop_reason"], state["progress"]["train"]["ooms"]
+    state["progress"]["tasks"] = 3
+    CheckpointStore(tmp_path / "b").save(state, step=2)
+    with pytest.raises(
+        CheckpointError,
+        match=r"another version of automicro: it lacks progress\.train\.ooms, stop_reason; only it "
+        r"has progress\.tasks\. Go on with the version that saved it",
+    ):
+        trainer(tmp_path / "b", max_duration="4ba").fit()
+
+
+def test_the_format_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path).fit()
+    path = list_checkpoints(tmp_path)[0] / MANIFEST
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    content["format"] += 1
+    crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    path.write_text(json.dumps({"crc32": crc32} | content))
+    with pytest.raises(CheckpointError, match="install the newer automicro that wrote it"):
+        trainer(tmp_path, max_duration="4ba").fit()
+
+
+def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path) -> None:
+    def stopping() -> Trainer:
+        ends = EarlyStopping(patience=1, min_delta=100.0)
+        return trainer(
+            tmp_path, callbacks=[ends], eval_interval="1ba", max_duration="9ba", optimizer=adam
+        )
+
+    first = stopping()
+    summary = first.fit()
+    assert summary.steps == 2
+    again = stopping()
+    assert again.fit().steps == 2
+    assert again.fit().steps > 2  # asked for once more, it trains on

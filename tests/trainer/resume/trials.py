@@ -1,0 +1,222 @@
+"""A trial: a run is killed once or several times in a row, and its end is the undisturbed one's."""
+
+import itertools
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.checkpoints.files import verify
+from automicro.checkpoints.writing import list_checkpoints
+from tests.loggers.logged import Rows, read_csv, read_json_lines
+from tests.trainer.resume.lives import Life, live
+from tests.trainer.resume.points import DISK, LOG_WRITE, STEP
+from tests.trainer.resume.processes import KILLED
+from tests.trainer.resume.subjects import Subject, draw
+
+# What takes time, or counts bytes since the process began, is another in every process.
+MEASURED = ("per_second", "peak_memory_bytes", "/seconds")
+MOST_LIVES = 4
+KINDS = (
+    *DISK.values(),
+    LOG_WRITE,
+    STEP,
+    "batch start",
+    "forward",
+    "backward",
+    "batch end",
+    "epoch start or end",
+    "evaluation",
+    "checkpoint start or end",
+    "fit end",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """What one kill cost.
+
+    Attributes:
+        kind: of the point.
+        done: batches begun before it.
+        resumed_at: after which of them the next process took training up.
+        is_damaged: whether the newest checkpoint was cut short before the resume.
+    """
+
+    kind: str
+    done: int
+    resumed_at: int
+    is_damaged: bool
+
+    @property
+    def repeated(self) -> int:
+        """Batches that were begun, and had to be once more."""
+        return self.done - self.resumed_at
+
+
+def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -> list[Kill]:
+    """Kill the run that a seed stands for and compare how it ends.
+
+    Args:
+        seed: of the kind of run, the points and the number of kills.
+        folder: for the runs.
+        first_kind: of the first kill, if the run passes any such point.
+
+    Raises:
+        AssertionError: something is another than in the undisturbed run.
+    """
+    subject, choose = draw(seed), random.Random(seed + 1)
+    undisturbed = live(subject, folder / "undisturbed", name="only")
+    disturbed = folder / "disturbed"
+    checkpoints = Checkpoints(disturbed / "checkpoints")
+    # With saving in the background, one more may not be complete yet.
+    most = _longest(undisturbed) * (2 if subject.asynchronous else 1)
+    kills: list[Kill] = []
+    point = _choose_point(choose, undisturbed.passed, first_kind)
+    life = live(subject, disturbed, name="life-0", at=point)
+    while life.exit_code != 0:
+        assert life.exit_code == KILLED, life
+        kind, before = point[0], life
+        checkpoints.check(before, asynchronous=subject.asynchronous)
+        is_damaged = choose.random() < 0.2 and checkpoints.cut_newest_short(choose)
+        expected, num_damaged = checkpoints.newest_good()
+        is_last = len(kills) + 1 >= MOST_LIVES or choose.random() < 0.5
+        point = _choose_point(choose, undisturbed.passed, None)
+        life = live(
+            subject,
+            disturbed,
+            name=f"life-{len(kills) + 1}",
+            at=None if is_last else point,
+            may_warn=num_damaged > 0,
+        )
+        if life.resumed_at is None:  # killed before training began again
+            life.resumed_at = expected
+        kill = Kill(
+            kind=kind,
+            done=max([before.resumed_at or 0, *before.begun]),
+            resumed_at=life.resumed_at,
+            is_damaged=is_damaged,
+        )
+        assert life.resumed_at == expected
+        assert life.begun == list(range(expected + 1, expected + 1 + len(life.begun)))
+        assert kill.repeated <= most or num_damaged, (kill, most)
+        if life.exit_code == 0:
+            assert len(life.warned) == num_damaged, life.warned
+            assert all("Going on from" in warning for warning in life.warned)
+        kills.append(kill)
+    assert_same(life.ending, undisturbed.ending)
+    check_logs(subject, disturbed, folder / "undisturbed")
+    return kills
+
+
+class Checkpoints:
+    """The checkpoints of a run that is being killed.
+
+    Args:
+        folder: in which they lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._damaged: set[Path] = set()
+
+    def check(self, life: Life, *, asynchronous: bool) -> None:
+        """Assert that what a killed process left is whole, and that nothing is missing."""
+        for path in set(list_checkpoints(self._folder)) - self._damaged:
+            verify(path)
+        # One in the background is complete once the next one has begun.
+        complete = [life.resumed_at or 0, *life.saved][: -1 if asynchronous else None]
+        step, _ = self.newest_good()
+        assert step >= max(complete, default=0), "a checkpoint that was complete is lost"
+
+    def newest_good(self) -> tuple[int, int]:
+        """After how many batches it was saved, and how many damaged ones are newer."""
+        found = list_checkpoints(self._folder)
+        for index, path in enumerate(found):
+            if path not in self._damaged:
+                return int(path.name.rpartition("-")[2]), index
+        assert not found
+        return 0, 0
+
+    def cut_newest_short(self, choose: random.Random) -> bool:
+        """Damage the newest one if another is good, as a disk does that lies about fsync."""
+        good = [path for path in list_checkpoints(self._folder) if path not in self._damaged]
+        if len(good) < 2:
+            return False
+        victim = choose.choice(sorted(path for path in good[0].iterdir() if path.stat().st_size))
+        content = victim.read_bytes()
+        victim.write_bytes(content[: choose.randrange(len(content))])
+        self._damaged.add(good[0])
+        return True
+
+
+def _longest(life: Life) -> int:
+    """The most batches between one checkpoint and the next."""
+    steps = [0, *life.saved, life.begun[-1]]
+    return max(after - before for before, after in itertools.pairwise(steps))
+
+
+def _choose_point(
+    choose: random.Random, passed: Mapping[str, int], kind: str | None
+) -> tuple[str, int]:
+    if kind is None or not passed.get(kind):
+        kind = choose.choice(sorted(passed))
+    return kind, choose.randrange(passed[kind])
+
+
+def check_logs(subject: Subject, disturbed: Path, undisturbed: Path) -> None:
+    """Every value once, in the order of the undisturbed run, and the same to the bit."""
+    for name, read in {"log.jsonl": read_json_lines, "log.csv": read_csv}.items():
+        rows, expected = (
+            _of_last_run([row for row in read(folder / name) if not row[1].endswith(MEASURED)])
+            for folder in (disturbed, undisturbed)
+        )
+        if subject.loader == "stream":
+            # Its length is not known, so what the end of an epoch logs may follow the checkpoint
+            # of its last batch, and come once more.
+            rows, expected = (list(dict.fromkeys(each)) for each in (rows, expected))
+        assert rows == expected, _first_difference(rows, expected)
+
+
+def _of_last_run(rows: Rows) -> Rows:
+    """Without those of a run that was killed before its first checkpoint, and began anew."""
+    batches = [(index, row[0]) for index, row in enumerate(rows) if row[1] == "train/loss"]
+    begins = [index for index, step in batches if step == 1]
+    return rows[begins[-1] :]
+
+
+def _first_difference(rows: Rows, expected: Rows) -> str:
+    for index, (one, other) in enumerate(zip(rows, expected, strict=False)):
+        if one != other:
+            return (
+                f"row {index}: {one} in place of {other}, after {rows[max(index - 2, 0) : index]}"
+            )
+    return f"{len(rows)} rows in place of {len(expected)}, at last {rows[-2:]}"
+
+
+def assert_same(one: Any, other: Any, place: str = "") -> None:
+    """Assert that two states are the same to the bit."""
+    assert type(one) is type(other), place
+    if isinstance(one, Mapping):
+        assert list(one) == list(other), (place, list(one), list(other))
+        for name in one:
+            assert_same(one[name], other[name], f"{place}.{name}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), (place, one, other)
+        for index, (each, its) in enumerate(zip(one, other, strict=True)):
+            assert_same(each, its, f"{place}.{index}")
+    elif isinstance(one, Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), place
+        assert torch.equal(_bits(one), _bits(other)), place
+    elif isinstance(one, float):
+        assert one.hex() == other.hex(), (place, one, other)
+    else:
+        assert one == other, (place, one, other)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -1,0 +1,466 @@
+"""Models written for Composer, and its Trainer's arguments."""
+
+import importlib
+import inspect
+import json
+import pydoc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from automicro import LossError, Microbatcher, Trainer
+from automicro.trainer.composer import (
+    COUNTERPARTS,
+    OBJECTS,
+    VALUES,
+    model_metrics,
+    refuse_unknown,
+    refusing_unknown,
+)
+from benchmarks.beside_composer import CASES, is_exact, table
+from tests.trainer.composer_classes import of_composer
+from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "composer.md"
+PARAMETERS = inspect.signature(Trainer.__init__).parameters
+ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|–) \| (.*) \|$", re.MULTILINE)
+
+
+class Classifier(nn.Module):
+    """As a ComposerClassifier is, with metrics that a test chooses."""
+
+    def __init__(self, metrics: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+        self.asked: list[bool] = []
+        self._metrics = (metrics,)
+
+    def forward(self, batch: Any) -> Tensor:
+        inputs, _ = batch
+        outputs: Tensor = self.net(inputs)
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        _, targets = batch
+        return F.cross_entropy(outputs, targets)
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool) -> Any:
+        self.asked.append(is_train)
+        return self._metrics[0]
+
+    def update_metric(self, batch: Any, outputs: Tensor, metric: Metric) -> None:
+        _, targets = batch
+        metric.update(outputs, targets)
+
+
+def accuracy() -> Metric:
+    return MulticlassAccuracy(num_classes=CLASSES, average="micro")
+
+
+def train_on(model: nn.Module, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"optimizer": adam, "device": "cpu", "progress": False}
+    return Trainer(model, make_loader(), **{**settings, **options})
+
+
+def test_a_model_of_composers_trains_as_one_with_a_loss_function() -> None:
+    model = Classifier()
+    train_on(model, max_duration="2ep").fit()
+    other = Classifier()
+    train_on(other.net, loss_fn=nn.CrossEntropyLoss(), max_duration="2ep").fit()
+    assert_same(model, other)
+
+
+def test_it_survives_running_out_of_memory() -> None:
+    model = Classifier()
+    summary = train_on(model, memory_limit="32KiB").fit()
+    assert summary.train_ooms > 0
+    other = Classifier()
+    train_on(other, microbatch_size=summary.microbatch_size).fit()
+    assert_same(model, other)
+
+
+class Losing(Classifier):
+    """Several losses, in the form that a test asks for."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self._form = form
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        rows = F.cross_entropy(outputs, batch[1], reduction="none")
+        return self._form(rows, outputs.square().mean())
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    # What loss() returns of the losses of the rows and of another one, and what Composer trains on.
+    "total alone": (
+        lambda rows, size: {"total": rows.mean() + 3 * size, "fit": rows.mean(), "size": size},
+        lambda fit, size: fit + 3 * size,
+    ),
+    "by name, added up": (
+        lambda rows, size: {"fit": rows.mean(), "size": size},
+        lambda fit, size: fit + size,
+    ),
+    "a tuple, added up": (lambda rows, size: (rows.mean(), size), lambda fit, size: fit + size),
+    "a list of one": (lambda rows, size: [rows.mean()], lambda fit, size: fit),
+    "of shape [1]": (lambda rows, size: rows.mean()[None], lambda fit, size: fit),
+    "one for each row": (lambda rows, size: rows, lambda fit, size: fit),
+    "some for each row": (
+        lambda rows, size: {"fit": rows, "size": size},
+        lambda fit, size: fit + size,
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_are_read_as_composer_reads_them(form: str, size: int | None) -> None:
+    given, meant = FORMS[form]
+    model = Losing(given)
+    train_on(model, microbatch_size=size).fit()
+    other = Losing(lambda rows, size: meant(rows.mean(), size))
+    train_on(other, microbatch_size=size).fit()
+    assert_same(model, other)
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [("total alone", {"fit", "size"}), ("a tuple, added up", {"loss0", "loss1"})],
+)
+def test_parts_of_the_loss_are_reported(form: str, names: set[str]) -> None:
+    batch = next(iter(make_loader()))
+    given, meant = FORMS[form]
+    result = Microbatcher(Losing(given), microbatch_size=10).backward(batch)
+    assert set(result.losses) == names
+    parts = {name: float(part) for name, part in result.losses.items()}
+    assert float(result.loss) == pytest.approx(meant(*parts.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda rows, size: {"loss": rows, "size": size}, "call the total 'total'"),
+        (lambda rows, size: {"fit": 0.5}, "returned a float where a loss belongs"),
+        (lambda rows, size: [rows, None], "returned a NoneType where a loss belongs"),
+        (lambda rows, size: {}, r"Losing.loss returned no loss: \{\}"),
+        (lambda rows, size: [], r"Losing.loss returned a list of length 0"),
+    ],
+)
+def test_losses_that_mean_two_things_are_refused(form: Any, message: str) -> None:
+    with pytest.raises(LossError, match=message):
+        Microbatcher(Losing(form)).backward(next(iter(make_loader())))
+
+
+class Popping(Classifier):
+    """Takes the targets out of the batch, in the forward and for the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__({"accuracy": accuracy()})
+        self.seen: list[tuple[Any, bool, bool, bool]] = []
+        self.labels: Tensor | None = None
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: Any) -> Tensor:
+        self.fitted = batch.pop("labels")
+        outputs: Tensor = self.dropout(self.net(batch["inputs"]))
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        assert "labels" not in batch  # of the same batch as the forward
+        return F.cross_entropy(outputs, self.fitted)
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        modes = (outputs is not None, self.training, torch.is_grad_enabled())
+        self.labels = batch["labels"]
+        outputs = self(batch) if outputs is None else outputs
+        batch.pop("labels", None)
+        self.seen.append((len(outputs), *modes))
+        return {"best": outputs.argmax(1)}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        assert "labels" not in batch
+        metric.update(outputs["best"], self.labels)
+
+
+def test_metrics_of_training_get_what_eval_forward_makes_of_the_outputs() -> None:
+    batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
+    model = Popping()
+    trainer = Trainer(model, batches, optimizer=adam, device="cpu", progress=False, seed=3,
+                      microbatch_size=20)  # fmt: skip
+    trainer.fit()
+    value = trainer.state.train.metrics["accuracy"]
+    assert 0 < value < 1
+    rows = sum(len(batch["labels"]) for batch in batches)
+    assert sum(count for count, *_ in model.seen) == rows  # each row once, for all metrics
+    assert {tuple(modes) for _, *modes in model.seen} == {(True, False, False)}
+    assert model.training
+    assert all("labels" in batch for batch in batches)
+
+
+class Shifting(Classifier):
+    """Shifts the targets in place for the metrics, as models of language do."""
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        outputs = super().eval_forward(batch, outputs)
+        batch[1][:-1] = batch[1][1:].clone()
+        return outputs
+
+
+@pytest.mark.parametrize("size", [None, 5])
+def test_what_eval_forward_writes_into_is_not_the_batch_of_the_loader(size: int | None) -> None:
+    batches = list(make_loader())
+    expected = [targets.clone() for _, targets in batches]
+    model = Shifting({"accuracy": accuracy()})
+    settings: dict[str, Any] = {"microbatch_size": size, "eval_microbatch_size": size}
+    trainer = Trainer(
+        model,
+        batches,
+        eval_dataloader=batches,
+        optimizer=adam,
+        max_duration="2ep",
+        device="cpu",
+        progress=False,
+        **settings,
+    )
+    trainer.fit()
+    assert all(map(torch.equal, expected, (targets for _, targets in batches)))
+
+
+def test_metrics_of_training_do_not_change_what_is_trained() -> None:
+    def train(metrics: Any) -> nn.Module:
+        model = Popping()
+        model._metrics = (metrics,)
+        batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
+        Trainer(model, batches, optimizer=adam, device="cpu", progress=False, seed=3).fit()
+        return model
+
+    assert_same(train({"accuracy": accuracy()}), train({}))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        ({"accuracy": accuracy()}, ["accuracy"]),
+        (accuracy(), ["MulticlassAccuracy"]),
+        ([accuracy(), MulticlassF1Score(CLASSES)], ["MulticlassAccuracy", "MulticlassF1Score"]),
+        (MetricCollection({"a": accuracy()}), ["a"]),
+        (nn.ModuleDict({"a": accuracy()}), ["a"]),
+    ],
+    ids=["mapping", "metric", "list", "collection", "modules"],
+)
+@pytest.mark.parametrize("is_train", [True, False])
+def test_the_metrics_of_a_model_are_found(metrics: Any, names: list[str], is_train: bool) -> None:
+    model = Classifier(metrics)
+    found = model_metrics(model, is_train=is_train)
+    assert found is not None
+    assert list(found) == names
+    assert all(isinstance(metric, Metric) for metric in found.values())
+    assert model.asked == [is_train]
+
+
+@pytest.mark.parametrize("metrics", [None, {}, [], MetricCollection({})])
+def test_a_model_without_metrics_has_none(metrics: Any) -> None:
+    assert model_metrics(Classifier(metrics), is_train=True) is None
+
+
+def test_only_composers_interface_is_asked_for_metrics() -> None:
+    class Other(nn.Module):
+        def get_metrics(self, is_train: bool) -> Any:
+            raise AssertionError
+
+    assert model_metrics(Other(), is_train=False) is None
+
+
+def test_what_is_no_metric_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Classifier.get_metrics\(is_train=True\) returned 3"):
+        model_metrics(Classifier(3), is_train=True)
+
+
+def test_the_trainer_takes_the_metrics_of_the_model_unless_it_is_given_others() -> None:
+    model = Classifier({"accuracy": accuracy()})
+    values = train_on(model, eval_dataloader=make_loader()).eval()
+    assert set(values) == {"accuracy"}
+    values = train_on(model, eval_dataloader=make_loader(), metrics={"mine": accuracy()}).eval()
+    assert set(values) == {"mine"}
+
+
+@pytest.mark.parametrize("name", sorted(set(COUNTERPARTS) - set(PARAMETERS)))
+def test_an_argument_of_composers_is_refused_with_what_stands_for_it(name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        refuse_unknown({name: None}, kind=Trainer)
+    message = str(caught.value)
+    counterpart = COUNTERPARTS[name]
+    assert message.startswith(f"Trainer has no argument {name!r}: Composer's")
+    assert counterpart.hint.replace("`", "") in message
+    assert counterpart.ours is None or f"here it is {counterpart.ours} (" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_durations", "did you mean 'max_duration'"),
+        ("Callbacks", "did you mean 'callbacks'"),
+        ("save_foldr", "'save_folder' was meant\\? Composer's; here it is checkpoint"),
+        ("zebra", "has no argument 'zebra'; it has model, train_dataloader, eval_"),
+    ],
+)
+def test_a_mistyped_argument_is_refused_with_what_was_meant(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        refuse_unknown({name: None}, kind=Trainer)
+
+
+def test_several_are_named_together() -> None:
+    with pytest.raises(TypeError) as caught:
+        refuse_unknown({"optimizers": 1, "progress": True, "schedulers": 2}, kind=Trainer)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "Trainer has no arguments",
+        "  'optimizers'",
+        "  'schedulers'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ours"),
+    [(name, given, ours) for name, values in VALUES.items() for given, ours in values.items()],
+)
+def test_a_value_of_composers_is_refused_with_ours(name: str, given: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='{given}' is Composer's .* pass {name}='{ours}'"):
+        refuse_unknown({name: given}, kind=Trainer)
+    refuse_unknown({name: ours}, kind=Trainer)
+
+
+def test_a_precision_of_composers_is_one_of_its_names() -> None:
+    precision = of_composer(type("Precision", (), {"value": "amp_bf16"}))()
+    with pytest.raises(ValueError, match=r"precision='amp_bf16' is Composer's .* precision='bf16'"):
+        refuse_unknown({"precision": precision}, kind=Trainer)
+
+
+def test_the_trainer_itself_refuses_them() -> None:
+    with pytest.raises(TypeError, match="here it is microbatch_size"):
+        train_on(Classifier(), device_train_microbatch_size="auto")
+    with pytest.raises(ValueError, match="pass precision='bf16'"):
+        train_on(Classifier(), precision="amp_bf16")
+    assert list(inspect.signature(Trainer).parameters) == list(PARAMETERS)[1:]
+
+
+def an_object(kind: str, name: str) -> object:
+    base = of_composer(type(kind, (), {}))
+    return type(name, (base,), {})()
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_of_composers_are_refused_with_what_stands_for_them(kind: str) -> None:
+    argument = {"Algorithm": "algorithms", "Callback": "callbacks"}.get(kind, "loggers")
+    for name, hint in OBJECTS[kind].items():
+        called = name or "SomethingElse"
+        for given in (an_object(kind, called), [object(), an_object(kind, called)]):
+            with pytest.raises(TypeError) as caught:
+                refuse_unknown({argument: given}, kind=Trainer)
+            assert str(caught.value) == f"{called} of {argument} is Composer's: {hint}"
+
+
+def test_what_stands_for_them_exists() -> None:
+    hints = "\n".join(hint for hints in OBJECTS.values() for hint in hints.values())
+    names = re.findall(r"automicro\.(callbacks|loggers)\.(\w+)", hints)
+    assert len(names) >= 9
+    for module, name in names:
+        assert hasattr(importlib.import_module(f"automicro.{module}"), name), name
+    for argument in re.findall(r"(\w+)=", hints):
+        assert argument in PARAMETERS or argument in ("label_smoothing", "folder", "interval")
+
+
+def test_the_trainer_names_all_objects_at_once() -> None:
+    with pytest.raises(TypeError, match=r"(?s)EMA of algorithms.*\n  SpeedMonitor of callbacks"):
+        train_on(
+            Classifier(),
+            algorithms=[an_object("Algorithm", "EMA")],
+            callbacks=[an_object("Callback", "SpeedMonitor")],
+        )
+
+
+@refusing_unknown
+class Small:
+    def __init__(self, first: int, *, second: int = 2) -> None:
+        self.values = (first, second)
+
+
+class Wider(Small):
+    def __init__(self, first: int, *, third: int) -> None:
+        super().__init__(first)
+        self.third = third
+
+
+class Open(Small):
+    def __init__(self, first: int, **options: Any) -> None:
+        super().__init__(first, **options)
+
+
+def test_a_decorated_class_is_as_before() -> None:
+    assert Small(1, second=3).values == (1, 3)
+    assert Small(first=1).values == (1, 2)
+    assert str(inspect.signature(Small)) == "(first: int, *, second: int = 2) -> None"
+    with pytest.raises(TypeError, match="required positional argument"):
+        Small(second=1)  # type: ignore[call-arg]
+
+
+def test_help_shows_the_arguments_where_python_does_and_not_once_more() -> None:
+    class Plain:
+        def __init__(self, first: int, *, second: int = 2) -> None:
+            pass
+
+    shown, expected = (pydoc.render_doc(kind).count("second: int") for kind in (Small, Plain))
+    assert shown == expected
+    assert str(inspect.signature(Wider)) == "(first: int, *, third: int) -> None"
+
+
+def test_a_subclass_may_take_other_arguments() -> None:
+    assert Wider(1, third=3).third == 3
+    assert Open(1, second=3).values == (1, 3)
+    with pytest.raises(TypeError, match="Wider has no argument 'thrid': did you mean 'third'"):
+        Wider(1, thrid=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'optimizers'"):
+        Open(1, optimizers=3)
+
+
+def rows_of_the_page() -> Iterator[tuple[str, str | None, str]]:
+    for name, ours, hint in ROW.findall(PAGE.read_text(encoding="utf-8")):
+        yield name, ours or None, hint
+
+
+def test_the_page_has_every_argument_as_the_errors_have_it() -> None:
+    expected = [(name, each.ours, each.hint) for name, each in COUNTERPARTS.items()]
+    assert list(rows_of_the_page()) == expected
+
+
+@pytest.mark.parametrize("name", sorted({each.ours for each in COUNTERPARTS.values() if each.ours}))
+def test_what_stands_for_an_argument_exists(name: str) -> None:
+    assert name in PARAMETERS
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_values_are_of_arguments_that_exist(name: str) -> None:
+    assert name in PARAMETERS
+
+
+def test_the_page_has_the_table_that_was_measured() -> None:
+    """Composer's own Trainer runs in an environment of its own: `benchmarks/beside_composer.py`."""
+    page = PAGE.read_text(encoding="utf-8")
+    results = sorted((PAGE.parent.parent / "benchmarks" / "results").glob("*-beside-composer.json"))
+    report = json.loads(results[-1].read_text(encoding="utf-8"))
+    assert table(report) in page
+    assert f"results/{results[-1].name}" in page
+    assert list(report["cases"]) == list(CASES)
+    for name, row in report["cases"].items():
+        assert is_exact(row) != ("named" in row), name

@@ -1,0 +1,207 @@
+"""Deterministic runs: the same bits twice, and the process as before afterwards."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automicro import DeterminismWarning
+from automicro.torch_private_compiler import inductor_is_deterministic
+from automicro.trainer.surroundings import (
+    CUBLAS_VARIABLE,
+    deterministic_algorithms,
+    prepare_cublas,
+)
+from tests.trainer.runs import assert_same, make_loader, make_model, make_trainer
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def settings() -> dict[str, Any]:
+    return {
+        "enabled": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "compiled": inductor_is_deterministic(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+        "fill": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009
+    }
+
+
+DETERMINISTIC = {
+    "enabled": True,
+    "warns": False,
+    "compiled": True,
+    "benchmark": False,
+    "cudnn": True,
+    "fill": True,
+}
+
+
+@pytest.fixture
+def other_settings() -> Iterator[None]:
+    """What somebody may have set before, all of it unlike what a deterministic run needs."""
+    cudnn = torch.backends.cudnn
+    before = (cudnn.benchmark, cudnn.deterministic)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cudnn.benchmark, cudnn.deterministic = True, False
+    yield
+    torch.use_deterministic_algorithms(False)
+    cudnn.benchmark, cudnn.deterministic = before
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    models = []
+    for _ in range(2):
+        with deterministic_algorithms(CPU):
+            trainer = make_trainer(
+                make_model(dropout=0.5), make_loader(), seed=5, microbatch_size=4
+            )
+            trainer.fit()
+        models.append(trainer._run.model)
+    assert_same(*models)
+
+
+def test_it_does_not_seed() -> None:
+    draws = []
+    for _ in range(2):
+        with deterministic_algorithms(CPU):
+            draws.append(torch.rand(4))
+    assert not torch.equal(*draws)
+
+
+def test_settings_come_back(other_settings: None) -> None:
+    before = settings()
+    with deterministic_algorithms(CPU):
+        assert settings() == DETERMINISTIC
+    assert settings() == before
+
+
+def test_settings_come_back_after_an_error(other_settings: None) -> None:
+    before = settings()
+    with pytest.raises(KeyboardInterrupt), deterministic_algorithms(CPU):
+        raise KeyboardInterrupt
+    assert settings() == before
+
+
+def test_runs_may_be_nested() -> None:
+    before = settings()
+    with deterministic_algorithms(CPU):
+        with contextlib.suppress(ValueError), deterministic_algorithms(CPU):
+            raise ValueError
+        assert settings() == DETERMINISTIC
+    assert settings() == before
+
+
+def test_an_operation_that_cannot_is_an_error_that_says_what_helps() -> None:
+    zeros, first = torch.zeros(4), torch.tensor([0])
+    with (
+        pytest.raises(RuntimeError, match="put_ does not have a deterministic") as caught,
+        deterministic_algorithms(CPU),
+    ):
+        zeros.put_(first, torch.ones(1))
+    assert caught.value.__notes__ == [
+        "automicro: deterministic=True asks for this error; replace the operation by one that is "
+        "deterministic, or leave deterministic=True out"
+    ]
+
+
+def test_other_errors_get_no_note() -> None:
+    with pytest.raises(RuntimeError) as caught, deterministic_algorithms(CPU):
+        torch.zeros(2) @ torch.zeros(3)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_memory_that_was_never_written_is_the_same_in_every_run() -> None:
+    with deterministic_algorithms(CPU):
+        assert torch.empty(5).isnan().all()
+
+
+# cuBLAS
+
+
+@pytest.fixture
+def untouched_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    before = os.environ.pop(CUBLAS_VARIABLE, None)
+    yield
+    os.environ.pop(CUBLAS_VARIABLE, None)
+    if before is not None:
+        os.environ[CUBLAS_VARIABLE] = before
+
+
+def test_cublas_is_told_before_cuda_is_used_and_stays_told(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_cublas(CUDA)
+    assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for _ in range(2):  # two runs of one trainer
+        with deterministic_algorithms(CUDA):
+            pass
+
+
+def test_a_setting_of_the_users_own_stays(untouched_cuda: None) -> None:
+    os.environ[CUBLAS_VARIABLE] = ":16:8"
+    prepare_cublas(CUDA)
+    assert os.environ[CUBLAS_VARIABLE] == ":16:8"
+
+
+def test_a_setting_that_is_not_deterministic_is_named(untouched_cuda: None) -> None:
+    os.environ[CUBLAS_VARIABLE] = ":0:0"
+    with pytest.raises(ValueError, match=r"has CUBLAS_WORKSPACE_CONFIG=:0:0, with which .*; set "):
+        prepare_cublas(CUDA)
+
+
+def test_cuda_in_use_already_may_be_too_late(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    before = settings()
+    with (
+        pytest.warns(
+            DeterminismWarning, match=r"on cuda needs CUBLAS.*differ.*=:4096:8 in the env"
+        ),
+        deterministic_algorithms(CUDA),
+    ):
+        assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
+    assert settings() == before
+
+
+def test_a_trainer_tells_cublas_before_it_asks_for_the_device(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    class AskedError(Exception):
+        pass
+
+    def empty(*sizes: int, **options: Any) -> Any:
+        told.append(os.environ.get(CUBLAS_VARIABLE) == ":4096:8")
+        raise AskedError
+
+    model, loader = make_model(), make_loader()
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(AskedError):
+        make_trainer(model, loader, device="cuda", deterministic=True)
+    assert told == [True]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_means_cuda_where_there_is_a_gpu(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    prepare_cublas("auto")
+    assert (CUBLAS_VARIABLE in os.environ) == there
+
+
+def test_a_cpu_needs_no_cublas(untouched_cuda: None) -> None:
+    with deterministic_algorithms(CPU):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    assert CUBLAS_VARIABLE not in os.environ

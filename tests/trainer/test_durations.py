@@ -1,0 +1,201 @@
+"""Durations in every unit, batches that are accumulated, batches that are not finite."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from automicro import NonFiniteLossError
+from tests.trainer.runs import (
+    FEATURES,
+    ROWS,
+    Scripted,
+    assert_same,
+    losses_of,
+    make_data,
+    make_loader,
+    make_model,
+    make_trainer,
+    schedule,
+    train_by_hand,
+)
+
+# Four batches an epoch: 16, 16, 16 and 2 rows.
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps", "epochs"),
+    [
+        ("1sp", 1, 0),
+        ("16sp", 1, 0),
+        ("17sp", 2, 0),
+        ("50sp", 4, 1),
+        ("51sp", 5, 1),
+        ("1e2sp", 8, 2),
+    ],
+)
+def test_samples_end_training_after_the_batch_that_reaches_them(
+    duration: str, steps: int, epochs: int
+) -> None:
+    summary = make_trainer(make_model(), max_duration=duration).fit()
+    assert (summary.steps, summary.epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("interval", "at"), [("16sp", [1, 2, 3]), ("20sp", [2, 3]), ("49sp", [4]), ("1e3sp", [4])]
+)
+def test_evaluations_come_after_the_batch_that_reaches_a_multiple(
+    interval: str, at: list[int]
+) -> None:
+    batches_done = []
+
+    class Noting(list):
+        def __iter__(self) -> Any:
+            batches_done.append(trainer.state.batch)
+            return super().__iter__()
+
+    trainer = make_trainer(
+        make_model(), eval_dataloader=Noting(make_loader()), eval_interval=interval
+    )
+    trainer.fit()
+    # At the end in any case.
+    assert batches_done == (at if at[-1] == 4 else [*at, 4])
+
+
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("accumulate", [2, 3, 4, 9])
+def test_accumulated_batches_train_as_larger_ones_would(accumulate: int, size: int | None) -> None:
+    ours, theirs = make_model().double(), make_model().double()
+    loader = make_loader(dtype=torch.float64)
+    options = {"scheduler": schedule, "grad_clip_norm": 0.5, "max_duration": "3ep"}
+    trainer = make_trainer(
+        ours, loader, accumulate_batches=accumulate, microbatch_size=size, **options
+    )
+    losses = losses_of(trainer)
+    summary = trainer.fit()
+    whole = DataLoader(make_data(dtype=torch.float64), batch_size=16 * accumulate)
+    expected = train_by_hand(theirs, whole, epochs=3, clip=0.5, schedule=schedule)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
+    assert summary.steps == 3 * len(whole)
+    assert summary.samples == 3 * ROWS
+    assert summary.global_batch.rows == pytest.approx(ROWS / len(whole))
+    assert summary.global_batch.rows_per_device == ROWS / 4
+    assert summary.global_batch.accumulation == 4 / len(whole)
+
+
+def test_a_duration_in_batches_counts_optimization_batches() -> None:
+    trainer = make_trainer(make_model(), accumulate_batches=3, max_duration="3ba")
+    summary = trainer.fit()
+    assert (summary.steps, summary.epochs, trainer.state.loader_batches) == (3, 1, 7)
+
+
+def test_running_out_of_memory_while_accumulating_keeps_the_optimization_batch() -> None:
+    ours, fixed = make_model(dropout=0.3), make_model(dropout=0.3)
+    options: dict[str, Any] = {"accumulate_batches": 2, "max_duration": "2ep", "seed": 3}
+    trainer = make_trainer(ours, make_loader(300, 128), memory_limit="200KiB", **options)
+    summary = trainer.fit()
+    assert summary.train_ooms == 1
+    assert summary.microbatch_size == 64
+    make_trainer(fixed, make_loader(300, 128), microbatch_size=64, **options).fit()
+    assert_same(ours, fixed)
+
+
+def scripted(at: int) -> Scripted:
+    torch.manual_seed(0)
+    return Scripted(at, lambda outputs: outputs * math.nan)
+
+
+def test_a_batch_that_is_not_finite_can_be_skipped(capfd: pytest.CaptureFixture[str]) -> None:
+    model = scripted(2)
+    trainer = make_trainer(
+        model, microbatch_size=None, non_finite="skip", scheduler=schedule, progress=True
+    )
+    summary = trainer.fit()
+    assert (summary.steps, summary.skipped_steps) == (3, 1)
+    assert (
+        "train: the loss is nan in epoch 1, batch 2 of the epoch (1 batch done); skipped"
+        in capfd.readouterr().out.splitlines()
+    )
+    same = scripted(0)
+    inputs, targets = make_data()[:]
+    kept = [(inputs[a:b], targets[a:b]) for a, b in ((0, 16), (32, 48), (48, 50))]
+    make_trainer(same, kept, microbatch_size=None, scheduler=schedule).fit()
+    assert_same(model, same)
+
+
+def test_a_batch_that_is_not_finite_can_be_ignored() -> None:
+    model = scripted(2)
+    summary = make_trainer(model, microbatch_size=None, non_finite="ignore").fit()
+    assert summary.steps == 4
+    assert math.isnan(summary.train_loss)
+    assert not torch.isfinite(model.linear.weight).any()
+
+
+def test_skipping_gives_up_where_nothing_is_finite_any_more() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.linear(inputs)
+            return outputs * math.nan
+
+    trainer = make_trainer(Broken(), non_finite="skip", max_duration="99ba", microbatch_size=None)
+    with pytest.raises(NonFiniteLossError, match="50 batches before it, which were skipped"):
+        trainer.fit()
+    assert trainer.state.skipped == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"non_finite": "skpi"}, ValueError, r"did you mean 'skip'\?\); use one of stop, skip, ig"),
+        ({"accumulate_batches": 0}, ValueError, "accumulate_batches=0 must be at least 1; pass"),
+        ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
+        ({"accumulate_batches": True}, TypeError, "True, not a whole number; pass an int"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(make_model(), **options)
+
+
+def test_what_the_loader_gave_is_let_go_before_it_gives_more() -> None:
+    class Held:
+        alive = most = 0
+
+        def __init__(self) -> None:
+            Held.alive += 1
+            Held.most = max(Held.most, Held.alive)
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    def give() -> Any:
+        for _ in range(6):
+            yield Held()
+
+    from automicro.trainer.data.loading import fetch, grouped
+
+    for _group in grouped(fetch(give(), "train_dataloader"), 2):
+        pass
+    assert Held.most == 2
+
+
+def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
+    trainer = make_trainer(make_model(), max_time="1s", max_duration="9999ep")
+    summary = trainer.fit()
+    assert summary.stop_reason == "max_time is over"
+    before = summary.steps
+    assert before >= 1
+    trainer._fit._max_seconds = 1e-9  # type: ignore[union-attr]
+    assert trainer.fit().steps == before + 1

@@ -1,0 +1,200 @@
+"""What goes wrong, and what the user then reads."""
+
+import copy
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from automicro import BatchError, DataLoaderError, NonFiniteLossError, Trainer
+from tests.trainer.runs import (
+    Scripted,
+    adam,
+    assert_same,
+    make_data,
+    make_loader,
+    make_model,
+    make_trainer,
+    schedule,
+)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_optimizer_steps(bad: float) -> None:
+    model = Scripted(6, lambda outputs: outputs * bad)
+    steps: list[Any] = []
+    optimizer = adam(model.parameters())
+    optimizer.register_step_post_hook(
+        lambda *_: steps.append(copy.deepcopy(model.linear.state_dict()))
+    )
+    trainer = make_trainer(model, optimizer=optimizer, max_duration="3ep", microbatch_size=16)
+    with pytest.raises(
+        NonFiniteLossError,
+        match=r"the loss is nan in epoch 2, batch 2 of the epoch \(5 batches done\).*Lower",
+    ):
+        trainer.fit()
+    assert len(steps) == 5
+    assert torch.equal(steps[-1]["weight"], model.linear.weight)
+
+
+def test_a_gradient_that_is_not_finite_is_caught_where_gradients_are_clipped() -> None:
+    def root(outputs: Tensor) -> Tensor:
+        return (outputs * 0).abs().sqrt() + outputs
+
+    model = Scripted(1, root)
+    before = copy.deepcopy(model.linear)
+    with pytest.raises(NonFiniteLossError, match="the norm of its gradient is nan"):
+        make_trainer(model, grad_clip_norm=1.0, microbatch_size=None).fit()
+    assert_same(model.linear, before)
+
+
+def test_errors_of_the_model_pass_through_with_a_note_of_where() -> None:
+    def fail(_: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        make_trainer(Scripted(6, fail), max_duration="3ep", microbatch_size=16).fit()
+    assert raised.value.__notes__ == [
+        "automicro: in training, epoch 2, batch 2 of the epoch (5 batches done)"
+    ]
+
+
+def test_a_failure_in_evaluation_says_so() -> None:
+    def fail(_: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    trainer = make_trainer(Scripted(6, fail), eval_dataloader=make_loader(), microbatch_size=16)
+    with pytest.raises(KeyError) as raised:
+        trainer.fit()
+    assert raised.value.__notes__[0] == "automicro: in evaluation, batch 2 of the pass"
+
+
+def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
+    inputs, targets = make_data()[:]
+    batches = [(inputs, targets), (inputs, targets[:7])]
+    with pytest.raises(BatchError) as raised:
+        make_trainer(make_model(), batches).fit()
+    assert "epoch 1, batch 2 of the epoch" in raised.value.__notes__[-1]
+
+
+def test_a_batch_without_rows_is_named_by_its_place() -> None:
+    inputs, targets = make_data()[:]
+    with pytest.raises(BatchError, match="no rows") as raised:
+        make_trainer(make_model(), [(inputs[:0], targets[:0])]).fit()
+    assert "epoch 1, batch 1 of the epoch" in raised.value.__notes__[-1]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([], r"^train_dataloader \(list\) gave no batch; check its dataset"),
+        (DataLoader(make_data(0), batch_size=4), r"its dataset is empty; check the path"),
+        (
+            DataLoader(make_data(3), batch_size=4, drop_last=True),
+            r"3 rows, fewer than batch_size=4, and drop_last=True.*use drop_last=False",
+        ),
+    ],
+    ids=["list", "empty dataset", "drop_last"],
+)
+def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) -> None:
+    with pytest.raises(DataLoaderError, match=message):
+        make_trainer(make_model(), loader).fit()
+    with pytest.raises(DataLoaderError, match=message.replace("train_", "")):
+        make_trainer(make_model()).eval(loader)
+
+
+def test_an_iterator_that_is_used_up_in_the_second_epoch_is_an_error() -> None:
+    trainer = make_trainer(make_model(), iter(list(make_loader())), max_duration="8ba")
+    with pytest.raises(DataLoaderError, match=r"iterator.*used up.*a DataLoader or a list"):
+        trainer.fit()
+    assert trainer.state.epoch == 1
+
+
+def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> None:
+    with pytest.raises(ValueError, match=r"only once, and max_duration='2ep' needs 2 passes"):
+        make_trainer(make_model(), iter(list(make_loader())), max_duration="2ep")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optimizer": None}, ValueError, "no optimizer; pass optimizer=torch.optim.AdamW"),
+        ({"optimizer": 3}, TypeError, "optimizer is of type int, not a torch.optim.Optimizer"),
+        ({"optimizer": len}, TypeError, "made a int of the model's parameters"),
+        (
+            {"optimizer": adam(nn.Linear(2, 2).parameters())},
+            ValueError,
+            "2 of the optimizer's 2 parameters are not in the model",
+        ),
+        ({"scheduler": 3}, TypeError, "scheduler is a int; pass an instance"),
+        ({"scheduler": lambda _: 3}, TypeError, "made a int, which has no step method"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            TypeError,
+            "steps on a measured value",
+        ),
+        (
+            {"scheduler": schedule(adam(nn.Linear(2, 2).parameters()))},
+            ValueError,
+            "belongs to another optimizer",
+        ),
+        ({"eval_dataloader": 3}, TypeError, "eval_dataloader is a int and cannot be iterated"),
+        ({"max_duration": 3}, TypeError, "max_duration=3 has no unit; say '3ep'"),
+        (
+            {"max_duration": "3"},
+            ValueError,
+            r"no unit; say '3ep' \(epochs\), '3ba' \(batches\), '3sp' \(samples\) or '3tok' \(tok",
+        ),
+        ({"eval_interval": "0ep"}, ValueError, "eval_interval='0ep' is not a whole number of"),
+        (
+            {"max_duration": "ten"},
+            ValueError,
+            "whole number of epochs, batches, samples or tokens, at least 1; wri",
+        ),
+        (
+            {"max_duration": "1e2ba"},
+            ValueError,
+            "write it like '2ep', '500ba', '10000sp' or '1e6tok'$",
+        ),
+        ({"precision": "half"}, ValueError, "precision='half' is not known; use 'fp16'"),
+        ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
+        ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
+        ({"device": "nowhere"}, ValueError, "device='nowhere' cannot be used here"),
+        ({"device": "meta"}, ValueError, "holds no data"),
+        ({"seed": 1.5}, TypeError, "seed is 1.5, not a whole number"),
+        ({"seed": -1}, ValueError, "seed=-1 is outside"),
+        ({"progress": "yes"}, TypeError, "progress is 'yes'; pass True"),
+        ({"metrics": [MeanMetric()]}, TypeError, "metrics need names: pass a mapping"),
+        ({"metrics": {"loss": MeanMetric()}}, ValueError, "a metric is called 'loss'"),
+        ({"metrics": {"x": 3}}, TypeError, "no metric"),
+        ({"memory_limit": "lots"}, ValueError, "cannot read 'lots' as an amount of memory"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8' is not known"),
+        ({"microbatch_size": 0}, ValueError, "microbatch_size=0 is no size"),
+        ({"batchnorm": "warm"}, ValueError, "did you mean 'warn'"),
+    ],
+    ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value))[:50],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(make_model(), **options)
+
+
+def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
+    trainer = Trainer(make_model(), loss_fn=nn.CrossEntropyLoss(), device="cpu", progress=False)
+    with pytest.raises(ValueError, match=r"pass train_dataloader=… and optimizer=…"):
+        trainer.fit()
+    with pytest.raises(ValueError, match=r"pass eval_dataloader=…"):
+        trainer.eval()
+    assert "loss" in trainer.eval(make_loader())
+
+
+def test_a_scheduler_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="no optimizer to schedule"):
+        Trainer(make_model(), scheduler=schedule, loss_fn=nn.CrossEntropyLoss())

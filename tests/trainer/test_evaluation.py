@@ -1,0 +1,174 @@
+"""Durations, evaluations and metrics."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
+
+from tests.trainer.runs import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    make_data,
+    make_loader,
+    make_model,
+    make_trainer,
+)
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps", "epochs"),
+    [("1ep", 4, 1), ("3ep", 12, 3), ("1ba", 1, 0), ("4ba", 4, 1), ("6ba", 6, 1), ("8ba", 8, 2)],
+)
+def test_durations_count_epochs_and_batches(duration: str, steps: int, epochs: int) -> None:
+    summary = make_trainer(make_model(), max_duration=duration).fit()
+    assert (summary.steps, summary.epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("interval", "duration", "evaluations"),
+    [("1ep", "3ep", 3), ("2ep", "3ep", 2), ("2ba", "1ep", 2), ("3ba", "1ep", 2), (None, "3ep", 0)],
+)
+def test_evaluations_come_at_their_interval_and_at_the_end(
+    interval: str | None, duration: str, evaluations: int
+) -> None:
+    passes = []
+
+    class Counted(list):
+        def __iter__(self) -> Iterator[Any]:
+            passes.append(1)
+            return super().__iter__()
+
+    batches = Counted(make_loader())
+    summary = make_trainer(
+        make_model(), max_duration=duration, eval_dataloader=batches, eval_interval=interval
+    ).fit()
+    assert len(passes) == evaluations
+    assert ("loss" in summary.eval_metrics) == (evaluations > 0)
+
+
+def test_a_second_fit_after_the_end_is_refused() -> None:
+    trainer = make_trainer(make_model(), max_duration="2ep")
+    trainer.fit()
+    with pytest.raises(ValueError, match=r"max_duration='2ep' already \(8 batches\).*new Trainer"):
+        trainer.fit()
+
+
+def test_eval_gives_the_loss_and_metrics_of_the_whole_data() -> None:
+    model = make_model(dropout=0.5)
+    trainer = make_trainer(
+        model,
+        metrics=MetricCollection(
+            [MulticlassAccuracy(CLASSES, average="micro"), MulticlassPrecision(CLASSES)]
+        ),
+        eval_microbatch_size=3,
+        eval_dataloader=make_loader(),
+    )
+    values = trainer.eval()
+    inputs, targets = make_data()[:]
+    model.eval()
+    with torch.no_grad():
+        outputs = model(inputs)
+    expected = nn.functional.cross_entropy(outputs, targets).item()
+    assert values["loss"] == pytest.approx(expected, rel=1e-6)
+    accuracy = (outputs.argmax(1) == targets).double().mean().item()
+    assert values["MulticlassAccuracy"] == pytest.approx(accuracy)
+    assert {type(value) for value in values.values()} == {float}
+    assert trainer.eval(make_loader(rows=10)) != values
+
+
+def test_eval_leaves_modes_and_training_metrics_alone() -> None:
+    model = make_model()
+    model[3].eval()
+    before = [module.training for module in model.modules()]
+    trainer = make_trainer(model, metrics={"rows": MeanMetric()}, update_metric=count_rows)
+    trainer.fit()
+    assert trainer.eval(make_loader(rows=7))["rows"] == 7.0
+    assert [module.training for module in model.modules()] == before
+    assert trainer.state.train.metrics == {"rows": pytest.approx((3 * 16**2 + 2**2) / ROWS)}
+
+
+def test_the_loss_of_an_evaluation_does_not_depend_on_the_batch_size() -> None:
+    inputs, targets = make_data()[:]
+    targets = targets.clone()
+    targets[: ROWS // 2] = -100  # whole batches in which nothing counts
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    values = []
+    for batch_size in (3, 7, ROWS):
+        trainer = make_trainer(make_model(), eval_microbatch_size=2)
+        values.append(trainer.eval(torch.utils.data.DataLoader(data, batch_size))["loss"])
+    assert values[0] == pytest.approx(values[2], rel=1e-6)
+    assert values[1] == pytest.approx(values[2], rel=1e-6)
+
+
+def test_the_parts_of_a_loss_are_reported_by_name() -> None:
+    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        outputs = model(batch[0])
+        return {"fit": nn.functional.cross_entropy(outputs, batch[1]), "size": outputs.mean() ** 2}
+
+    trainer = make_trainer(make_model(), loss_fn=None, forward=forward, loss_average="samples")
+    values = trainer.eval(make_loader())
+    assert list(values) == ["loss", "loss/fit", "loss/size"]
+    assert values["loss"] == pytest.approx(values["loss/fit"] + values["loss/size"])
+
+
+def count_rows(metric: Any, outputs: Any, microbatch: Any) -> None:
+    metric.update(float(len(microbatch[0])), weight=len(microbatch[0]))
+
+
+def test_metrics_count_each_row_once_whatever_was_rolled_back() -> None:
+    class Count(MeanMetric):
+        def update(self, value: Any, weight: Any = 1.0) -> None:
+            super().update(torch.ones(len(weight)))
+
+        def compute(self) -> Tensor:
+            return self.weight
+
+    summary = make_trainer(
+        make_model(),
+        make_loader(rows=300, batch_size=256),
+        eval_dataloader=make_loader(rows=900, batch_size=900),
+        metrics={"rows": Count()},
+        memory_limit="256KiB",
+        max_duration="2ep",
+    ).fit()
+    assert summary.train_ooms
+    assert summary.eval_ooms
+    assert summary.train_metrics["rows"] == 300
+    assert summary.eval_metrics["rows"] == 900
+
+
+def test_a_metric_with_several_values_gives_each_by_index() -> None:
+    trainer = make_trainer(
+        make_model(), metrics={"each": MulticlassAccuracy(CLASSES, average=None)}
+    )
+    assert list(trainer.eval(make_loader())) == ["loss", "each/0", "each/1", "each/2"]
+
+
+def test_evaluating_a_model_that_gives_no_loss_reports_the_metrics() -> None:
+    class Composed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, batch: Any) -> Tensor:
+            outputs: Tensor = self.linear(batch[0])
+            return outputs
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(outputs, batch[1])
+
+        def eval_forward(self, batch: Any) -> Tensor:
+            return self(batch)  # type: ignore[no-any-return]
+
+    trainer = make_trainer(
+        Composed(),
+        loss_fn=None,
+        loss_average="samples",
+        metrics=MulticlassAccuracy(CLASSES, average="micro"),
+    )
+    assert list(trainer.eval(make_loader())) == ["MulticlassAccuracy"]

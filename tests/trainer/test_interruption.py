@@ -1,0 +1,261 @@
+"""Ctrl-C and SIGTERM: the first is noted, the second stops, and nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from automicro.trainer.signals import Interruption, catching_signals
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+STOPS: dict[signal.Signals, type[BaseException]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: SystemExit,
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_put_back() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in BOTH]
+    yield
+    after = [signal.getsignal(number) for number in BOTH]
+    for number, handler in zip(BOTH, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_the_first_signal_is_noted_and_said(number: signal.Signals) -> None:
+    lines: list[str] = []
+    with catching_signals(saves=True, say=lines.append) as interruption:
+        assert interruption.name is None
+        send(number)
+        assert interruption.name == NAMES[number]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{NAMES[number]}: finishing this batch, then saving; ")
+    assert lines[0].endswith("stops at once" if number == signal.SIGTERM else "stop at once")
+
+
+def test_without_checkpoints_nothing_is_said_of_saving() -> None:
+    lines: list[str] = []
+    with catching_signals(say=lines.append):
+        send(signal.SIGINT)
+    assert lines == ["Ctrl-C: finishing this batch, then stopping; press again to stop at once"]
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
+    with catching_signals(say=lambda line: None):
+        send(number)
+        with pytest.raises(STOPS[number]) as caught:
+            send(number)
+    if number == signal.SIGTERM:
+        assert isinstance(caught.value, SystemExit)
+        assert caught.value.code == 143
+
+
+def test_ctrl_c_after_sigterm_is_a_first_one() -> None:
+    lines: list[str] = []
+    with catching_signals(say=lines.append) as interruption:
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        assert interruption.name == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_the_program_ends_as_by_the_signal_with_a_note_of_where(number: signal.Signals) -> None:
+    interruption = Interruption()
+    interruption.take_note(number)
+    with pytest.raises(STOPS[number]) as caught:
+        interruption.raise_if_interrupted(where="after batch 12", checkpoint="runs/a/1-step-12")
+    assert caught.value.__notes__ == [
+        f"automicro: {NAMES[number]}: stopped after batch 12, saved in runs/a/1-step-12"
+    ]
+    assert number == signal.SIGINT or getattr(caught.value, "code", None) == 143
+
+
+def test_nothing_is_raised_where_nothing_came() -> None:
+    Interruption().raise_if_interrupted(where="anywhere")
+
+
+def test_it_is_said_that_there_is_no_checkpoint() -> None:
+    interruption = Interruption()
+    interruption.take_note(signal.SIGINT)
+    line = interruption.describe(where="after batch 3")
+    assert line == "Ctrl-C: stopped after batch 3, without a checkpoint"
+
+
+def test_handlers_are_put_back_after_an_exception() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def fit() -> None:
+        with catching_signals():
+            assert signal.getsignal(signal.SIGINT) is not before
+            raise ValueError("in training")
+
+    with pytest.raises(ValueError, match="in training"):
+        fit()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_of_the_callers_own_is_called_as_well() -> None:
+    seen: list[int] = []
+
+    def own(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with catching_signals(say=lambda line: None) as interruption:
+            send(signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+        assert interruption.name == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_was_installed_meanwhile_stays() -> None:
+    def own(number: int, frame: FrameType | None) -> None:
+        pass
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with catching_signals():
+            signal.signal(signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with catching_signals() as interruption:
+            send(signal.SIGINT)
+        assert interruption.name is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_from_outside_of_python_is_left_alone(mocker: Any) -> None:
+    mocker.patch("signal.getsignal", return_value=None)
+    install = mocker.patch("signal.signal")
+    with catching_signals():
+        pass
+    install.assert_not_called()
+
+
+def test_in_another_thread_nothing_is_caught() -> None:
+    before = [signal.getsignal(number) for number in BOTH]
+    during: list[Any] = []
+
+    def fit() -> None:
+        with catching_signals() as interruption:
+            during.extend(signal.getsignal(number) for number in BOTH)
+            during.append(interruption.name)
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join(timeout=10)
+    assert during == [*before, None]
+
+
+def test_one_inside_of_another_tells_both() -> None:
+    lines: list[str] = []
+    with catching_signals(say=lines.append) as outer:
+        with catching_signals(say=lines.append) as inner:
+            send(signal.SIGTERM)
+        assert outer.name == inner.name == "SIGTERM"
+    assert len(lines) == 2
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    # A session of its own: what it sends to its group does not reach the tests.
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        start_new_session=True,
+        check=False,
+    )
+
+
+# The module alone: the whole package takes seconds to import.
+ALONE = """
+        import multiprocessing, os, runpy, signal, time
+        module = runpy.run_path("automicro/trainer/signals.py")
+        catching_signals = module["catching_signals"]
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", -signal.SIGINT), ("SIGTERM", 143)])
+def test_a_process_ends_with_the_code_of_the_signal(number: str, code: int) -> None:
+    done = run(f"""{ALONE}
+        with catching_signals(saves=True) as interruption:
+            os.kill(os.getpid(), signal.{number})
+            print("the batch is finished", flush=True)
+        interruption.raise_if_interrupted(where="after batch 1")
+        print("unreached")
+    """)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "the batch is finished\n"
+    assert done.stderr.startswith(f"{NAMES[signal.Signals[number]]}: finishing this batch, ")
+
+
+def test_forked_workers_end_with_sigterm() -> None:
+    done = run(f"""{ALONE}
+        def work(is_there):
+            is_there.set()
+            time.sleep(60)
+
+        with catching_signals():
+            context = multiprocessing.get_context("fork")
+            is_there = context.Event()
+            worker = context.Process(target=work, args=(is_there,), daemon=True)
+            worker.start()
+            is_there.wait(30)
+            worker.terminate()
+            worker.join(timeout=30)
+            print(worker.exitcode == -signal.SIGTERM)
+    """)
+    assert done.stdout == "True\n", done.stderr
+    assert done.stderr == ""
+
+
+def test_forked_workers_outlive_ctrl_c_in_a_terminal_until_the_batch_is_finished() -> None:
+    done = run(f"""{ALONE}
+        from torch.utils.data import DataLoader
+
+        with catching_signals() as interruption:
+            loader = DataLoader(
+                range(40), batch_size=2, num_workers=2, multiprocessing_context="fork"
+            )
+            batches = iter(loader)
+            next(batches)
+            os.killpg(0, signal.SIGINT)
+            time.sleep(0.3)
+            print(interruption.name, 1 + sum(1 for _ in batches), flush=True)
+    """)
+    assert (done.returncode, done.stdout) == (0, "Ctrl-C 20\n"), done.stderr
+    assert done.stderr.count("finishing this batch") == 1

@@ -1,0 +1,412 @@
+"""The loop over epochs, batches, evaluations and checkpoints, broken off and taken up again."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import SumMetric
+
+from automicro import CheckpointConfig, Evaluator
+from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
+from automicro.checkpoints.store import CheckpointStore
+from automicro.events.callback import Callback
+from automicro.events.run import Run
+from automicro.loggers import JSONLinesLogger
+from tests.loggers.logged import read_json_lines
+from tests.trainer.runs import assert_same, make_data, make_loader, make_model, make_trainer
+
+# Four batches an epoch: 16, 16, 16 and 2 rows.
+
+
+class At(Callback):
+    """Does something once at an event, when so many batches are done; notes evaluations."""
+
+    def __init__(self, event: str = "", batch: int = 0, action: Callable[[], Any] = print) -> None:
+        self.rows: list[list[float]] = []
+        self.evaluated: list[int] = []
+        self.eval_batches = 0
+        self._due = True
+        self._batch = batch
+        self._action = action
+        self._event = event
+
+    def _look(self, event: str, run: Run) -> None:
+        if self._due and event == self._event and run.state.batch == self._batch:
+            self._due = False
+            self._action()
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        self.rows.append(batch[0][:, 0].tolist())
+        self._look("batch_start", run)
+
+    def batch_end(self, run: Run, result: Any) -> None:
+        self._look("batch_end", run)
+
+    def eval_batch_end(self, run: Run, result: Any) -> None:
+        self.eval_batches += 1
+        self._look("eval_batch_end", run)
+
+    def eval_end(self, run: Run, values: Any) -> None:
+        self.evaluated.append(run.state.batch)
+        self._look("eval_end", run)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise RuntimeError("broken")
+
+
+class Unknown(IterableDataset):
+    """The same rows, and nobody knows how many."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = make_data()
+        return (data[index] for index in range(50))
+
+
+def steps_of(path: Path, name: str) -> list[int]:
+    return [step for step, each, _ in read_json_lines(path) if each == name]
+
+
+@pytest.mark.parametrize("callbacks", [[], [At()]])
+def test_the_best_checkpoint_stays_whoever_listens(tmp_path: Path, callbacks: list[At]) -> None:
+    config = CheckpointConfig(folder=tmp_path, interval=None, keep_last=1, keep_best=1)
+    trainer = make_trainer(
+        make_model(),
+        eval_dataloader=make_loader(),
+        eval_interval="3ba",
+        checkpoint=config,
+        callbacks=callbacks,
+        max_duration="2ep",
+    )
+    trainer.fit()
+    best = CheckpointStore(tmp_path).best()
+    assert best is not None
+    assert best.metrics == {"eval/loss": trainer.eval()["loss"]}
+
+
+def test_checkpoints_are_ranked_by_values_of_their_own_weights(tmp_path: Path) -> None:
+    class Spoil(Callback):
+        def batch_end(self, run: Run, result: Any) -> None:
+            if run.state.batch == 5:
+                with torch.no_grad():
+                    for parameter in run.model.parameters():
+                        parameter.mul_(-5)
+
+        def eval_end(self, run: Run, values: Any) -> None:
+            if not hasattr(self, "is_inside"):
+                self.is_inside = True
+                trainer.eval(make_loader(rows=4))  # logged under the same name
+
+    each = {
+        "quick": Evaluator(dataloader=make_loader(8), interval="1ba"),
+        "full": Evaluator(dataloader=make_loader(), interval="3ba"),
+    }
+    trainer = make_trainer(
+        make_model(),
+        eval_dataloader=each,
+        callbacks=[Spoil()],
+        max_duration="7ba",
+        checkpoint=CheckpointConfig(
+            folder=tmp_path,
+            interval="1ba",
+            keep_last=None,
+            keep_best=1,
+            best_metric="eval/full/loss",
+        ),
+    )
+    trainer.fit()
+    store = CheckpointStore(tmp_path, best_metric="eval/full/loss")
+    best = store.best()
+    assert best is not None
+    assert best.step == 3
+    model = make_model()
+    store.load(best, into={"modules": [model.state_dict()]})
+    again = make_trainer(model).eval(make_loader())["loss"]
+    assert best.metrics["eval/full/loss"] == pytest.approx(again)
+
+
+def test_a_best_metric_saves_after_each_evaluation_that_has_it(tmp_path: Path) -> None:
+    config = CheckpointConfig(folder=tmp_path, interval=None, keep_last=None, keep_best=1)
+    evaluate = {"eval_dataloader": make_loader(), "eval_interval": "3ba"}
+    make_trainer(make_model(), checkpoint=config, max_duration="7ba", **evaluate).fit()
+    assert sorted(int(each.name.split("-")[-1]) for each in tmp_path.iterdir()) == [3, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "remedy"),
+    [
+        (
+            "eval/acuracy",
+            {},
+            r"did you mean 'eval/accuracy'\?.* give one such as eval/loss, eval/ac",
+        ),
+        ("train/loss", {}, "give one such as eval/loss, eval/accuracy$"),
+        (
+            "eval/loss",
+            {"eval_interval": None},
+            "there is no evaluation in training: pass eval_data",
+        ),
+    ],
+)
+def test_a_best_metric_that_nothing_gives_is_refused_before_training(
+    tmp_path: Path, name: str, options: dict[str, Any], remedy: str
+) -> None:
+    config = CheckpointConfig(folder=tmp_path, keep_best=1, best_metric=name)
+    given = {"eval_dataloader": make_loader(), "metrics": {"accuracy": SumMetric()}, **options}
+    with pytest.raises(ValueError, match=rf"^checkpoint.best_metric='{name}'.*{remedy}"):
+        make_trainer(make_model(), checkpoint=config, **given)
+
+
+@pytest.mark.parametrize("event", ["batch_start", "eval_batch_end"])
+@pytest.mark.parametrize(("duration", "every"), [("8ba", "2ba"), ("2ep", "1ep"), ("4ba", "3ba")])
+def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_been(
+    tmp_path: Path, event: str, duration: str, every: str
+) -> None:
+    def make(name: str, callback: At) -> Any:
+        return make_trainer(
+            make_model(dropout=0.2),
+            make_loader(),
+            eval_dataloader=DataLoader(make_data(), batch_size=5, shuffle=True),
+            eval_interval=every,
+            max_duration=duration,
+            metrics={"sum": SumMetric()},
+            update_metric=lambda metric, outputs, batch: metric.update(outputs.sum()),
+            loggers=[JSONLinesLogger(tmp_path / f"{name}.jsonl")],
+            callbacks=[callback, ExponentialMovingAverage(decay=0.5, update_interval="1ep")],
+            checkpoint=CheckpointConfig(folder=tmp_path / name),
+            seed=1,
+        )
+
+    undisturbed = At()
+    whole = make("whole", undisturbed)
+    expected = whole.fit()
+    at = undisturbed.evaluated[0]
+    first = At(event, at - 1 if event == "batch_start" else at, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make("cut", first).fit()
+    assert first.eval_batches == (0 if event == "batch_start" else 1)
+    assert first.evaluated == []
+    second = At()
+    rest = make("cut", second)
+    summary = rest.fit()
+    assert second.evaluated == undisturbed.evaluated
+    assert summary.eval_metrics == expected.eval_metrics
+    assert summary.train_metrics == expected.train_metrics
+    assert summary.epochs == expected.epochs
+    assert_same(rest._run.model, whole._run.model)
+    for name in ("eval/loss", "train/loss", "train/sum"):
+        assert steps_of(tmp_path / "cut.jsonl", name) == steps_of(tmp_path / "whole.jsonl", name)
+
+
+def test_no_evaluation_begins_after_max_time(mocker: Any) -> None:
+    mocker.patch(
+        "automicro.trainer.fit.TimeLimit", return_value=mocker.Mock(is_over=True, spec=["is_over"])
+    )
+    noting = At()
+    trainer = make_trainer(
+        make_model(), eval_dataloader=make_loader(), callbacks=[noting], max_time="1h"
+    )
+    for _ in range(3):
+        assert trainer.fit().stop_reason == "max_time is over"
+    assert trainer.fit().stop_reason == "max_time is over"
+    assert (trainer.state.batch, noting.evaluated) == (4, [])
+    # What is left is the evaluation at the end, which is no reason to refuse.
+    assert trainer.fit().stop_reason is None
+    assert noting.evaluated == [4]
+    with pytest.raises(ValueError, match="already"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("batch", [0, 2, 3])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool) -> None:
+    loader = DataLoader(Unknown(), batch_size=16) if unknown else make_loader()
+    noting = At("batch_start", batch, interrupt)
+    trainer = make_trainer(make_model(), loader, callbacks=[noting], max_duration="2ep")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    summary = trainer.fit()
+    whole = At()
+    make_trainer(make_model(), make_loader(), callbacks=[whole], max_duration="2ep").fit()
+    assert noting.rows == whole.rows
+    assert (summary.steps, summary.samples, summary.epochs) == (8, 100, 2)
+
+
+def test_an_epoch_starts_over_after_an_error() -> None:
+    noting = At("batch_end", 2, fail)
+    trainer = make_trainer(make_model(), callbacks=[noting])
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit()
+    assert trainer.fit().steps == 6
+    assert noting.rows[2:] == [*noting.rows[:2], *noting.rows[4:]]
+
+
+@pytest.mark.parametrize("every", ["1ba", "3ba", None])
+def test_training_is_the_same_however_often_it_evaluates(every: str | None) -> None:
+    models = []
+    for interval in (every, "1ep"):
+        torch.manual_seed(3)
+        models.append(make_model(dropout=0.3))
+        make_trainer(
+            models[-1],
+            DataLoader(make_data(), batch_size=16, shuffle=True),
+            eval_dataloader=DataLoader(make_data(), batch_size=16, shuffle=True),
+            eval_interval=interval,
+            max_duration="2ep",
+        ).fit()
+    assert_same(*models)
+
+
+def test_an_evaluation_outside_of_training_is_not_logged(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    trainer = make_trainer(
+        make_model(),
+        eval_dataloader=make_loader(),
+        eval_interval=None,
+        loggers=[JSONLinesLogger(path)],
+        max_duration="2ba",
+    )
+    trainer.eval()
+    trainer.fit()
+    trainer.eval()
+    assert steps_of(path, "eval/loss") == []
+    assert steps_of(path, "train/loss") == [1, 2]
+
+
+def test_the_end_of_an_epoch_of_unknown_length_is_logged_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for callback in (At("batch_start", 4, fail), At()):
+        trainer = make_trainer(
+            make_model(),
+            DataLoader(Unknown(), batch_size=16),
+            metrics={"sum": SumMetric()},
+            update_metric=lambda metric, outputs, batch: metric.update(outputs.sum()),
+            eval_dataloader=make_loader(),
+            loggers=[JSONLinesLogger(path)],
+            callbacks=[callback],
+            max_duration="2ep",
+            checkpoint=CheckpointConfig(folder=tmp_path / "checkpoints", interval="1ba"),
+        )
+        if callback.rows or callback._event:
+            with pytest.raises(RuntimeError, match="broken"):
+                trainer.fit()
+        else:
+            trainer.fit()
+    assert steps_of(path, "train/sum") == [4, 8]
+    assert steps_of(path, "eval/loss") == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("duration", "rows", "label"), [("6ba", 50, "last epoch"), ("3ba", 48, "part of an epoch")]
+)
+def test_training_metrics_are_of_the_last_complete_epoch(
+    duration: str, rows: int, label: str
+) -> None:
+    summary = make_trainer(
+        make_model(),
+        metrics={"rows": SumMetric()},
+        update_metric=lambda metric, outputs, batch: metric.update(float(len(outputs))),
+        max_duration=duration,
+    ).fit()
+    assert summary.train_metrics == {"rows": rows}
+    assert f"train rows ({label})" in str(summary)
+
+
+def test_a_run_that_a_callback_stopped_goes_on_without_it(tmp_path: Path) -> None:
+    def make(duration: str, *callbacks: Callback) -> Any:
+        return make_trainer(
+            make_model(),
+            eval_dataloader=make_loader(),
+            eval_interval="1ba",
+            max_duration=duration,
+            callbacks=callbacks,
+            checkpoint=CheckpointConfig(folder=tmp_path),
+        )
+
+    class Stop(Callback):
+        def batch_end(self, run: Run, result: Any) -> None:
+            run.stop("enough")
+
+    assert make("2ep", Stop()).fit().stop_reason == "enough"
+    summary = make("2ep").fit()
+    assert (summary.steps, summary.stop_reason) == (8, None)
+
+
+def test_early_stopping_stops_a_resumed_run_again_unless_it_has_more_patience(
+    tmp_path: Path,
+) -> None:
+    def fit(patience: int) -> Any:
+        return make_trainer(
+            make_model(),
+            eval_dataloader=make_loader(),
+            eval_interval="1ba",
+            max_duration="2ep",
+            callbacks=[EarlyStopping(patience=patience, min_delta=9)],
+            checkpoint=CheckpointConfig(folder=tmp_path),
+        ).fit()
+
+    assert fit(2).steps == 3
+    again = fit(2)
+    assert again.steps == 3
+    assert again.stop_reason is not None
+    summary = fit(100)
+    assert (summary.steps, summary.stop_reason) == (8, None)
+
+
+def test_an_iterator_for_several_evaluations_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match=r"eval_dataloader is an iterator \(generator\).*DataLo"):
+        make_trainer(
+            make_model(), eval_dataloader=(each for each in make_loader()), max_duration="2ep"
+        )
+    once = make_trainer(make_model(), eval_dataloader=iter(list(make_loader())))
+    assert "loss" in once.fit().eval_metrics
+
+
+def test_a_callback_evaluates_under_the_memory_limit_of_the_run() -> None:
+    losses = []
+    noting = At("batch_end", 2, lambda: losses.append(trainer.eval()["loss"]))
+    trainer = make_trainer(
+        make_model(),
+        eval_dataloader=make_loader(),
+        eval_interval=None,
+        callbacks=[noting],
+        memory_limit="4MiB",
+    )
+    assert trainer.fit().steps == 4
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_an_evaluation_that_failed_comes_again_before_training_goes_on(at: int) -> None:
+    noting = At("eval_batch_end", at, fail)
+    trainer = make_trainer(
+        make_model(), eval_dataloader=make_loader(), eval_interval="2ba", callbacks=[noting]
+    )
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit()
+    seen = list(noting.rows)
+    trainer.fit()
+    assert noting.evaluated[: at // 2] == [2, 4][: at // 2]
+    assert len(seen) == at
+
+
+def test_a_state_that_cannot_be_saved_is_found_before_training(tmp_path: Path) -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": nn.Linear(1, 1)}
+
+    trainer = make_trainer(
+        make_model(), callbacks=[Odd()], checkpoint=CheckpointConfig(folder=tmp_path)
+    )
+    with pytest.raises(Exception, match="Odd"):
+        trainer.fit()
+    assert trainer.state.batch == 0

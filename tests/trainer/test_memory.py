@@ -1,0 +1,118 @@
+"""Training that runs out of memory and goes on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import MemoryBudget, OptimizerStepError, SampleTooLargeError, Trainer
+from tests.trainer.runs import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    losses_of,
+    make_loader,
+    make_model,
+    make_trainer,
+)
+
+
+def under_limit(limit: str | None, **options: Any) -> tuple[Trainer, nn.Module, list[float]]:
+    model = make_model(dropout=0.2)
+    loader = make_loader(rows=300, batch_size=256)
+    trainer = make_trainer(
+        model,
+        loader,
+        eval_dataloader=make_loader(rows=600, batch_size=600),
+        metrics={"accuracy": MulticlassAccuracy(CLASSES, average="micro")},
+        max_duration="2ep",
+        seed=3,
+        memory_limit=limit,
+        **options,
+    )
+    return trainer, model, losses_of(trainer)
+
+
+def test_a_run_survives_running_out_of_memory_in_train_and_eval() -> None:
+    small, model, losses = under_limit("256KiB")
+    summary = small.fit()
+    assert summary.train_ooms >= 2
+    assert summary.eval_ooms >= 1
+    assert summary.microbatch_size < 256
+    assert summary.eval_microbatch_size is not None
+    assert summary.microbatch_size < summary.eval_microbatch_size < 600
+    assert summary.peak_memory_bytes is not None
+    assert summary.peak_memory_bytes <= 256 * 1024
+    # The same without a limit, at the sizes that were found: not a bit differs.
+    large, expected, expected_losses = under_limit(
+        None,
+        microbatch_size=summary.microbatch_size,
+        eval_microbatch_size=summary.eval_microbatch_size,
+    )
+    unlimited = large.fit()
+    assert losses == expected_losses
+    assert_same(model, expected)
+    assert summary.train_metrics == unlimited.train_metrics
+    assert summary.eval_metrics == unlimited.eval_metrics
+    assert (unlimited.train_ooms, unlimited.eval_ooms) == (0, 0)
+
+
+def test_running_out_of_memory_in_eval_leaves_the_training_size_alone() -> None:
+    trainer = make_trainer(
+        make_model(),
+        make_loader(batch_size=8),
+        eval_dataloader=make_loader(rows=2000, batch_size=2000),
+        memory_limit="400KiB",
+    )
+    summary = trainer.fit()
+    assert (summary.train_ooms, summary.microbatch_size) == (0, 8)
+    assert summary.eval_ooms >= 1
+
+
+def test_one_limit_holds_for_the_optimizer_step_too() -> None:
+    class Hungry(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.zeros(2**16)
+            return super().step(closure)
+
+    model, untrained = make_model(), make_model()
+    with pytest.raises(OptimizerStepError, match="half applied") as raised:
+        make_trainer(model, optimizer=Hungry, memory_limit="128KiB").fit()
+    assert_same(model, untrained)
+    assert "in training, epoch 1, batch 1 of the epoch" in raised.value.__notes__[-1]
+
+
+def test_a_budget_that_is_entered_already_is_used() -> None:
+    with MemoryBudget("200KiB") as budget:
+        summary = make_trainer(make_model(), make_loader(rows=512, batch_size=512)).fit()
+    assert summary.train_ooms == budget.num_ooms > 0
+
+
+def test_what_the_loader_allocates_is_not_on_the_device() -> None:
+    # A batch has 288 KiB, and the simulated device 256 KiB.
+    loader = make_loader(rows=6144, batch_size=6144)
+    summary = make_trainer(make_model(), loader, memory_limit="256KiB").fit()
+    assert summary.samples == 6144
+
+
+def test_a_model_larger_than_the_limit_is_named_as_the_reason() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        make_trainer(make_model(), memory_limit="4KiB").fit()
+    assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
+
+
+def test_not_one_row_fitting_says_where() -> None:
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.linear(inputs)
+            return outputs * torch.ones(len(inputs), 2**16).sum(1, keepdim=True)
+
+    with pytest.raises(SampleTooLargeError) as raised:
+        make_trainer(Huge(), memory_limit="128KiB").fit()
+    assert "in training, epoch 1, batch 1" in raised.value.__notes__[-1]

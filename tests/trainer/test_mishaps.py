@@ -1,0 +1,220 @@
+"""Steps of the Trainer that go wrong: what they leave behind, and who is told what."""
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import Callback, Evaluator, FitSummary, Microbatcher, Trainer
+from automicro.callbacks import EarlyStopping
+from automicro.events.run import Run
+from automicro.loss.weights import LossMean
+from tests.trainer.runs import make_data, make_loader, make_model, make_trainer
+
+
+def test_a_batch_that_is_skipped_leaves_no_trace_in_the_model_and_the_metrics() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(5)]
+    bad = [*batches[:2], (torch.full((4, 6), torch.nan), batches[2][1]), *batches[2:]]
+
+    def train(given: list[Any]) -> tuple[nn.Module, FitSummary]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+        trainer = Trainer(
+            model,
+            given,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            metrics={"accuracy": MulticlassAccuracy(3)},
+            non_finite="skip",
+            device="cpu",
+            progress=False,
+        )
+        return model, trainer.fit()
+
+    model, summary = train(bad)
+    undisturbed, expected = train(batches)
+    assert (summary.skipped_steps, summary.steps) == (1, 5)
+    for name, value in undisturbed.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert summary.train_metrics == expected.train_metrics
+
+
+def test_a_batch_that_stops_the_run_leaves_no_trace_in_the_model() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    before = copy.deepcopy(model.state_dict())
+    batch = torch.full((4, 6), torch.nan), torch.zeros(4, dtype=torch.long)
+    trainer = make_trainer(model, [batch], loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="the loss is nan in epoch 1, batch 1"):
+        trainer.fit()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_scheduler_that_fails_does_so_after_the_batch_is_counted() -> None:
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+
+    trainer = make_trainer(make_model(), max_duration="9ba", scheduler=schedule)
+    with pytest.raises(ValueError, match="Tried to step 4 times"):
+        trainer.fit()
+    optimizer = trainer._run.optimizer
+    assert optimizer is not None
+    steps = {int(each["step"]) for each in optimizer.state.values()}
+    assert steps == {trainer.state.batch} == {4}
+
+
+def test_a_loss_with_parameters_is_trained_with_the_model_or_named() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centre = nn.Parameter(torch.zeros(()))
+
+        def forward(self, outputs: Any, targets: Any) -> Any:
+            return nn.functional.cross_entropy(outputs, targets) + self.centre.square()
+
+    with pytest.warns(UserWarning, match=r"Centred has parameters that the optimizer does not"):
+        trainer = make_trainer(make_model(), loss_fn=Centred())
+    assert len(trainer._run.modules) == 2
+
+
+def test_early_stopping_waits_for_the_evaluation_that_it_names() -> None:
+    evaluators = {
+        "quick": Evaluator(dataloader=make_loader(), interval="1ba"),
+        "full": Evaluator(dataloader=make_loader(), interval="3ba"),
+    }
+
+    def train(monitor: str) -> FitSummary:
+        stopping = EarlyStopping(monitor, patience=1, min_delta=1e9)
+        return make_trainer(
+            make_model(), eval_dataloader=evaluators, callbacks=[stopping], max_duration="9ba"
+        ).fit()
+
+    assert train("eval/full/loss").steps == 6
+    for wrong in ("eval/ful/loss", "eval/quick/los", "eval/loss"):
+        with pytest.raises(ValueError, match=f"no value called '{wrong}'.* eval/quick/loss"):
+            train(wrong)
+    with pytest.raises(ValueError, match=r"no value called 'eval/full/los'.* eval/full/loss"):
+        train("eval/full/los")
+
+
+def test_intervals_in_tokens_that_nobody_can_count_are_refused() -> None:
+    evaluator = Evaluator(dataloader=make_loader(), interval="10tok")
+    trainer = make_trainer(make_model(), eval_dataloader=evaluator)
+    with pytest.raises(ValueError, match=r"those of the batches are not known; pass count_tokens="):
+        trainer.fit()
+
+
+def test_the_state_is_for_reading_and_can_be_copied() -> None:
+    trainer = make_trainer(make_model())
+    with pytest.raises(AttributeError, match=r"LoopState\.batch is read-only"):
+        trainer.state.batch = 100
+    trainer.fit()
+    for copied in (copy.deepcopy(trainer.state), pickle.loads(pickle.dumps(trainer.state))):
+        assert copied.batch == trainer.state.batch > 0
+
+
+def test_what_one_logger_does_to_its_values_another_does_not_see() -> None:
+    class Greedy:
+        def __init__(self) -> None:
+            self.names: list[set[str]] = []
+
+        def start(self, run: Any, *, resume_step: int | None = None) -> None:
+            """Nothing to prepare."""
+
+        def log(self, values: Any, *, step: int) -> None:
+            self.names.append(set(values))
+            values.clear()
+
+        def close(self) -> None:
+            """Nothing to close."""
+
+    loggers = [Greedy(), Greedy()]
+    make_trainer(make_model(), loggers=loggers).fit()
+    assert loggers[0].names == loggers[1].names != []
+
+
+def test_gradients_of_a_callbacks_own_pass_are_not_scaled() -> None:
+    def grads(model: nn.Module) -> list[Tensor]:
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    class Twice(Callback):
+        def gradients_ready(self, run: Run, result: Any) -> None:
+            once = grads(run.model)
+            run.microbatcher().backward(make_data()[:])
+            self.ratio = [
+                ((both - g).norm() / g.norm()).item()
+                for both, g in zip(grads(run.model), once, strict=True)
+            ]
+
+    twice = Twice()
+    batch = make_data()[:]
+    make_trainer(
+        make_model(), [batch], precision="fp16", microbatch_size=None, callbacks=[twice]
+    ).fit()
+    assert max(twice.ratio) < 2  # the scale begins at 65,536
+
+
+@pytest.mark.parametrize("wrong", [EarlyStopping(), 3])
+def test_callbacks_that_are_no_list_are_named(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="not a list; pass a list of callbacks"):
+        make_trainer(make_model(), callbacks=wrong)
+
+
+def test_an_evaluation_leaves_a_part_without_targets_out_of_its_sum_as_training_does() -> None:
+    mean = LossMean()
+    parts = {"text": torch.tensor(2.0), "image": torch.tensor(torch.nan)}
+    mean.add(torch.tensor(torch.nan), parts, {"text": 4, "image": 0})
+    values = mean.compute()
+    assert values["loss"] == values["loss/text"] == 2.0
+
+
+def test_inputs_alone_are_predicted_on() -> None:
+    trainer = make_trainer(make_model())
+    inputs = make_data()[:][0]
+    (alone,), (listed,) = trainer.predict([inputs]), trainer.predict([[inputs]])
+    assert torch.equal(alone, listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("on_batch_end", "batch_end"),
+        ("on_train_batch_end", "batch_end"),
+        ("on_fit_start", "fit_start"),
+    ],
+)
+def test_events_by_the_names_of_other_trainers_are_refused(name: str, event: str) -> None:
+    foreign = type("Foreign", (Callback,), {name: lambda self, *_: None})
+    message = rf"Foreign\.{name} would never be called: the event is called {event}; rename"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_model(), callbacks=[foreign()])
+
+
+def test_methods_of_a_callbacks_own_may_be_called_as_they_like() -> None:
+    own = type("Own", (Callback,), {"on_my_terms": lambda self: None})
+    make_trainer(make_model(), callbacks=[own()])
+
+
+def test_early_stopping_on_what_nobody_gives_says_so_at_the_end() -> None:
+    trainer = make_trainer(make_model(), callbacks=[EarlyStopping("score")])
+    with pytest.warns(UserWarning, match=r"never saw 'score', in 1 epochs?: .*eval_dataloader"):
+        trainer.fit()
+
+
+def test_a_class_in_place_of_an_instance_is_named() -> None:
+    with pytest.raises(TypeError, match=r"loss_fn is the class CrossEntropyLoss; make an instance"):
+        make_trainer(make_model(), loss_fn=nn.CrossEntropyLoss)
+    with pytest.raises(TypeError, match=r"model is the class Linear; make an instance"):
+        Microbatcher(nn.Linear)  # type: ignore[arg-type]
+
+
+def test_inputs_and_targets_apart_are_told_from_a_metric() -> None:
+    inputs, targets = make_data()[:]
+    microbatcher = Microbatcher(make_model(), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match=r"as one batch: backward\(\(inputs, targets\)\)"):
+        microbatcher.backward(inputs, targets)

@@ -1,0 +1,162 @@
+"""Options of the Trainer that are handed to mechanisms with tests of their own."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Trainer
+from tests.trainer.runs import FEATURES, assert_same, make_loader, make_model, make_trainer
+
+
+def sentences(*lengths: int) -> list[dict[str, Tensor]]:
+    """One batch of one row for each length, padded to ten."""
+    batches = []
+    for length in lengths:
+        mask = (torch.arange(10) < length).long()[None]
+        batches.append({"input_ids": torch.ones(1, 10).long(), "attention_mask": mask})
+    return batches
+
+
+def language_trainer(**options: Any) -> Trainer:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        logits = model(nn.functional.one_hot(batch["input_ids"], FEATURES).float())
+        per_token = logits.pow(2).mean(-1) * batch["attention_mask"]
+        return per_token.sum() / batch["attention_mask"].sum()
+
+    return make_trainer(
+        make_model(),
+        sentences(4, 9, 2, 7),
+        loss_fn=None,
+        forward=forward,
+        loss_average=lambda batch: batch["attention_mask"].sum(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps"), [("1tok", 1), ("4tok", 1), ("5tok", 2), ("1e2tok", 18)]
+)
+def test_tokens_end_training_after_the_batch_that_reaches_them(duration: str, steps: int) -> None:
+    summary = language_trainer(max_duration=duration).fit()
+    assert summary.steps == steps
+
+
+def test_tokens_are_those_that_the_mask_counts() -> None:
+    summary = language_trainer(max_duration="2ep", accumulate_batches=3).fit()
+    assert summary.tokens == 2 * (4 + 9 + 2 + 7)
+    assert summary.tokens_per_second is not None
+    assert summary.tokens_per_second * 8 == pytest.approx(summary.samples_per_second * 44)
+
+
+def test_tokens_that_only_a_callable_can_count() -> None:
+    trainer = make_trainer(
+        make_model(), max_duration="64tok", count_tokens=lambda batch: 2 * len(batch[0])
+    )
+    assert trainer.fit().steps == 2
+    assert trainer.state.tokens == 64
+
+
+@pytest.mark.parametrize("name", ["max_duration", "eval_interval"])
+def test_a_duration_in_tokens_that_nobody_can_count_is_an_error_before_anything_trains(
+    name: str,
+) -> None:
+    model = make_model()
+    before = make_model()
+    with pytest.raises(ValueError, match=rf"^{name}='5tok' counts tokens, but.*count_tokens="):
+        make_trainer(model, **{name: "5tok"}).fit()
+    assert_same(model, before)
+
+
+def test_parameter_groups_get_their_options() -> None:
+    seen: list[torch.optim.Optimizer] = []
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        seen.append(torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1))
+        return seen[0]
+
+    groups = [{"params": ["*.bias"], "weight_decay": 0.0}, {"params": "5.*", "lr": 0.5}]
+    make_trainer(make_model(), optimizer=optimizer, parameter_groups=groups).fit()
+    options = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in seen[0].param_groups]
+    assert options == [(2, 0.01, 0.1), (3, 0.01, 0.0), (1, 0.5, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"parameter_groups": [{"params": "*.bias", "weight_decya": 0.0}]},
+            "did you mean 'weight_decay'",
+        ),
+        ({"parameter_groups": [{"params": "*.bais"}]}, "matches no parameter of the model"),
+        (
+            {
+                "parameter_groups": [{"params": "*.bias"}],
+                "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))]),
+            },
+            "pass optimizer= as a callable",
+        ),
+        ({"channels_last": True}, "channels_last=True needs parameters of 4 or 5 dimensions"),
+        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, and the microbatch size"),
+        ({"compile": True, "memory_limit": "1MiB"}, "silently runs everything uncompiled"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_model(), **options)
+
+
+@pytest.mark.parametrize("name", ["channels_last", "deterministic"])
+def test_flags_are_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is 1; pass True or False"):
+        make_trainer(make_model(), **{name: 1})
+
+
+class Images(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+        )
+
+
+def test_channels_last_trains_to_the_same_weights_up_to_rounding() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(6, 3, 8, 8), torch.randint(3, (6,))) for _ in range(4)]
+    ours, theirs = Images(), Images()
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    make_trainer(ours, batches, optimizer=sgd, channels_last=True).fit()
+    make_trainer(theirs, batches, optimizer=sgd).fit()
+    weight = ours.get_parameter("0.weight")
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_model_trains_as_it_does_otherwise() -> None:
+    compiled, plain = make_model(), make_model()
+    make_trainer(compiled, compile={"backend": "eager"}, microbatch_size=5).fit()
+    make_trainer(plain, microbatch_size=5).fit()
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for mine, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+def test_deterministic_holds_for_the_run_and_no_longer() -> None:
+    seen = []
+
+    class Noting(nn.Sequential):
+        def forward(self, inputs: Tensor) -> Any:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().forward(inputs)
+
+    trainer = make_trainer(Noting(nn.Linear(FEATURES, 3)), deterministic=True)
+    assert not torch.are_deterministic_algorithms_enabled()
+    trainer.fit()
+    trainer.eval(make_loader())
+    assert seen
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,143 @@
+"""Training in half precision: the loss is scaled, and what overflows is left out."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Halving, NonFiniteLossError
+from tests.trainer.runs import (
+    FEATURES,
+    adam,
+    assert_same,
+    make_loader,
+    make_model,
+    make_trainer,
+    schedule,
+)
+
+
+def train_by_hand(model: nn.Module, *, clip: float | None = None) -> torch.amp.GradScaler:
+    """The loop of torch's documentation."""
+    optimizer = adam(model.parameters())
+    scheduler = schedule(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    for inputs, targets in make_loader():
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+    return scaler
+
+
+class Overflows(nn.Module):
+    """A linear model whose gradient, and not its loss, is infinite at some forwards in training."""
+
+    def __init__(self, *calls: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(FEATURES, 3)
+        self.calls = 0
+        self._at = calls
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.linear(inputs)
+        if self.calls in self._at:
+            outputs = outputs + (outputs * 0).abs().sqrt()  # zero, with an infinite slope
+        return outputs
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_half_precision_trains_as_the_loop_of_the_documentation(clip: float | None) -> None:
+    ours, theirs = make_model(), make_model()
+    trainer = make_trainer(
+        ours, precision="fp16", grad_clip_norm=clip, microbatch_size=None, scheduler=schedule
+    )
+    trainer.fit()
+    train_by_hand(theirs, clip=clip)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_gradients_that_overflow_are_left_out_as_in_that_loop(
+    clip: float | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = Overflows(2, 3), Overflows(2, 3)
+    trainer = make_trainer(
+        ours,
+        precision="fp16",
+        grad_clip_norm=clip,
+        microbatch_size=None,
+        scheduler=schedule,
+        progress=True,
+    )
+    summary = trainer.fit()
+    assert train_by_hand(theirs, clip=clip).get_scale() == 2.0**14
+    assert_same(ours, theirs)
+    assert (summary.steps, summary.skipped_steps) == (2, 2)
+    assert (
+        capfd.readouterr().out.count(
+            "gradients overflowed, so the scale of the loss was lowered in epoch 1, batch"
+        )
+        == 2
+    )
+
+
+def test_a_run_that_ran_out_of_memory_is_the_run_at_those_sizes() -> None:
+    ours, fixed = make_model(dropout=0.2), make_model(dropout=0.2)
+    options: dict[str, Any] = {"precision": "fp16", "seed": 5, "max_duration": "2ep"}
+    halving = Halving(refine=False, grow=False)
+    trainer = make_trainer(
+        ours, make_loader(300, 256), memory_limit="200KiB", microbatch_size=halving, **options
+    )
+    summary = trainer.fit()
+    assert summary.train_ooms > 0
+    size = summary.microbatch_size
+    make_trainer(fixed, make_loader(300, 256), microbatch_size=size, **options).fit()
+    assert_same(ours, fixed)
+
+
+def test_a_loss_that_is_not_finite_stops_in_half_precision_too() -> None:
+    class Nan(Overflows):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * math.nan
+
+    model = Nan()
+    before = copy.deepcopy(model.linear)
+    with pytest.raises(NonFiniteLossError, match="the loss is nan"):
+        make_trainer(model, precision="fp16", microbatch_size=None).fit()
+    assert_same(model.linear, before)
+
+
+def test_a_skipped_loss_does_not_lower_the_scale() -> None:
+    class Nan(Overflows):
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs = super().forward(inputs)
+            return outputs * math.nan if self.calls == 2 else outputs
+
+    trainer = make_trainer(Nan(), precision="fp16", microbatch_size=None, non_finite="skip")
+    summary = trainer.fit()
+    assert (summary.steps, summary.skipped_steps) == (3, 1)
+    assert trainer._fit is not None
+    assert trainer._fit.loop.step.update._scaler is not None
+    assert trainer._fit.loop.step.update._scaler.scale == 2.0**16
+
+
+def test_gradients_that_always_overflow_end_the_run() -> None:
+    trainer = make_trainer(
+        Overflows(*range(100)), precision="fp16", microbatch_size=None, max_duration="99ba"
+    )
+    with pytest.raises(NonFiniteLossError, match=r"gradients overflowed.*50 batches before it"):
+        trainer.fit()

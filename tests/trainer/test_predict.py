@@ -1,0 +1,82 @@
+"""Outputs for all of a data set, however little memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from automicro import DataLoaderError, LossError, MemoryBudget, Microbatcher
+from tests.trainer.runs import CLASSES, FEATURES, make_data, make_loader, make_model, make_trainer
+
+
+def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        outputs: Tensor = model(inputs)
+    model.train()
+    return outputs
+
+
+def test_outputs_come_in_the_order_of_the_data_batch_by_batch() -> None:
+    model = make_model(dropout=0.5)
+    trainer = make_trainer(model, eval_microbatch_size=3)
+    outputs = trainer.predict(make_loader())
+    assert [len(each) for each in outputs] == [16, 16, 16, 2]
+    inputs, _ = make_data()[:]
+    torch.testing.assert_close(torch.cat(outputs), outputs_of(model, inputs))
+    assert model.training
+
+
+@pytest.mark.parametrize("form", ["inputs", "mapping", "pair"])
+def test_targets_may_be_missing(form: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.linear(x)
+            return outputs
+
+    model = Named()
+    x = torch.randn(5, FEATURES)
+    batch: Any = {"inputs": x, "mapping": {"x": x}, "pair": (x, torch.zeros(5).long())}[form]
+    outputs = make_trainer(model, eval_microbatch_size=2).predict([batch])
+    torch.testing.assert_close(outputs[0], outputs_of(model, x))
+
+
+def test_predicting_survives_running_out_of_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
+    batch = torch.randn(512, 64)
+    expected = outputs_of(model, batch)
+    with MemoryBudget("256KiB"):
+        microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+        outputs = microbatcher.predict(batch)
+        size = microbatcher.eval_microbatch_size
+    assert size is not None
+    assert size < 512
+    torch.testing.assert_close(outputs, expected)
+
+
+def test_a_loader_that_shuffles_is_refused() -> None:
+    trainer = make_trainer(make_model())
+    for options in ({"shuffle": True}, {"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}):
+        with pytest.raises(ValueError, match=r"in no order that anybody knows; pass one with shuf"):
+            trainer.predict(DataLoader(make_data(), batch_size=4, **options))
+
+
+def test_an_empty_loader_and_a_forward_without_outputs_are_errors() -> None:
+    with pytest.raises(DataLoaderError, match="gave no batch"):
+        make_trainer(make_model()).predict([])
+    only_loss = make_trainer(
+        make_model(),
+        loss_fn=None,
+        forward=lambda model, batch: model(batch[0]).mean(),
+        loss_average="samples",
+    )
+    with pytest.raises(LossError, match="nothing to predict; return") as raised:
+        only_loss.predict(make_loader())
+    assert raised.value.__notes__ == ["automicro: in prediction, batch 1 of the pass"]

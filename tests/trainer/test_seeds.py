@@ -1,0 +1,204 @@
+"""A run with a seed gives the same numbers each time, whatever ran before and how long it took."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import Callback, FitSummary, Halving, Outcome, Run, StepResult, Trainer
+from automicro.cli import main
+from automicro.memory import meter as metering
+from automicro.memory.device import Counts
+from automicro.memory.meter import Meter
+from automicro.remembered.cache import SizeCache
+from automicro.step.events import Attempt
+from automicro.trainer.same_on_all_ranks import outline_options
+
+LIMIT = "256KiB"
+SMALL = "170KiB"  # in which one peak does not tell how many rows fit
+NO_LOSS = torch.tensor(0.0)
+DIGITS = str(Path(__file__).resolve().parents[2] / "configs" / "digits.yaml")
+ROWS = 700
+BATCH = 256  # and 188 at the end of each epoch
+
+
+class Notes(Callback):
+    """What each batch came to."""
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+        self.results: list[StepResult] = []
+        self.attempts: list[Attempt] = []
+
+    def attempt_start(self, run: Run, attempt: Attempt) -> None:
+        if attempt.phase == "train":
+            self.attempts.append(attempt)
+
+    def batch_end(self, run: Run, result: StepResult) -> None:
+        self.losses.append(run.state.loss)
+        # Losses that are kept take memory, which would be another with every batch.
+        self.results.append(dataclasses.replace(result, loss=NO_LOSS))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [each.microbatch_size for each in self.results]
+
+
+def script(
+    *, averages: bool = True, frozen: bool = False, rows: int = ROWS, **options: Any
+) -> tuple[Notes, FitSummary]:
+    """What a user's script does: everything is made anew, from the same numbers."""
+    torch.manual_seed(0)
+    batchnorm = [nn.BatchNorm1d(64), nn.Dropout(0.3)] if averages else []
+    if frozen:
+        batchnorm[0].eval()
+    layers = [nn.Linear(12, 64), *batchnorm, nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3)]
+    data = TensorDataset(torch.randn(rows, 12), torch.randint(3, (rows,)))
+    notes = Notes()
+    given: dict[str, Any] = {
+        "seed": 7,
+        "max_duration": "6ep",
+        "progress": False,
+        "memory_limit": LIMIT,
+    }
+    trainer = Trainer(
+        nn.Sequential(*layers),
+        DataLoader(data, batch_size=BATCH, shuffle=True),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW,
+        batchnorm="ignore",
+        device="cpu",
+        callbacks=[notes],
+        **{**given, **options},
+    )
+    return notes, trainer.fit()
+
+
+def test_the_same_script_with_a_seed_gives_the_same_losses_twice() -> None:
+    first, summary = script()
+    assert summary.train_ooms > 0
+    again, second = script()
+    assert again.losses == first.losses
+    assert again.sizes == first.sizes
+    assert second.train_ooms == summary.train_ooms
+    assert SizeCache().entries() == []
+
+
+def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
+    first, _ = script(remember_sizes=True)
+    again, _ = script(remember_sizes=True)
+    assert again.results[0].recalled_size == first.sizes[-2]
+    assert again.losses != first.losses  # what remembering costs, and why it is asked for
+
+
+def test_sizes_are_remembered_without_a_seed() -> None:
+    script(seed=None)
+    assert len(SizeCache().entries()) == 1
+    assert script(seed=None)[0].results[0].recalled_size is not None
+
+
+def test_remember_sizes_is_true_or_false_or_not_given() -> None:
+    with pytest.raises(TypeError, match="remember_sizes is 'no'; pass True or False"):
+        script(remember_sizes="no")
+
+
+def test_no_batch_is_cut_smaller_only_to_measure_where_layers_average_over_rows() -> None:
+    averaging, _ = script(rows=3 * BATCH, memory_limit=SMALL)
+    assert not any(each.is_measuring for each in averaging.results)
+    plain, _ = script(averages=False, rows=3 * BATCH, memory_limit=SMALL)
+    measured = [each for each in plain.results if each.is_measuring]
+    assert len(measured) == 1  # else there was nothing to avoid
+
+
+def test_frozen_statistics_average_over_nothing_and_may_be_measured() -> None:
+    notes, _ = script(frozen=True, rows=3 * BATCH, memory_limit=SMALL)
+    assert sum(each.is_measuring for each in notes.results) == 1
+
+
+def test_a_batch_that_only_measures_is_marked_and_no_size_that_is_settled_on() -> None:
+    # The run ends with the batch that measures, which takes no part in the summary.
+    whole, _ = script(averages=False, max_duration="12ep")
+    at = next(index for index, each in enumerate(whole.results) if each.is_measuring)
+    marked = [each for each in whole.attempts if each.is_measuring]
+    assert [each.microbatch_size for each in marked] == [whole.sizes[at]]
+    ended, summary = script(averages=False, max_duration=f"{at + 1}ba")
+    assert ended.results[-1].is_measuring
+    assert ended.sizes[-1] < summary.microbatch_size
+    full = [each.microbatch_size for each in ended.results if each.num_samples == BATCH]
+    assert summary.microbatch_size == full[-1]
+
+
+class Told(Halving):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[Outcome] = []
+
+    def record(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        super().record(outcome)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_timed"),
+    [({"seed": 7}, False), ({"seed": None}, True), ({"seed": None, "deterministic": True}, False)],
+    ids=str,
+)
+def test_no_clock_decides_a_size_where_numbers_are_to_repeat(
+    options: dict[str, Any], is_timed: bool
+) -> None:
+    policy = Told()
+    script(microbatch_size=policy, max_duration="1ep", **options)
+    assert len(policy.outcomes) > 3
+    assert {each.seconds is not None for each in policy.outcomes} == {is_timed}
+
+
+@pytest.mark.parametrize(("repeatable", "readings"), [(True, 5), (False, 1)])
+def test_the_capacity_is_read_by_batches_and_not_by_the_clock_where_numbers_are_to_repeat(
+    monkeypatch: pytest.MonkeyPatch, repeatable: bool, readings: int
+) -> None:
+    read: list[Any] = []
+
+    def ask_the_driver(device: torch.device) -> int:
+        read.append(device)
+        return 1000
+
+    monkeypatch.setattr(metering, "capacity_bytes", ask_the_driver)
+    for name in ("begin_lap", "read_counts"):
+        monkeypatch.setattr(metering, name, lambda device: Counts())
+    monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: 100.0)
+    meter = Meter([torch.device("cuda")], repeatable=repeatable)
+    for _ in range(5):
+        meter.begin()
+        assert meter.end().capacity_bytes == 1000
+    assert len(read) == readings
+
+
+def test_ranks_may_have_seeds_of_their_own_but_all_or_none_has_one() -> None:
+    texts: Sequence[str] = [outline_options({"seed": seed})["seed"] for seed in (0, 3, None)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_demo_says_the_same_about_memory_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[list[str]] = []
+    for _ in range(3):
+        assert main(["train", DIGITS, "max_duration=2ep", "eval_interval=2ep"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        words = ("out of memory", "more fits", "OOMs", "final microbatch size", "earlier run")
+        said.append([line for line in lines if any(word in line for word in words)])
+    assert said[0] == said[1] == said[2]
+    assert said[0] == [
+        "train: out of memory, microbatch size 512 → 64 rows (8 × 64 of 512; 3 attempts rolled "
+        "back)",
+        "train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)",
+        "eval: out of memory, microbatch size 360 → 180 rows (2 × 180 of 360; 1 attempt rolled "
+        "back)",
+        "OOMs survived: 4 (3 in train, 1 in eval)",
+        "final microbatch size: 103 rows (5 × up to 103 of 512) in train, 180 in eval",
+    ]

@@ -1,0 +1,197 @@
+"""The trainer: the same training as a loop written by hand."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.trainer.runs import (
+    CLASSES,
+    FEATURES,
+    Scripted,
+    adam,
+    assert_same,
+    losses_of,
+    make_data,
+    make_loader,
+    make_model,
+    make_trainer,
+    schedule,
+    train_by_hand,
+)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("scheduler", [None, schedule])
+def test_whole_batches_train_bit_for_bit_like_a_loop_by_hand(clip: Any, scheduler: Any) -> None:
+    by_hand, model = make_model(), make_model()
+    expected = train_by_hand(by_hand, make_loader(), epochs=3, clip=clip, schedule=scheduler)
+    trainer = make_trainer(model, max_duration="3ep", grad_clip_norm=clip, scheduler=scheduler)
+    losses = losses_of(trainer)
+    summary = trainer.fit()
+    assert losses == expected
+    assert_same(model, by_hand)
+    assert (summary.steps, summary.epochs, summary.samples) == (12, 3, 150)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 16])
+def test_split_batches_train_like_a_loop_by_hand(size: int) -> None:
+    by_hand, model = make_model().double(), make_model().double()
+    loader = make_loader(dtype=torch.float64)
+    train_by_hand(by_hand, loader, epochs=3, clip=0.5)
+    make_trainer(model, loader, max_duration="3ep", microbatch_size=size, grad_clip_norm=0.5).fit()
+    for value, expected in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+
+
+def test_clipping_and_the_schedule_change_the_outcome() -> None:
+    outcomes = []
+    for options in (
+        {},
+        {"grad_clip_norm": 1e-3, "optimizer": torch.optim.SGD},
+        {"scheduler": schedule},
+    ):
+        model = make_model()
+        make_trainer(model, max_duration="2ep", **options).fit()
+        outcomes.append(model[0].state_dict()["weight"].clone())
+    assert not torch.equal(outcomes[0], outcomes[1])
+    assert not torch.equal(outcomes[0], outcomes[2])
+
+
+def test_the_scheduler_steps_once_per_optimizer_step() -> None:
+    model = make_model()
+    optimizer = adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    make_trainer(
+        model, optimizer=optimizer, scheduler=scheduler, max_duration="6ba", microbatch_size=3
+    ).fit()
+    assert scheduler.last_epoch == 6
+
+
+def test_bf16_runs_the_forward_in_bf16_and_keeps_parameters_in_fp32() -> None:
+    seen = set()
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        seen.add(outputs.dtype)
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    model = make_model()
+    summary = make_trainer(
+        model,
+        precision="bf16",
+        forward=forward,
+        loss_fn=None,
+        eval_dataloader=make_loader(),
+        microbatch_size=None,  # the probe of what may be split runs outside of autocast
+    ).fit()
+    assert seen == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert math.isfinite(summary.train_loss)
+
+
+def test_submodules_in_evaluation_mode_stay_frozen() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+    model[1].eval()
+    before = copy.deepcopy(model[1].state_dict())
+    make_trainer(model, eval_dataloader=make_loader(), max_duration="2ep").fit()
+    assert model.training
+    assert not model[1].training
+    assert torch.equal(model[1].state_dict()["running_mean"], before["running_mean"])
+
+
+def test_a_model_in_evaluation_mode_is_put_into_training_mode() -> None:
+    model = make_model().eval()
+    make_trainer(model).fit()
+    assert all(module.training for module in model.modules())
+
+
+def test_gradients_of_parameters_that_the_optimizer_lacks_do_not_pile_up() -> None:
+    model = make_model()
+    make_trainer(model, optimizer=adam(model[5].parameters())).fit()
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 6
+
+
+def test_a_seed_makes_runs_repeat() -> None:
+    def run(seed: int) -> list[float]:
+        model = make_model(dropout=0.5)
+        loader = DataLoader(make_data(), batch_size=16, shuffle=True)
+        torch.manual_seed(99 + len(runs))
+        trainer = make_trainer(model, loader, seed=seed, max_duration="2ep")
+        losses = losses_of(trainer)
+        trainer.fit()
+        runs.append(losses)
+        return losses
+
+    runs: list[list[float]] = []
+    assert run(5) == run(5)
+    assert run(5) != run(6)
+
+
+def test_lazy_models_train() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(CLASSES))
+    assert make_trainer(model).fit().steps == 4
+
+
+def test_class_weights_move_with_the_loss_and_stay_exact() -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
+    whole, split = make_model(), make_model()
+    make_trainer(whole, loss_fn=loss_fn).fit()
+    make_trainer(split, loss_fn=loss_fn, microbatch_size=5).fit()
+    for one, other in zip(whole.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    told = []
+
+    class Sampler(torch.utils.data.SequentialSampler):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    data = make_data()
+    loader = DataLoader(data, batch_size=16, sampler=Sampler(data))  # type: ignore[arg-type]
+    make_trainer(make_model(), loader, max_duration="3ep").fit()
+    assert told == [0, 1, 2]
+
+
+def test_a_loader_with_worker_processes_works_under_a_limit() -> None:
+    loader = DataLoader(make_data(300), batch_size=256, num_workers=1)
+    summary = make_trainer(make_model(), loader, memory_limit="256KiB").fit()
+    assert summary.train_ooms >= 1
+    assert summary.samples == 300
+
+
+def test_an_interrupted_fit_goes_on_with_clean_gradients() -> None:
+    def interrupt(_: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(Scripted(6, interrupt), max_duration="2ep", microbatch_size=16)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert (trainer.state.epoch, trainer.state.batch) == (1, 5)
+    summary = trainer.fit()
+    assert (summary.epochs, summary.steps) == (2, 9)
+
+
+def test_gradients_left_by_an_interruption_before_the_step_are_not_used() -> None:
+    undisturbed, model = make_model(), make_model()
+    make_trainer(undisturbed).fit()
+    interruptions = [KeyboardInterrupt()]
+
+    def interrupt(*_: Any) -> None:
+        if interruptions:
+            raise interruptions.pop()
+
+    optimizer = adam(model.parameters())
+    optimizer.register_step_pre_hook(interrupt)
+    trainer = make_trainer(model, optimizer=optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert model[0].weight.grad is not None
+    trainer.fit()
+    assert_same(model, undisturbed)

@@ -1,0 +1,378 @@
+"""`automicro.verify`: it names planted causes, passes clean models and leaves no trace."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from automicro import BatchError, LossError, VerifyReport, verify
+from automicro.loss.look import Measured, relative_errors
+from automicro.loss.silence import Silence
+from automicro.reach import captured_modules
+from tests.cases import MODELS, STRUCTURES, Case
+from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y
+from tests.verification.cases import CLEAN, PLANTED, Clean, Planted
+from tests.verification.models import (
+    WEIGHT,
+    Annealed,
+    Counting,
+    Layered,
+    Noisy,
+    Smoothed,
+    over_tokens,
+    summed,
+)
+
+LOSS = nn.CrossEntropyLoss()
+HANDED_ON = {"loss_fn", "forward", "loss_average", "modules", "batch_layout"}
+
+
+def single() -> Any:
+    return x().float(), y()
+
+
+def kinds(report: VerifyReport) -> list[str]:
+    return [cause.kind for cause in report.causes]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cause_is_named(name: str) -> None:
+    planted: Planted = PLANTED[name]
+    report = planted.report()
+    found = [cause for cause in report.causes if cause.kind == planted.kind]
+    assert found, report
+    assert not planted.names or any(planted.names in each for each in found[0].names), report
+    assert len(report.causes) == 1, report
+    assert report.exit_code == planted.exit_code, report
+    assert planted.exit_code == 3 or found[0].remedy, report
+    if planted.loss_average:
+        assert report.loss_average == planted.loss_average
+        assert report.verdict.startswith(f"exact with loss_average={planted.loss_average} ")
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_model_passes(name: str) -> None:
+    clean: Clean = CLEAN[name]
+    report = clean.report()
+    assert report.exit_code == 0, report
+    assert report.is_exact
+    assert report.dtype == clean.dtype, report
+    assert report.verdict.startswith("exact: splitting does not change the gradient")
+    assert not report.causes
+    assert not clean.note or clean.note in [note.kind for note in report.notes], report
+
+
+@pytest.mark.parametrize("case", [*MODELS.values(), *STRUCTURES.values()])
+def test_what_the_exactness_tests_hold_exact_is_found_exact(case: Case) -> None:
+    options = {name: value for name, value in case.options.items() if name in HANDED_ON}
+    report = verify(case.model(), case.batch(), **options)
+    assert report.exit_code == 0, report
+
+
+# Several causes, sizes, notes
+
+
+def test_several_causes_are_each_shown_by_an_experiment() -> None:
+    model = Layered(nn.Sequential(nn.BatchNorm1d(8), Annealed()))
+    report = verify(model, (x(), y()), loss_fn=summed)
+    assert kinds(report) == ["batchnorm", "attributes", "loss average"]
+    assert all(cause.evidence for cause in report.causes)
+    assert report.loss_average == "'none'"
+    assert report.verdict.startswith("not exact: 1 BatchNorm layer")
+
+
+def test_a_cause_that_is_only_suspected_is_not_blamed() -> None:
+    """The forward changes state too, but the difference is the loss's alone."""
+    report = verify(Layered(Counting()), (x(), y()), loss_fn=summed)
+    assert kinds(report) == ["loss average"]
+    assert [note.kind for note in report.notes] == ["attributes"]
+
+
+def test_causes_are_found_in_float32_too() -> None:
+    def by_class(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, WEIGHT)  # refuses logits in float64
+
+    report = verify(Layered(), single(), loss_fn=by_class)
+    assert report.dtype == "float32"
+    assert kinds(report) == ["class weights"]
+    assert "[1, 15, 5, 2.5, 10]" in report.loss_average
+    assert "not in float64" in report.method
+
+
+def test_sizes_can_be_chosen_and_are_canonical() -> None:
+    report = verify(Mlp(), (x(), y()), loss_fn=LOSS, sizes=[4, 5, 10, 99])
+    shapes = [(each.num_microbatches, each.microbatch_size) for each in report.comparisons]
+    assert shapes == [(2, 6), (3, 4)]
+
+
+def test_default_sizes_stay_few_for_a_large_batch() -> None:
+    batch = (torch.randn(500, 6, dtype=torch.float64), classes(500))
+    report = verify(Mlp(), batch, loss_fn=LOSS)
+    assert max(each.num_microbatches for each in report.comparisons) <= 32
+    assert any(500 % each.num_microbatches for each in report.comparisons)
+
+
+def test_a_batch_that_cannot_tell_averages_apart_is_pointed_out() -> None:
+    even = (tokens(), classes(*tokens().shape, high=VOCABULARY))
+    report = verify(Encoder(), even, loss_fn=over_tokens)
+    assert report.exit_code == 0
+    assert [note.kind for note in report.notes] == ["batch"]
+    declared = verify(Encoder(), even, loss_fn=over_tokens, loss_average="tokens")
+    assert not declared.notes
+
+
+def test_a_loss_that_differs_in_a_part_without_gradient_is_only_noted() -> None:
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) + len(batch[0])
+
+    report = verify(Mlp(), (x(), y()), forward=forward)
+    assert report.exit_code == 0
+    assert "loss value" in [note.kind for note in report.notes]
+
+
+def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
+    def mean(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0]).squeeze()  # of one row, no rows are left
+        return F.cross_entropy(logits, batch[1]) + 0 * logits[:, 0].sum()
+
+    report = verify(Mlp(), (x(), y()), forward=mean, sizes=[6, 1])
+    assert kinds(report) == ["fails on one row"]
+    assert "fails with a microbatch of one row, and not with two: " in report.verdict
+    assert report.causes[0].remedy.startswith("give .squeeze() its dimension, as in .squeeze(-1)")
+    assert max(report.parameter_errors.values()) <= report.tolerance
+
+    def total(model: nn.Module, batch: Any) -> Any:
+        return mean(model, batch) * len(batch[0])
+
+    report = verify(Mlp(), (x(), y()), forward=total, sizes=[6, 1])
+    assert kinds(report) == ["fails on one row", "loss average"]
+    assert report.loss_average == "'none'"
+
+
+def test_a_mean_with_weights_of_its_own_is_told_apart_from_a_comparison_of_rows() -> None:
+    def forward(model: nn.Module, batch: Any) -> Any:
+        each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        weight = batch[0][:, 0].exp()
+        return (each * weight).sum() / weight.sum()
+
+    report = verify(Mlp(), (x(), y()), forward=forward)
+    assert kinds(report) == ["loss average"]
+    assert "by row" in report.verdict
+    assert not report.loss_average
+
+
+def test_batchnorm_is_named_where_no_size_can_be_run() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+    report = verify(model, (x()[:2], y()[:2]), loss_fn=LOSS)
+    assert kinds(report) == ["batchnorm"]
+
+
+# The report
+
+
+def test_a_report_reads_as_text_and_as_json() -> None:
+    report = PLANTED["BatchNorm"].report()
+    text = str(report)
+    assert text.splitlines()[0] == report.verdict
+    assert "What to do: use GroupNorm" in text
+    assert "2 × 6" in text
+    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert values["exit_code"] == 1
+    assert values["causes"][0]["names"] == ["middle"]
+    assert values["comparisons"][0]["num_microbatches"] == 2
+
+
+def test_the_worst_parameter_is_named() -> None:
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss + len(batch[0]) * model.last.bias.sum()  # type: ignore[operator, union-attr]
+
+    report = verify(Layered(), (x(), y()), forward=forward)
+    assert {each.worst for each in report.comparisons} == {"last.bias"}
+    wrong = [name for name, error in report.parameter_errors.items() if error > report.tolerance]
+    assert wrong == ["last.bias"]
+    assert kinds(report) == ["compares rows"]
+
+
+# Wrong uses
+
+
+def test_a_loss_that_cannot_be_used_is_an_error() -> None:
+    with pytest.raises(LossError, match="must be one number"):
+        verify(Mlp(), (x(), y()), loss_fn=nn.CrossEntropyLoss(reduction="none"))
+
+
+def test_a_bug_in_the_model_passes_through() -> None:
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("mask")
+
+    with pytest.raises(KeyError, match="mask"):
+        verify(Mlp(), (x(), y()), forward=forward)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sizes": [0]}, "at least 1"),
+        ({"sizes": [11, 20]}, "leaves the batch of 11 rows whole"),
+        ({"dtype": "float46"}, "no floating point type"),
+        ({"dtype": torch.int64}, "no floating point type"),
+        ({"loss_average": "rows"}, "'rows' is not known"),
+    ],
+)
+def test_a_senseless_argument_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify(Mlp(), (x(), y()), loss_fn=LOSS, **options)
+
+
+def test_a_batch_error_is_the_verdict_with_its_remedy() -> None:
+    report = PLANTED["an ambiguous batch"].report()
+    assert report.exit_code == 3
+    assert "batch_layout=" in report.verdict
+    assert not issubclass(BatchError, VerifyReport)
+    assert report.to_dict()["status"] == "cannot be verified"
+
+
+# No trace
+
+
+class Everything(nn.Module):
+    """All that a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.spectral = spectral_norm(nn.Linear(6, 8))
+        self.annealed = Annealed()
+        self.smoothed = Smoothed()
+        self.noisy = Noisy()
+        self.last = nn.Linear(8, 5)
+        self.history: list[int] = [7]
+        self.mean = {"of": torch.zeros(8)}
+        self.generator = np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Any:
+        self.history.append(len(x))
+        x = x.mul_(0.5) * random.random() + float(np.random.random() + self.generator.random())
+        hidden = self.noisy(self.smoothed(self.annealed(self.spectral(self.norm(x)))))
+        self.mean["of"].add_(hidden.detach().mean(0).to(torch.float32))
+        self.mean["also"] = hidden.detach()
+        return self.last(hidden)
+
+
+def by_itself(model: nn.Module) -> dict[str, Any]:
+    return {"loss_fn": LOSS}
+
+
+def captured(model: nn.Module) -> dict[str, Any]:
+    return {"forward": lambda _, batch: F.cross_entropy(model(batch[0]), batch[1])}
+
+
+@pytest.mark.parametrize("options", [by_itself, captured])
+def test_model_batch_gradients_and_generators_are_as_before(
+    options: Callable[[nn.Module], dict[str, Any]],
+) -> None:
+    model, batch = Everything(), single()
+    model.norm.eval()
+    LOSS(model(batch[0].clone()), batch[1]).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    values = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    history, mean = list(model.history), model.mean["of"].clone()
+    modes = [module.training for module in model.modules()]
+    generators = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    own = repr(model.generator.bit_generator.state)
+    steps, seed = model.annealed.steps, torch.get_rng_state()
+    inputs = batch[0].clone()
+
+    report = verify(model, batch, **options(model))
+
+    assert ("on a copy" in report.method) is (options is by_itself)
+    assert report.causes
+    assert all(p.grad is gradients[name] for name, p in model.named_parameters())
+    assert all(torch.equal(gradients[name], value) for name, value in values.items())  # type: ignore[arg-type]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.history == history
+    assert model.mean.keys() == {"of", "also"}
+    assert torch.equal(model.mean["of"], mean)
+    assert model.annealed.steps == steps
+    assert [module.training for module in model.modules()] == modes
+    assert random.getstate() == generators[0]
+    assert np.random.get_state()[1].tolist() == generators[1]  # type: ignore[index]
+    assert repr(model.generator.bit_generator.state) == own
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert torch.equal(batch[0], inputs)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_nothing_is_left_behind_when_the_model_fails() -> None:
+    model = Layered(Annealed())
+
+    def forward(_: nn.Module, batch: Any) -> Tensor:
+        model(batch[0])
+        raise KeyError("mask")
+
+    with pytest.raises(KeyError):
+        verify(model, single(), forward=forward)
+    assert model.middle.steps == 0
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_it_works_where_gradients_are_switched_off() -> None:
+    with torch.no_grad():
+        assert verify(Mlp(), (x(), y()), loss_fn=LOSS).is_exact
+
+
+# Parts
+
+
+def test_silence_makes_rows_of_any_cut_draw_the_same() -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+    rows, sequences = torch.randn(6, 8), torch.randn(6, 3, 4)
+    with Silence() as silence:
+        noisy = torch.cat([Noisy()(part) for part in rows.split([4, 2])])
+        attended = torch.cat([attention(p, p, p)[0] for p in sequences.split([4, 2])])
+        assert torch.allclose(Noisy()(rows), noisy)
+        assert torch.allclose(attention(sequences, sequences, sequences)[0], attended, atol=1e-6)
+        torch.randperm(3)
+    assert {"dropout", "randn_like", "rand", "bernoulli", "exponential"} <= silence.drawn
+    assert silence.unsilenced == {"torch.randperm"}
+
+
+def test_silence_notes_precision_that_is_lost() -> None:
+    wide = torch.ones(2, dtype=torch.float64)
+    with Silence() as silence:
+        (wide + 1).sum()
+        assert silence.lowest is None
+        wide.float()
+    assert silence.lowest is torch.float32
+
+
+def test_captured_modules_are_found_wherever_they_hide() -> None:
+    teacher = nn.Linear(2, 2)
+
+    def inner(batch: Any) -> Any:
+        return teacher(batch)
+
+    def outer(model: Any, batch: Any, extra: Any = (teacher,)) -> Any:
+        return model(batch)
+
+    assert captured_modules(lambda model, batch: inner(batch)) == [teacher]
+    assert captured_modules(outer) == [teacher]
+    assert captured_modules(lambda model, batch: model(batch)) == []
+    assert captured_modules(F.cross_entropy) == []
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_does_not_count() -> None:
+    whole = Measured(loss=1.0, gradients={"w": torch.tensor([1.0]), "b": torch.tensor([1e-17])})
+    split = Measured(loss=1.0, gradients={"w": torch.tensor([1.0]), "b": torch.tensor([-1e-17])})
+    assert max(relative_errors(split, whole).values()) < 1e-14
+    missing = Measured(loss=1.0, gradients={"w": None, "b": None})
+    assert relative_errors(missing, whole)["w"] == 1.0
