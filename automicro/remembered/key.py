@@ -1,8 +1,6 @@
 """What a size was found for: all that decides how many rows fit, as plain values.
 
-What a size was found for: all that decides how many rows fit, as plain values.
-
-From a model, a device and a batch to the key under which their size is remembered.
+Keys are read and shown without importing torch, which `describe_run` alone needs.
 """
 
 import dataclasses
@@ -11,16 +9,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from automicro.batch.layout import BatchLayout
-from automicro.memory.device import usable_bytes
-from automicro.torch_private import is_uninitialized
-from automicro.torch_private_compiler import is_compiled
 from automicro.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from automicro.batch.layout import BatchLayout
 
 _DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
 
@@ -144,15 +141,15 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def describe_run(
-    modules: Sequence[nn.Module],
+    modules: Sequence["nn.Module"],
     batch: Any,
     *,
     rows: int,
-    device: torch.device,
-    optimizer: torch.optim.Optimizer | None = None,
+    device: "torch.device",
+    optimizer: "torch.optim.Optimizer | None" = None,
     precision: str = "fp32",
     phase: str = "train",
-    layout: BatchLayout | None = None,
+    layout: "BatchLayout | None" = None,
     world_size: int = 1,
 ) -> RunKey:
     """Return the key of a run. Call it inside the memory limit: that is part of the key.
@@ -171,13 +168,20 @@ def describe_run(
     Raises:
         BatchError: the batch cannot be read.
 
-    >>> model = nn.Linear(8, 2)
+    >>> import torch
+    >>> model = torch.nn.Linear(8, 2)
     >>> key = describe_run(
     ...     [model], (torch.zeros(64, 8), torch.zeros(64)), rows=64, device=torch.device("cpu")
     ... )
     >>> key.model, key.parameters, dict(key.shapes)
     ('Linear', 18, {'0': 'float32[8]', '1': 'float32[]'})
     """
+    import torch
+
+    from automicro.memory.device import usable_bytes
+    from automicro.torch_private import is_uninitialized
+    from automicro.torch_private_compiler import is_compiled
+
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return RunKey(
         model=" + ".join(map(_class_name, modules)),
@@ -197,7 +201,7 @@ def describe_run(
     )
 
 
-def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[str, str]:
+def describe_shapes(batch: Any, *, layout: "BatchLayout | None" = None) -> dict[str, str]:
     """Return dtype and shape of each tensor in a batch by its path, without the rows.
 
     Rows that are not collated, each with tensors of its own, are described together.
@@ -209,11 +213,14 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
     Raises:
         BatchError: the batch cannot be read.
 
+    >>> import torch
     >>> describe_shapes({"ids": torch.zeros(4, 7), "scale": torch.tensor(2.0)})
     {'*.scale': 'float32[]', 'ids': 'float32[7]'}
     >>> describe_shapes([{"x": torch.zeros(n)} for n in (2, 3, 3)])
     {'*.x': 'float32[2] or float32[3]'}
     """
+    from automicro.batch.layout import BatchLayout
+
     layout = BatchLayout() if layout is None else layout
     row_dims = layout.row_dims(batch)
     found: dict[str, set[str]] = {}
@@ -225,7 +232,7 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
     return {name: " or ".join(sorted(found[name])) for name in sorted(found)}
 
 
-def _describe_tensor(tensor: Tensor, *, row_dim: int | None) -> str:
+def _describe_tensor(tensor: "Tensor", *, row_dim: int | None) -> str:
     dtype = _dtype_name(tensor.dtype)
     if tensor.is_nested:
         return f"nested {dtype} of {tensor.dim()} dimensions"
@@ -235,11 +242,15 @@ def _describe_tensor(tensor: Tensor, *, row_dim: int | None) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _hash_structure(modules: Sequence[nn.Module]) -> str:
+def _hash_structure(modules: Sequence["nn.Module"]) -> str:
     """One hash of what all modules are made of, submodules by class: some keep more for backward.
 
     Tied tensors count under each of their names.
     """
+    from torch import nn
+
+    from automicro.torch_private import is_uninitialized
+
     content: list[Any] = []
     for module in modules:
         content.append([[name, type(part).__name__] for name, part in module.named_modules()])
@@ -254,19 +265,21 @@ def _hash_structure(modules: Sequence[nn.Module]) -> str:
     return sha256_of(content)
 
 
-def _class_name(module: nn.Module) -> str:
+def _class_name(module: "nn.Module") -> str:
     name = type(module).__name__
     if name == "OptimizedModule":  # what torch.compile returns
         return _class_name(next(module.children()))
     return name
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(device: "torch.device") -> str:
     if device.type == "cpu":
         return "CPU"
+    import torch
+
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if get_name is None else str(get_name(device))
