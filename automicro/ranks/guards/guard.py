@@ -15,18 +15,20 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.ranks.guards.collectives import Call
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
 from automicro.torch_private_distributed import collectives_of, comm_hooks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class Guard(Protocol):
@@ -141,6 +143,8 @@ def watch_for_strangers(votes: Votes) -> None:
     >>> from automicro.ranks.simulated import SimulatedWorld
     >>> watch_for_strangers(Votes(SimulatedWorld(1).exchange(0)))
     """
+    from torch.distributed.fsdp import FSDPModule  # which one process need not import
+
     _votes.add(votes)
     for found in gc.get_objects():  # torch keeps no list of wrappers
         # Not isinstance(), which asks objects, and there are such as answer with an error.
@@ -161,16 +165,16 @@ def _is_guarded(model: nn.Module) -> bool:
     """Whether a guard is asked before its collectives, and can refuse them itself."""
     if isinstance(model, DistributedDataParallel):
         return any(getattr(hook, "is_guarded", False) for hook, _ in comm_hooks(model))
-    assert isinstance(model, FSDPModule)
-    return any(hasattr(each, "guard") for each in collectives_of(model) or ())
+    sharded = cast("FSDPModule", model)
+    return any(hasattr(each, "guard") for each in collectives_of(sharded) or ())
 
 
 def _communicates(model: nn.Module) -> bool:
     if isinstance(model, DistributedDataParallel):
         sends = model.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return torch.is_grad_enabled() or bool(sends)
-    assert isinstance(model, FSDPModule)
-    return collectives_of(model) is not None  # else all that it has lies in wrapped children
+    sharded = cast("FSDPModule", model)
+    return collectives_of(sharded) is not None  # else all that it has lies in wrapped children
 
 
 class Commons:
