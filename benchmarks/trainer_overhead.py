@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from automicro import Microbatcher, Trainer
-from automicro.cli.loading import load_config
-from automicro.cli.recipe import Recipe
+from automicro.cli.config.build import Recipe
+from automicro.cli.config.load import load_config
 from automicro.loggers import JSONLinesLogger
 from benchmarks.overhead import Counter, median_with_interval
 

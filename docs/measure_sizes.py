@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from automicro import FitSummary, Trainer
-from automicro.cli.size_table import as_markdown
+from automicro.cli.commands.cache import as_markdown
 from automicro.demo import digits, topics
 from automicro.remembered.cache import SizeCache
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli.config import CallConfig, RunConfig
-from automicro.cli.loading import load_config
-from automicro.cli.training import build_trainer
+from automicro.cli.config.build import build_trainer
+from automicro.cli.config.load import load_config
+from automicro.cli.config.schema import CallConfig, RunConfig
 from automicro.errors import ConfigError
 
 JOB = """\

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from automicro.cli import main
-from automicro.cli.caching import parse_age
-from automicro.cli.size_table import as_markdown
+from automicro.cli.commands.cache import as_markdown, parse_age
 from automicro.errors import ConfigError
 from automicro.remembered.cache import SizeCache
 from automicro.remembered.entry import Entry, RememberedSize, write_entry

@@ -6,10 +6,10 @@ import pytest
 from torch import nn
 
 from automicro.cli import main
-from automicro.cli.key_names import KEYS
-from automicro.cli.loading import load_config
-from automicro.cli.reading import read_yaml
-from automicro.cli.reference import markdown_page
+from automicro.cli.commands.config import markdown_page
+from automicro.cli.config.keys import KEYS
+from automicro.cli.config.load import load_config
+from automicro.cli.config.sources import read_yaml
 from tests.cli_jobs import enter_folder_with_job
 
 EVALUATION = ("data", "metrics", "microbatch_size", "max_batches", "interval")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automicro.cli import main
-from automicro.cli.failures import summarize_error
+from automicro.cli.errors import summarize_error
 from automicro.cli.wording import as_yaml
 from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job

@@ -125,7 +125,7 @@ def test_nothing_of_several_processes_or_of_metrics_is_imported_with_the_trainer
     tmp_path: Path,
 ) -> None:
     code = f"""{SAY_WHO_IMPORTS}
-import automicro, automicro.cli.training
+import automicro, automicro.cli.config.build, automicro.cli.job
 automicro.Trainer, automicro.Microbatcher, automicro.verify
 print([name for name in watched if name in sys.modules])
 """

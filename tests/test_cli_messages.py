@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from automicro.cli import main
-from automicro.cli.mistakes import name_override
-from automicro.cli.weights import SAVE
+from automicro.cli.config.build import SAVE
+from automicro.cli.config.sources import name_override
 from tests.cli_jobs import enter_folder_with_job
 
 ALL = "train, eval, verify, config, torture, cache, complete"

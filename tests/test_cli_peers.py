@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
-from automicro.cli.continuing import telling_how_to_go_on
-from automicro.cli.failures import show_failure
+from automicro.cli.errors import show_failure
+from automicro.cli.run_dir import telling_how_to_go_on
 from automicro.errors import ConfigError, DesyncError, PeerFailedError, PeerLostError
 from automicro.torch_private_distributed import HashStore
 from automicro.trainer import processes

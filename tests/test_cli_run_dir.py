@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automicro.cli import main
-from automicro.cli.loading import load_config
+from automicro.cli.config.load import load_config
 from automicro.cli.run_dir import Folder
 from automicro.trainer.report import FitSummary
 from automicro.trainer.trainer import Trainer

@@ -10,11 +10,16 @@ import pytest
 
 from automicro.cli import main
 from automicro.cli.commands import COMMANDS
-from automicro.cli.commands.complete import SCRIPTS
-from automicro.cli.completing import SECTION_KEYS, VALUES, candidates, for_bash, words_of
-from automicro.cli.config import SECTIONS
-from automicro.cli.key_names import KEYS
-from automicro.cli.keys import HINTS, keys_inside, type_in_words
+from automicro.cli.commands.complete import (
+    SCRIPTS,
+    SECTION_KEYS,
+    VALUES,
+    candidates,
+    for_bash,
+    words_of,
+)
+from automicro.cli.config.keys import KEYS
+from automicro.cli.config.schema import HINTS, SECTIONS, keys_inside, type_in_words
 
 JOB = """\
 model: {call: my_models.Wide, args: {width: 64, depths: [1, 2]}}

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from automicro import MemoryBudget
-from automicro.cli.config import CallConfig
-from automicro.cli.loading import load_config
-from automicro.cli.nodes import prepare
-from automicro.cli.recipe import Recipe
-from automicro.cli.training import build_trainer
+from automicro.cli.config.build import Recipe, build_trainer
+from automicro.cli.config.load import load_config
+from automicro.cli.config.nodes import prepare
+from automicro.cli.config.schema import CallConfig
 from tests.config_jobs import JOB, args_of, job
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ import pytest
 
 from automicro.cli import main
 from automicro.cli.commands import COMMANDS
-from automicro.cli.key_names import KEYS
+from automicro.cli.config.keys import KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")

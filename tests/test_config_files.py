@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from automicro.cli.batch_size import rows_to_load
-from automicro.cli.config import CallConfig
-from automicro.cli.loading import load_config, read_config
-from automicro.cli.merging import merge
-from automicro.cli.reading import read_yaml
-from automicro.cli.writing import escape, to_yaml
+from automicro.cli.config.load import escape, load_config, read_config, to_yaml
+from automicro.cli.config.resolve import rows_to_load
+from automicro.cli.config.schema import CallConfig
+from automicro.cli.config.sources import merge, read_yaml
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, args_of, job
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli.loading import load_config
-from automicro.cli.training import build_trainer
+from automicro.cli.config.build import build_trainer
+from automicro.cli.config.load import load_config
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli.loading import load_config
+from automicro.cli.config.load import load_config
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, complaint
 

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config import RunConfig
-from automicro.cli.key_names import GROUPS, KEYS
-from automicro.cli.keys import defaults, defaults_inside, keys_inside, type_in_words
-from automicro.cli.loading import load_config
-from automicro.cli.reference import documentation, markdown_page, read_entries
-from automicro.cli.training import build_trainer
+from automicro.cli.commands.config import documentation, markdown_page, read_entries
+from automicro.cli.config.build import build_trainer
+from automicro.cli.config.keys import GROUPS, KEYS
+from automicro.cli.config.load import load_config
+from automicro.cli.config.schema import (
+    RunConfig,
+    defaults,
+    defaults_inside,
+    keys_inside,
+    type_in_words,
+)
 from automicro.microbatcher import Microbatcher
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import Evaluator
@@ -152,7 +157,9 @@ def test_every_plain_option_reaches_the_trainer(
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(JOB, encoding="utf-8")
     taken: dict[str, object] = {}
-    monkeypatch.setattr("automicro.cli.recipe.Trainer", lambda *_, **options: taken.update(options))
+    monkeypatch.setattr(
+        "automicro.cli.config.build.Trainer", lambda *_, **options: taken.update(options)
+    )
     build_trainer(load_config("job.yaml", ["accumulate_batches=2", "non_finite=skip"]))
     assert set(taken) == set(OPTIONS) - {"model", "train_dataloader"} - ONLY_IN_PYTHON
     assert (taken["accumulate_batches"], taken["non_finite"]) == (2, "skip")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli.training import build_trainer
+from automicro.cli.config.build import build_trainer
 from automicro.errors import ConfigError
 from tests.config_jobs import complaint, job
 

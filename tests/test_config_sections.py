@@ -7,12 +7,10 @@ import pytest
 
 from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config import CallConfig, EvaluatorConfig
-from automicro.cli.loading import load_config, read_config
-from automicro.cli.merging import merge
-from automicro.cli.recipe import Recipe
-from automicro.cli.training import build_trainer
-from automicro.cli.writing import to_yaml
+from automicro.cli.config.build import Recipe, build_trainer
+from automicro.cli.config.load import load_config, read_config, to_yaml
+from automicro.cli.config.schema import CallConfig, EvaluatorConfig
+from automicro.cli.config.sources import merge
 from automicro.trainer.evaluators import Evaluator
 from tests.config_jobs import JOB, job
 

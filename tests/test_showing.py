@@ -18,7 +18,7 @@ from torch import nn
 import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
-from automicro.cli.results import print_yaml
+from automicro.cli.output import print_yaml
 from automicro.torture.torture import Row, TortureReport
 from automicro.trainer.progress import (
     LiveProgress,

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from automicro.cli import main
-from automicro.cli.key_names import KEYS
-from automicro.cli.loading import load_config
+from automicro.cli.config.keys import KEYS
+from automicro.cli.config.load import load_config
 from automicro.migration import PRECISION_SYNONYMS, SYNONYMS, synonym_of
 from automicro.options import PRECISIONS, check_precision_name
 from automicro.trainer.composer import refuse_unknown

@@ -1,19 +1,17 @@
-"""The config files and overrides of a command line, which all but one of the commands take."""
+"""The config files and overrides of a command line, to be read and made."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from automicro.cli.config import RunConfig
-from automicro.cli.failures import summarize_error
-from automicro.cli.inputs import split_inputs
-from automicro.cli.keys import TO_TRAIN
-from automicro.cli.keys_meant import about, key_in, keys_of
-from automicro.cli.loading import LoadedConfig, read_config
-from automicro.cli.mistakes import ElsewhereError, Sources
-from automicro.cli.places import is_bug_of_ours
-from automicro.cli.recipe import Recipe
+from automicro.cli.arguments import split_inputs
+from automicro.cli.config.build import Recipe
+from automicro.cli.config.keys import about, key_in, keys_of
+from automicro.cli.config.load import LoadedConfig, read_config
+from automicro.cli.config.schema import TO_TRAIN, RunConfig
+from automicro.cli.config.sources import ElsewhereError, Sources
+from automicro.cli.errors import is_bug_of_ours, summarize_error
 from automicro.errors import ConfigError
 from automicro.trainer.processes import place_in_environment
 

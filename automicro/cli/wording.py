@@ -2,7 +2,7 @@
 
 import re
 
-from automicro.cli.key_names import KEYS
+from automicro.cli.config.keys import KEYS
 
 ALL = "|".join(KEYS)
 ARGUMENTS = {

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher, Trainer, find_batchnorm
-from automicro.cli.loading import load_config
-from automicro.cli.recipe import Recipe
+from automicro.cli.config.build import Recipe
+from automicro.cli.config.load import load_config
 from automicro.demo.topics import (
     BOUNDARY,
     IGNORED,

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, MemoryBudget, Microbatcher
-from automicro.cli.loading import load_config
-from automicro.cli.recipe import Recipe
-from automicro.cli.training import build_trainer
+from automicro.cli.config.build import Recipe, build_trainer
+from automicro.cli.config.load import load_config
 from automicro.memory import device as memory_device
 from automicro.memory import meter
 from automicro.memory.device import Counts

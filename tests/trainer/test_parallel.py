@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from automicro import Trainer
 from automicro.checkpoints.rng import rng_state
-from automicro.cli.loading import load_config
+from automicro.cli.config.load import load_config
 from automicro.errors import ConfigError
 from automicro.torch_private_distributed import HashStore
 from automicro.trainer.data.sharing import LoaderSharing

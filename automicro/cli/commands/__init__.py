@@ -1,22 +1,25 @@
-"""Every command: what it is called, its help and its arguments.
+"""Every command is one file here: what it is called, its help, its arguments and what it does.
 
-Nothing here imports torch before a command runs: help, a version and a mistyped option are for
-people who wait.
+A new one is a new file with a ``COMMAND``. Nothing here imports torch before a command runs: help,
+a version and a mistyped option are for people who wait.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
-from automicro.cli.commands.cache import CACHE
-from automicro.cli.commands.complete import COMPLETE
-from automicro.cli.commands.config import CONFIG
-from automicro.cli.commands.eval import EVAL
-from automicro.cli.commands.torture import TORTURE
-from automicro.cli.commands.train import TRAIN
-from automicro.cli.commands.verify import VERIFY
-from automicro.cli.subcommand import Subcommand
+from automicro.cli.arguments import Command
 
-COMMANDS: Mapping[str, Subcommand] = {
-    each.name: each for each in (TRAIN, EVAL, VERIFY, CONFIG, TORTURE, CACHE, COMPLETE)
-}
 
-__all__ = ["COMMANDS"]
+def find_commands() -> Mapping[str, Command]:
+    """All commands by name, in the order in which help lists them.
+
+    >>> list(find_commands())[:3]
+    ['train', 'eval', 'verify']
+    """
+    files = [each.name for each in pkgutil.iter_modules(__path__)]
+    found = [importlib.import_module(f"{__name__}.{name}").COMMAND for name in files]
+    return {each.name: each for each in sorted(found, key=lambda each: (each.place, each.name))}
+
+
+COMMANDS = find_commands()

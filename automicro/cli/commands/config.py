@@ -1,9 +1,16 @@
-"""What the command ``automicro config`` is called and takes."""
+"""``automicro config``: a config as train would use it, the keys that there are, or a template."""
 
 import argparse
+import fnmatch
+import inspect
+import re
+import textwrap
+from dataclasses import dataclass
 
-from automicro.cli.inputs import add_inputs
-from automicro.cli.subcommand import Subcommand
+from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.config.keys import GROUPS, KEYS, did_you_mean
+from automicro.cli.output import print_yaml
+from automicro.errors import ConfigError
 
 DESCRIPTION = """\
 Print the config that train would use: files merged, key=value applied, interpolations
@@ -12,8 +19,78 @@ checked: keys, values, import paths and the names of arguments. Whether models a
 can be made and fit each other shows automicro verify, or train. run_dir is not looked at.
 """
 
+TEMPLATE = """\
+# A config to start with. Replace each ???, here or on the command line, and try it:
+#   automicro config job.yaml      shows all keys and finds mistakes in them
+#   automicro verify job.yaml      tells whether batches may be split
+#   automicro train job.yaml
+# automicro config --keys explains every key.
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+global_batch_size: 32        # rows of an optimization batch, whatever the memory
+
+model:
+  call: ???                  # import path of your module, such as my_module.MyModel
+  args: {}                   # its arguments by name
+
+train_data:
+  call: ???                  # of a function that returns a DataLoader
+  args: {batch_size: "${global_batch_size}"}
+
+loss:                        # called as loss(model(inputs), targets); without it, the
+  call: torch.nn.CrossEntropyLoss   # model computes its own loss
+
+optimizer:                   # is handed the model's parameters first
+  call: torch.optim.AdamW
+  args: {lr: 1e-3}
+
+eval_data: null              # as train_data
+scheduler: null              # {call: torch.optim.lr_scheduler.StepLR, args: {step_size: 100}}
+metrics: {}                  # {name: {call: torchmetrics.…, args: {…}}}
+
+max_duration: 1ep            # ep (epochs), ba (batches), sp (samples), tok (tokens)
+microbatch_size: auto        # rows computed at a time: as many as fit
+memory_limit: null           # such as 8GiB
+seed: 0
+run_dir: null                # such as runs/${now:%Y-%m-%d_%H-%M-%S}
+checkpoint: null             # {interval: 1ep}, with a run_dir to go on in: runs/first
+loggers: []                  # [{call: automicro.loggers.JSONLinesLogger, args: {path: …}}]
+callbacks: []                # [{call: automicro.callbacks.EarlyStopping, args: {…}}]
+"""
+
+NODE_IN_WORDS = """\
+call and args: how a config names whatever is to be made, under model, train_data and others
+
+call: text, required
+    the dotted import path of a class or a function, such as torch.optim.AdamW. It is called once
+    and has to return the thing itself: the model, the DataLoader, the function that is the loss.
+args: a mapping, default {}
+    its arguments by name. A mapping with call anywhere inside is made first.
+
+    optimizer:
+      call: torch.optim.AdamW
+      args: {lr: 1e-3}
+
+To hand over a function instead of calling it:
+
+    count_tokens:
+      call: pkgutil.resolve_name
+      args: {name: my_data.count_tokens}
+"""
+
+
+ELSEWHERE = "see `Microbatcher`"
+MOST_COLUMNS = 100
+PAGE = """\
+# Every key of a config
+
+Written by `python -m automicro config --keys --markdown`; a test holds it to the code.
+[The guide](configuration.md) explains the format, overrides, interpolations and commands. A node is
+`{call: dotted.path, args: {name: value}}`.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_inputs(parser)
     parser.add_argument("--set", action="store_true", help="only the keys that are set")
     parser.add_argument(
@@ -28,13 +105,232 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template", action="store_true", help="print a config to start with")
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    from automicro.cli.configuring import run_config
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
+    if arguments.template:
+        _take_no_inputs(arguments, "--template")
+        print_yaml(TEMPLATE)
+    elif arguments.keys is not None:
+        _take_no_inputs(arguments, "--keys")
+        if arguments.markdown:
+            print(markdown_page(), end="")
+        elif arguments.keys in ("call", "args"):
+            print(NODE_IN_WORDS, end="")
+        else:
+            print_keys(arguments.keys)
+    elif arguments.markdown:
+        raise ConfigError("--markdown is a form of --keys: say automicro config --keys --markdown")
+    else:
+        _print_config(arguments)
+    return 0
 
-    return run_config(arguments)
+
+def _print_config(arguments: argparse.Namespace) -> None:
+    look_for_files(arguments.inputs, command="config")
+    from automicro.cli.config.load import to_yaml
+    from automicro.cli.job import Job
+
+    with Job(arguments.inputs, command="config").reading() as loaded:
+        print_yaml(to_yaml(loaded.written if arguments.set else loaded.everything))
 
 
-CONFIG = Subcommand(
+def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
+    if arguments.inputs:
+        raise ConfigError(
+            f"{option} looks at no config, but {arguments.inputs[0]!r} was given: leave it out, "
+            f"or leave out {option} to print that config"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What is to be known of a key.
+
+    Attributes:
+        name: dotted where it stands inside of another.
+        kind: what it may hold, in words.
+        default: as YAML; None where it is not set.
+        example: of a key that every training needs; empty for others.
+        meaning: what it is.
+    """
+
+    name: str
+    kind: str
+    default: str | None
+    example: str
+    meaning: str
+
+
+def documentation() -> dict[str, str]:
+    """Return what each key means, as a config writes it: null in place of None.
+
+    The Trainer's docstring explains its options, that of the Microbatcher those that the Trainer
+    only hands on, and that of RunConfig the rest. Keys inside of others are explained by what
+    these describe.
+
+    >>> documentation()["seed"][:27]
+    'seeds Python, NumPy and tor'
+    """
+    from automicro.cli.config.schema import SECTIONS, RunConfig
+    from automicro.microbatcher import Microbatcher
+    from automicro.trainer.trainer import Trainer
+
+    ours, trainer, primitive = map(read_entries, (RunConfig, Trainer, Microbatcher))
+    found = {**trainer, **ours}
+    texts = {
+        key: primitive.get(key, "") if _is_elsewhere(found.get(key)) else found[key] for key in KEYS
+    }
+    for section, owner in SECTIONS.items():
+        texts |= {f"{section}.{name}": text for name, text in read_entries(owner).items()}
+    texts["checkpoint.folder"] += " Unless given, checkpoints in `run_dir`."
+    return {key: _in_yaml(text) for key, text in texts.items()}
+
+
+def describe_keys() -> dict[str, list[Key]]:
+    """All keys in their groups, each followed by those that it may hold.
+
+    >>> describe_keys()["How long"][0].default
+    '1ep'
+    """
+    from automicro.cli.config.load import to_yaml
+    from automicro.cli.config.schema import (
+        EXAMPLES,
+        TO_TRAIN,
+        defaults,
+        defaults_inside,
+        keys_inside,
+        type_in_words,
+    )
+
+    values = defaults()
+    for key in KEYS:
+        if inside := keys_inside(key):
+            found = defaults_inside(key)
+            values |= {f"{key}.{name}": found[name] for name in inside if name in found}
+    meanings = documentation()
+
+    def describe(name: str) -> Key:
+        is_set = name in values
+        return Key(
+            name=name,
+            kind=type_in_words(name),
+            default=to_yaml({"": values[name]}).partition(": ")[2].strip() if is_set else None,
+            example=EXAMPLES[name] if name in TO_TRAIN else "",
+            meaning=meanings[name],
+        )
+
+    return {
+        group: [
+            describe(each)
+            for key in keys
+            for each in (key, *(f"{key}.{name}" for name in keys_inside(key)))
+        ]
+        for group, keys in GROUPS.items()
+    }
+
+
+def read_entries(documented: type) -> dict[str, str]:
+    """Return what a class's docstring says of each argument or attribute, in one line each.
+
+    >>> from automicro.cli.config.schema import CallConfig
+    >>> read_entries(CallConfig)["call"]
+    'the dotted path, such as ``torch.optim.AdamW``.'
+    """
+    lines = (inspect.getdoc(documented) or "").splitlines()
+    entries: dict[str, list[str]] = {}
+    inside, current = False, None
+    for line in lines:
+        entry = re.match(r"    (\w+): (.*)", line)
+        if re.fullmatch(r"(Args|Attributes):", line):
+            inside = True
+        elif inside and entry:
+            current = entries[entry[1]] = [entry[2]]
+        elif inside and current is not None and line.startswith("        "):
+            current.append(line.strip())
+        elif line and not line.startswith(" "):
+            inside = False
+    return {name: " ".join(text) for name, text in entries.items()}
+
+
+def print_keys(pattern: str) -> None:
+    """Print the keys that match, with type, default and meaning.
+
+    Args:
+        pattern: part of a name, or a glob.
+
+    Raises:
+        ConfigError: no key matches.
+
+    >>> print_keys("*_dir")
+    The run
+    <BLANKLINE>
+    run_dir: text or null, default null
+        a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
+        is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    groups = describe_keys()
+    known = [key.name for keys in groups.values() for key in keys]
+    chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
+    if not chosen:
+        raise ConfigError(
+            f"no key matches {pattern!r}{did_you_mean(pattern, known)}: give part of a name, a "
+            f"pattern such as '*_size', or none for all keys"
+        )
+    console = Console()
+    text = Text()
+    for group, keys in groups.items():
+        shown = [key for key in keys if key.name in chosen]
+        if shown:
+            text.append(f"\n{group}\n" if text else f"{group}\n", "bold underline")
+        for key in shown:
+            default = "not set" if key.default is None else f"default {key.default}"
+            indented = textwrap.fill(
+                key.meaning,
+                min(console.width, MOST_COLUMNS),
+                initial_indent="    ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            text.append("\n").append(key.name, "bold")
+            needed = f"required, such as {key.example}" if key.example else default
+            text.append(f": {key.kind}, {needed}\n{indented}\n")
+    console.print(text, soft_wrap=True, end="")
+
+
+def markdown_page() -> str:
+    """Return the reference of every key as a page with a table for each group.
+
+    >>> print(markdown_page().splitlines()[0])
+    # Every key of a config
+    """
+    parts = [PAGE]
+    for group, keys in describe_keys().items():
+        parts += [f"\n## {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
+        for key in keys:
+            default = "not set" if key.default is None else f"`{key.default}`"
+            meaning = key.meaning.replace("|", r"\|")
+            needed = "required" if key.example else default
+            parts.append(f"| `{key.name}` | {key.kind} | {needed} | {meaning} |")
+    return "\n".join(parts) + "\n"
+
+
+def _is_elsewhere(text: str | None) -> bool:
+    return text is None or text.startswith(ELSEWHERE)
+
+
+def _in_yaml(text: str) -> str:
+    """Write what a docstring quotes as a config writes it."""
+    text = re.sub(r'``"([^"`]*)"``', r"``\1``", text)
+    for python, yaml in {"None": "null", "True": "true", "False": "false"}.items():
+        text = re.sub(rf"\b{python}\b", yaml, text)
+    return text.replace("``", "`")
+
+
+COMMAND = Command(
     name="config",
     brief="print what train would use, all keys, or a template",
     description=DESCRIPTION,
@@ -46,6 +342,7 @@ CONFIG = Subcommand(
         "automicro config --template > job.yaml",
     ),
     exit_codes={0: "no mistake was found"},
-    add_arguments=_add_arguments,
-    run=_run,
+    add_arguments=add_arguments,
+    run=run,
+    place=4,
 )

@@ -1,10 +1,16 @@
-"""What the command ``automicro train`` is called and takes."""
+"""``automicro train``: train what a config describes."""
 
 import argparse
+from typing import TYPE_CHECKING
 
-from automicro.cli.inputs import add_inputs, look_for_files
-from automicro.cli.subcommand import Subcommand
-from automicro.cli.waiting import importing
+from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.output import importing, print_yaml, results_alone, saying, to_json, warn
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from automicro.cli.config.build import Recipe
+    from automicro.trainer.trainer import Trainer
 
 DESCRIPTION = """\
 Train what YAML configs describe. A config names a model, data, a loss, an optimizer
@@ -16,7 +22,8 @@ explains every key.
 """
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_inputs(parser)
     parser.add_argument(
         "--json",
@@ -25,15 +32,67 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
     look_for_files(arguments.inputs, command="train")
     with importing(arguments.inputs, in_logs=True):
-        from automicro.cli.training import train
+        from automicro.cli.config.build import Recipe
+        from automicro.cli.config.load import to_yaml
+        from automicro.cli.job import Job
+        from automicro.cli.run_dir import goes_on, open_run_dir, telling_how_to_go_on
+        from automicro.trainer.parallel import whole_state_dict
+        from automicro.trainer.processes import place_in_environment
 
-    return train(arguments)
+    job = Job(arguments.inputs, command="train", for_ranks=True)
+    with job.reading() as loaded, results_alone(arguments.json) as results:
+        config = loaded.config
+        is_first = place_in_environment().is_first
+        making = saying("making the model and the data", is_silent=not config.progress)
+        with making, job.making():
+            recipe = Recipe(config)
+            run_dir = open_run_dir(
+                config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint)
+            )
+            finished = run_dir.finished()
+            if finished is None:
+                model, trainer = _make(recipe, was_begun=run_dir.was_begun)
+                # All ranks have looked into the folder by now: they have met.
+                if is_first:
+                    run_dir.begin()
+        if finished is not None:
+            print(to_json(finished) if arguments.json else finished, file=results)
+            print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
+            return 0
+        if config.progress:
+            print_yaml(to_yaml(loaded.written) + "\n")
+        going_on = telling_how_to_go_on(
+            recipe.checkpoint, run_dir=config.run_dir, inputs=arguments.inputs
+        )
+        with going_on:
+            summary = trainer.fit()
+        weights = whole_state_dict(model) if config.run_dir is not None else {}
+        written = run_dir.end(weights, summary) if is_first else ""
+        if not config.progress and not arguments.json:
+            print(summary)
+        if written:
+            print(written)
+        if arguments.json:
+            print(to_json(summary), file=results)
+    return 0
 
 
-TRAIN = Subcommand(
+def _make(recipe: "Recipe", *, was_begun: bool) -> "tuple[nn.Module, Trainer]":
+    from automicro.cli.run_dir import own_before_others, source
+
+    recipe.checkpoint = own_before_others(recipe.checkpoint, was_begun=was_begun)
+    folder, weights = source(recipe.checkpoint), recipe.config.weights
+    if folder is not None and weights is not None:
+        warn(f"weights={weights!r} is not used: the run goes on from checkpoints in {folder}")
+    model = recipe.make_model(with_weights=folder is None)
+    return model, recipe.make_trainer(model)
+
+
+COMMAND = Command(
     name="train",
     brief="train what a config describes",
     description=DESCRIPTION,
@@ -48,6 +107,7 @@ TRAIN = Subcommand(
         "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
     ),
     exit_codes={0: "it trained to its end", 1: "the run failed"},
-    add_arguments=_add_arguments,
-    run=_run,
+    add_arguments=add_arguments,
+    run=run,
+    place=1,
 )

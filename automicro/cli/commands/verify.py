@@ -1,10 +1,17 @@
-"""What the command ``automicro verify`` is called and takes."""
+"""``automicro verify``: whether splitting changes a model's gradient."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
-from automicro.cli.inputs import add_inputs, look_for_files
-from automicro.cli.subcommand import Subcommand
-from automicro.cli.waiting import importing
+from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.config.keys import LISTS
+from automicro.cli.output import importing
+
+if TYPE_CHECKING:
+    from automicro.cli.config.build import Recipe
+    from automicro.verification.report import VerifyReport
 
 DESCRIPTION = """\
 Find out whether splitting a batch changes the gradient of a config's model, and
@@ -12,16 +19,70 @@ why. Takes the first batch of its training data, and compares the gradient of th
 whole batch with those of splits, in float64 where possible.
 """
 
+# What the gradient of one batch does not depend on.
+UNUSED = frozenset({"eval_data", "optimizer", "scheduler", "checkpoint", *LISTS})
 
-def _run(arguments: argparse.Namespace) -> int:
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
     look_for_files(arguments.inputs, command="verify")
     with importing(arguments.inputs):
-        from automicro.cli.verifying import run_verify
+        from automicro.cli.config.build import Recipe
+        from automicro.cli.errors import is_refusal
+        from automicro.cli.job import Job
+        from automicro.cli.wording import counting_as_node
+        from automicro.errors import AutomicroError
 
-    return run_verify(arguments)
+    job = Job(arguments.inputs, command="verify")
+    check = partial(Recipe, without=UNUSED)
+    with job.reading(required=("model", "train_data"), check=check) as loaded:
+        with job.making():
+            examine = _make(check(loaded.config))
+        try:
+            report = examine()
+        except (TypeError, ValueError) as error:
+            if isinstance(error, AutomicroError) or not is_refusal(error):
+                raise
+            with job.making():  # the config asks for what makes no sense
+                raise
+        print(counting_as_node(str(report)))
+    return report.exit_code
 
 
-VERIFY = Subcommand(
+def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
+    """Make what takes part in a gradient, and return what examines it on the first batch."""
+    from automicro.errors import DataLoaderError
+    from automicro.options import check_model
+    from automicro.trainer.device import choose_device
+    from automicro.trainer.surroundings import noting
+    from automicro.verification.verify import verify
+
+    device = choose_device(recipe.config.device)
+    model = recipe.make_model()
+    check_model(model)
+    model.to(device)
+    loss_fn = recipe.make("loss")
+    options = {
+        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
+        "forward": recipe.make("forward"),
+        "loss_average": recipe.make_loss_average(),
+        "batch_layout": recipe.config.batch_layout,
+        "device": device,
+    }
+    data = recipe.make("train_data")
+
+    def examine() -> "VerifyReport":
+        with noting(lambda: "while taking the first batch of train_data"):
+            batch = next(iter(data), None)
+        if batch is None:
+            raise DataLoaderError("train_data gave no batch; check its dataset and its sampler")
+        with noting(lambda: "in verification, on the first batch of train_data"):
+            return verify(model, batch, **options)
+
+    return examine
+
+
+COMMAND = Command(
     name="verify",
     brief="find out whether splitting changes a model's gradient",
     description=DESCRIPTION,
@@ -35,5 +96,6 @@ VERIFY = Subcommand(
         3: "exactness cannot be verified",
     },
     add_arguments=add_inputs,
-    run=_run,
+    run=run,
+    place=3,
 )

@@ -1,35 +1,31 @@
-"""From YAML files and overrides to a `RunConfig`, or one clear error."""
+"""From YAML files and overrides to a `RunConfig`, and back to YAML."""
 
+import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from automicro.cli.batch_size import rows_to_load
-from automicro.cli.config import RunConfig
-from automicro.cli.key_names import KEYS
-from automicro.cli.keys import (
+from automicro.cli.config.check import check_shapes, read_checkpoint_section, read_eval_data
+from automicro.cli.config.keys import KEYS, LISTS, about
+from automicro.cli.config.nodes import items_inside
+from automicro.cli.config.resolve import first_line, resolve, rows_to_load
+from automicro.cli.config.schema import (
     EXAMPLES,
     HINTS,
-    LISTS,
     TO_TRAIN,
+    RunConfig,
     defaults,
     defaults_inside,
     is_made,
     wrong_type,
 )
-from automicro.cli.keys_meant import about
-from automicro.cli.mistakes import load_or_tell, read_sources
-from automicro.cli.nodes import items_inside
-from automicro.cli.reading import read_yaml
-from automicro.cli.resolving import first_line, resolve
-from automicro.cli.sections import read_checkpoint_section, read_eval_data
-from automicro.cli.shapes import check_shapes
-from automicro.cli.writing import escape
+from automicro.cli.config.sources import load_or_tell, read_sources, read_yaml
 from automicro.errors import ConfigError
 
 # An unset one is no null: what refers to it has nothing to stand for.
@@ -287,3 +283,69 @@ def brief(made: Any) -> Any:
         for name, value in made.items()
         if name != "args" or value
     }
+
+
+_WIDTH = 100
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes no anchors, and quotes text that OmegaConf would read as a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
+    # Other quotes leave line breaks of Unicode as they are, which are read as spaces.
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+# 1e-3 is text in YAML 1.1 and a number for OmegaConf.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9._]+[eE][-+]?[0-9]+$"), list("-+0123456789.")
+)
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Return values as YAML, with lists and mappings of plain values on one line each.
+
+    >>> print(to_yaml({"model": {"call": "a.B", "args": {"width": 4}}, "name": "1e-3"}), end="")
+    model:
+      call: a.B
+      args: {width: 4}
+    name: '1e-3'
+    """
+    return "".join(_key_to_yaml(key, value) for key, value in values.items())
+
+
+def escape(value: Any) -> Any:
+    r"""Return a value in which nothing is an interpolation any more.
+
+    >>> print(escape({"name": ["${seed}"]})["name"][0])
+    \${seed}
+    """
+    if isinstance(value, Mapping):
+        return {name: escape(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [escape(each) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
+
+
+def _key_to_yaml(key: str, value: Any) -> str:
+    text = yaml.dump(
+        {key: value},
+        Dumper=_Dumper,
+        # None is one line for each collection of plain values, this outermost one included.
+        default_flow_style=None if isinstance(value, dict | list) else False,
+        sort_keys=False,
+        width=_WIDTH,
+        allow_unicode=True,
+    )
+    return cast(str, text)

@@ -1,13 +1,68 @@
-"""The files and overrides of a command line: which is which, and whether the files are there."""
+"""What every command has: a name, its help, its arguments; and the files and overrides of most."""
 
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from automicro.cli.key_names import KEYS
+from automicro.cli.config.keys import KEYS
 from automicro.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of ``automicro``.
+
+    Attributes:
+        name: as it is typed.
+        brief: for the list of commands.
+        description: for its own help.
+        examples: whole command lines; the first one stands in the list of commands, too.
+        exit_codes: what each means here, by number; 2, 130, 141 and 143 are the same everywhere.
+        add_arguments: adds them to the command's parser.
+        run: does it, and returns the exit code.
+        place: in the list of commands.
+    """
+
+    name: str
+    brief: str
+    description: str
+    examples: Sequence[str]
+    exit_codes: Mapping[int, str]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    place: int = 100
+
+    @property
+    def epilog(self) -> str:
+        """The examples and the exit codes."""
+        return "\n".join(
+            [
+                "examples:",
+                *(f"  {example}" for example in self.examples),
+                "",
+                *exit_code_lines(self.exit_codes),
+            ]
+        )
+
+
+def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
+    """Return what exit codes mean, those of every command included.
+
+    >>> print(exit_code_lines({0: "trained"})[1])
+      0    trained
+    """
+    everywhere = {
+        2: "the command line or the config is wrong",
+        130: "interrupted with Ctrl-C",
+        141: "nobody reads the output any more, as behind | head",
+        143: "ended by SIGTERM",
+    }
+    lines = [f"  {code:<4} {meaning}" for code, meaning in sorted({**codes, **everywhere}.items())]
+    return ["exit codes:", *lines]
+
 
 FORM = "CONFIG [CONFIG …] [key=value …]"
 """How the files and overrides are shown, which argparse cannot tell apart."""

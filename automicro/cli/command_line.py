@@ -5,13 +5,11 @@ import re
 import sys
 from collections.abc import Sequence
 
+from automicro.cli.arguments import FORM, exit_code_lines
 from automicro.cli.commands import COMMANDS
-from automicro.cli.inputs import FORM
-from automicro.cli.key_names import KEYS
-from automicro.cli.results import one_rank_speaks
-from automicro.cli.subcommand import exit_code_lines
-from automicro.cli.suggestions import did_you_mean
-from automicro.cli.warning_lines import warnings_in_one_line
+from automicro.cli.config.keys import KEYS, did_you_mean
+from automicro.cli.errors import warnings_in_one_line
+from automicro.cli.output import one_rank_speaks
 from automicro.migration import synonym_of
 from automicro.version import __version__
 
@@ -41,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        from automicro.cli.failures import (
+        from automicro.cli.errors import (
             CLOSED_PIPE,
             forget_stdout,
             is_closed_pipe,

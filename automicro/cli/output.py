@@ -1,4 +1,7 @@
-"""What a command found, for programs and for people."""
+"""What is printed: results for programs and for people, and what takes long. One rank speaks.
+
+Nothing here imports torch where there is one process.
+"""
 
 import contextlib
 import dataclasses
@@ -9,8 +12,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
-
-from automicro.cli.peers import is_first
 
 _KEY_OR_COMMENT = re.compile(r"(?m)^[ -]*(?P<key>[\w.-]+:)(?=\s)|(?:^|(?<=\s))#.*$")
 
@@ -98,3 +99,87 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_ERASE = "\r\x1b[2K"
+
+
+@contextlib.contextmanager
+def saying(doing: str, *, in_logs: bool = False, is_silent: bool = False) -> Iterator[None]:
+    """Say on stderr what is being done, at once: imports let no other thread speak meanwhile.
+
+    In a terminal the line goes when it is done. Of several processes one speaks.
+
+    Args:
+        doing: what takes long.
+        in_logs: whether to say it in a line where stderr is no terminal, too.
+        is_silent: whether to say nothing.
+
+    >>> with saying("importing torch"):  # of a test, stderr is no terminal
+    ...     pass
+    """
+    # By the variable of torchrun: whatever else tells the rank imports torch.
+    if is_silent or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    if not _can_erase():
+        if in_logs:
+            _write(f"automicro: {doing} …\n")
+        yield
+        return
+    _write(f"automicro: {doing} …\r")
+    try:
+        yield
+    finally:
+        _write(_ERASE)
+
+
+def importing(
+    inputs: list[str], *, in_logs: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Say that torch is imported, unless it is already, or ``progress=false`` is asked for."""
+    is_silent = "torch" in sys.modules or "progress=false" in inputs
+    return saying("importing torch", in_logs=in_logs, is_silent=is_silent)
+
+
+def _can_erase() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+
+
+def _write(text: str) -> None:
+    # A stream that is closed, or cannot write "…", is no reason not to train.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def has_peers() -> bool:
+    """Tell whether this is one of several processes.
+
+    >>> has_peers()
+    False
+    """
+    if _is_surely_alone():
+        return False
+    from automicro.trainer.processes import place_for_output
+
+    return place_for_output().world_size > 1
+
+
+def is_first() -> bool:
+    """Tell whether this is the process that speaks for all.
+
+    >>> is_first()
+    True
+    """
+    if _is_surely_alone():
+        return True
+    from automicro.trainer.processes import place_for_output
+
+    return place_for_output().is_first
+
+
+def _is_surely_alone() -> bool:
+    # Variables, or a process group that the user's code has made.
+    is_announced = "WORLD_SIZE" in os.environ or "RANK" in os.environ
+    return not is_announced and "torch.distributed" not in sys.modules

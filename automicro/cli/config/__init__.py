@@ -1,0 +1,1 @@
+"""From files and key=value to what is trained."""

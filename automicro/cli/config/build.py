@@ -1,0 +1,405 @@
+"""Everything that a config names: checked first, made afterwards."""
+
+import os
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from automicro.checkpoints.reading import load_checkpoint
+from automicro.cli.config.check import SIZES, check_values, read_checkpoint
+from automicro.cli.config.keys import KEYS, LISTS, about
+from automicro.cli.config.nodes import is_node, prepare, prepare_value
+from automicro.cli.config.schema import CallConfig, EvaluatorConfig, RunConfig
+from automicro.errors import CheckpointError, ConfigError
+from automicro.events.callback import Callback
+from automicro.loggers import Logger
+from automicro.memory.oom import first_line
+from automicro.policy.policy import Policy
+from automicro.trainer.config import TrainerConfig
+from automicro.trainer.device import seed_everything
+from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.trainer import Trainer
+
+FIRST_ARGUMENTS = {
+    "optimizer": ["the model's parameters"],
+    "scheduler": ["the optimizer"],
+}
+# What stands in lists, and what to name there.
+PROTOCOLS: Mapping[str, tuple[type, str]] = {
+    "callbacks": (Callback, "name a subclass of automicro.Callback"),
+    "loggers": (Logger, "name a class with start, log and close, such as one of automicro.loggers"),
+}
+# What evaluating has no use for, so what it names need not exist.
+ONLY_FOR_TRAINING = frozenset(
+    {"train_data", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
+)
+
+
+class Recipe:
+    """What a config names, checked, and not made yet.
+
+    Args:
+        config: the config.
+        without: keys that are left alone.
+
+    Raises:
+        ConfigError: a value that means nothing, a path that names nothing, or arguments that do
+            not fit.
+
+    >>> from automicro.cli.config.load import load_config
+    >>> recipe = Recipe(load_config("configs/digits.yaml", ["progress=false"]))
+    >>> recipe.make_trainer(recipe.make_model()).state.batch
+    0
+    """
+
+    def __init__(self, config: RunConfig, *, without: Collection[str] = ()) -> None:
+        check_values(config)
+        self.config = config
+        self._makers = {
+            key: (_prepare_data if key == "train_data" else _prepare)(getattr(config, key), key)
+            for key in KEYS
+            if key not in without and isinstance(getattr(config, key), CallConfig)
+        }
+        self._metrics = _prepare_all(config.metrics, "metrics")
+        if "eval_data" not in without and config.eval_data is not None:
+            self._makers["eval_data"] = _prepare_eval_data(config.eval_data, "eval_data")
+        for key in LISTS:
+            named = {} if key in without else dict(enumerate(getattr(config, key)))
+            self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
+        self.checkpoint = None if "checkpoint" in without else read_checkpoint(config)
+        self.make_loss_average = prepare_value(config.loss_average, "loss_average")
+        self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
+        if config.weights is not None:
+            with about("weights"):
+                check_weights_file(config.weights)
+
+    def make_model(self, *, with_weights: bool = True) -> Any:
+        """The model, after the seed: its weights depend on the config alone.
+
+        Args:
+            with_weights: whether to load the weights that the config names.
+        """
+        if self.config.seed is not None:
+            seed_everything(self.config.seed)
+        model = self.make("model")
+        if with_weights and self.config.weights is not None:
+            if not isinstance(model, nn.Module):
+                raise ConfigError(
+                    f"model.call={self.config.model and self.config.model.call!r} made a "
+                    f"{type(model).__name__}, which can hold no weights: name a torch.nn.Module"
+                )
+            load_weights(model, self.config.weights)
+        return model
+
+    def make(self, key: str) -> Any:
+        """What a key names, or None where the config leaves it out."""
+        return self._makers[key]() if key in self._makers else None
+
+    def make_trainer(self, model: nn.Module) -> Trainer:
+        """The Trainer of a model, without what was left out of the recipe."""
+        plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
+        plain["loss_average"] = self.make_loss_average()
+        plain |= {key: make() for key, make in self._sizes.items()}
+        config = asdict(self.config)
+        if "optimizer" not in self._makers:
+            plain["parameter_groups"] = ()
+        return Trainer(
+            model,
+            self.make("train_data"),
+            eval_dataloader=self.make("eval_data"),
+            loss_fn=self.make("loss"),
+            forward=self.make("forward"),
+            optimizer=self._makers.get("optimizer"),
+            scheduler=self._makers.get("scheduler"),
+            metrics=_make_metrics(self._metrics),
+            update_metric=self.make("update_metric"),
+            count_tokens=self.make("count_tokens"),
+            callbacks=self.make("callbacks"),
+            loggers=[ConfiguredLogger(each, config) for each in self.make("loggers")],
+            checkpoint=self.checkpoint,
+            **plain,
+        )
+
+
+def build_trainer(config: RunConfig) -> Trainer:
+    """Make everything that a config describes, and the trainer of it.
+
+    All values, paths and arguments are checked before anything is made.
+
+    Raises:
+        ConfigError: a value that means nothing, a path that names nothing, or arguments that do
+            not fit.
+        Exception: what a class or function of the config raises, with a note that says which.
+
+    >>> from automicro.cli.config.load import load_config
+    >>> trainer = build_trainer(load_config("configs/digits.yaml", ["progress=false"]))
+    >>> trainer.state.batch
+    0
+    """
+    recipe = Recipe(config)
+    return recipe.make_trainer(recipe.make_model())
+
+
+def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:
+    return prepare({"call": node.call, "args": node.args}, key, first=FIRST_ARGUMENTS.get(key, ()))
+
+
+def _prepare_data(node: CallConfig, key: str) -> Callable[..., Any]:
+    return checking_data(_prepare(node, key), node.call, key)
+
+
+def _prepare_size(size: Any, key: str) -> Callable[[], Any]:
+    make = prepare_value(size, key)
+    if not is_node(size):
+        return make
+
+    def make_checked() -> Policy:
+        policy = make()
+        if isinstance(policy, type) or not isinstance(policy, Policy):
+            raise ConfigError(
+                f"{key}.call={size['call']!r} made a {type(policy).__name__}, which is no policy: "
+                f"name one, such as automicro.Halving, or give a whole number, auto or null"
+            )
+        return policy
+
+    return make_checked
+
+
+def _prepare_all(nodes: Mapping[Any, CallConfig], key: str) -> Mapping[Any, Callable[..., Any]]:
+    return {name: _prepare(each, f"{key}.{name}") for name, each in nodes.items()}
+
+
+def _prepare_eval_data(given: Any, key: str) -> Callable[[], Any]:
+    """What makes a loader, an `Evaluator`, or several by name."""
+    if isinstance(given, CallConfig):
+        return _prepare_data(given, key)
+    if isinstance(given, EvaluatorConfig):
+        make_data = _prepare_data(given.data, f"{key}.data")
+        metrics = given.metrics
+        if isinstance(metrics, Mapping):
+            metrics = _prepare_all(metrics, f"{key}.metrics")
+        make_size = _prepare_size(given.microbatch_size, f"{key}.microbatch_size")
+        return lambda: Evaluator(
+            dataloader=make_data(),
+            metrics=_make_metrics(metrics) if isinstance(metrics, Mapping) else metrics,
+            microbatch_size=make_size(),
+            max_batches=given.max_batches,
+            interval=given.interval,
+        )
+    makers = {name: _prepare_eval_data(each, f"{key}.{name}") for name, each in given.items()}
+    return lambda: {name: make() for name, make in makers.items()}
+
+
+def _make_metrics(makers: Mapping[Any, Callable[..., Any]]) -> dict[str, Any] | None:
+    return {name: make() for name, make in makers.items()} or None
+
+
+def _make_list(key: str, makers: Mapping[Any, Callable[..., Any]], config: RunConfig) -> list[Any]:
+    made = [make() for make in makers.values()]
+    wanted, remedy = PROTOCOLS[key]
+    for place, each in enumerate(made):
+        if isinstance(each, type) or not isinstance(each, wanted):
+            call = getattr(config, key)[place].call
+            raise ConfigError(
+                f"{key}.{place}.call={call!r} made a {type(each).__name__}, which is no "
+                f"{wanted.__name__}: {remedy}"
+            )
+    return made
+
+
+def checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..., Any]:
+    """Return what makes the same, and refuses it where it gives no batches.
+
+    Args:
+        make: makes the data.
+        call: what the config names, for messages.
+        key: where it stands.
+
+    Raises:
+        ConfigError: once it is called, there is nothing, or a dataset that gives single rows.
+
+    >>> checking_data(lambda: None, "my_data.loader", "train_data")()
+    Traceback (most recent call last):
+        ...
+    automicro.errors.ConfigError: train_data: my_data.loader returned None: return a DataLoader
+    """
+
+    def made() -> Any:
+        data = make()
+        if data is None:
+            raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
+        # A dataset that is iterated over may give whole batches; one with places gives rows.
+        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+            raise ConfigError(
+                f"{key}: {call} gave a {type(data).__name__}, which gives single rows: wrap it in "
+                f"a torch.utils.data.DataLoader"
+            )
+        return data
+
+    return made
+
+
+class ConfiguredLogger:
+    """Hands everything on to a logger, with the config among what is run.
+
+    Args:
+        logger: the logger.
+        config: every key, in plain values.
+
+    >>> from automicro.loggers import ConsoleLogger
+    >>> logger = ConfiguredLogger(ConsoleLogger(), {"seed": 0})
+    >>> logger.start({}, resume_step=None)
+    >>> logger.log({"train/loss": 0.5}, step=1)
+    step 1: train/loss 0.5
+    """
+
+    def __init__(self, logger: Logger, config: Mapping[str, Any]) -> None:
+        self._logger = logger
+        self._config = config
+
+    def __repr__(self) -> str:
+        return repr(self._logger)
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> None:
+        """Begin, with the config."""
+        self._logger.start({**run, "config": self._config}, resume_step=resume_step)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Take down values."""
+        self._logger.log(values, step=step)
+
+    def close(self) -> None:
+        """Write what is still held."""
+        self._logger.close()
+
+
+SHOWN = 3
+SAVE = "write it with torch.save(model.state_dict(), path)"
+# What wrappers put before each name.
+WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
+
+
+def check_weights_file(path: str | os.PathLike[str]) -> None:
+    """Refuse a path where neither a file nor a folder is.
+
+    Raises:
+        ConfigError: there is neither.
+
+    >>> check_weights_file("no_such.pt")
+    Traceback (most recent call last):
+        ...
+    automicro.errors.ConfigError: weights='no_such.pt': there is no such file or folder: ...
+    """
+    if not Path(path).exists():
+        raise ConfigError(
+            f"weights={str(path)!r}: there is no such file or folder: give a path from the folder "
+            f"where the command is started, such as runs/first/weights.pt or runs/first/checkpoints"
+        )
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Load weights from a file or a checkpoint into a model. Every name and shape has to fit.
+
+    Code in the file is never run.
+
+    Args:
+        model: takes the weights.
+        path: what ``torch.save(model.state_dict(), path)`` wrote, or the folder of a checkpoint,
+            or a folder of several, of which the newest good one is taken.
+
+    Raises:
+        ConfigError: no state dict, no checkpoint, or not one of this model.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+    ...     torch.save(torch.nn.Linear(2, 2).state_dict(), file.name)
+    ...     load_weights(torch.nn.Linear(2, 2), file.name)
+    """
+    check_weights_file(path)
+    state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
+    try:
+        result = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # shapes
+        wrong = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
+        raise ConfigError(
+            f"weights={str(path)!r} {_do_not_fit(model)}: {_first(wrong, '; ')}: give weights of "
+            f"this very model, or change model.args to those that it was saved with"
+        ) from error
+    missing, unexpected = result.missing_keys, result.unexpected_keys
+    if missing or unexpected:
+        said = [
+            f"{len(names)} {what} ({_first(names)})"
+            for names, what in ((missing, "missing"), (unexpected, "unexpected"))
+            if names
+        ]
+        raise ConfigError(
+            f"weights={str(path)!r} {_do_not_fit(model)}: {', '.join(said)}: "
+            f"{_remedy(missing, unexpected)}"
+        )
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"weights={str(path)!r} is no file of tensors alone (it is damaged, or holds objects "
+            f"that would run code when they are read): {SAVE}"
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"weights={str(path)!r} cannot be read ({first_line(error)}): {SAVE}"
+        ) from error
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"weights={str(path)!r} holds a {type(state).__name__} and no state dict: {SAVE}"
+        )
+    inner = [name for name, value in state.items() if isinstance(value, Mapping)]
+    if inner and not any(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(
+            f"weights={str(path)!r} holds a checkpoint with {_first(list(map(str, state)))} and "
+            f"not a state dict itself: save the model's part alone, such as "
+            f"torch.save(checkpoint[{inner[0]!r}], path)"
+        )
+    return state
+
+
+def _read_checkpoint(path: Path) -> Mapping[str, Any]:
+    try:
+        modules = load_checkpoint(path).state.get("modules")
+    except CheckpointError as error:
+        beside = [str(path / name) for name in ("checkpoints", "weights.pt")]
+        there = [each for each in beside if Path(each).exists()]
+        hint = f"; did you mean {there[0]!r}?" if there else ""
+        raise ConfigError(f"weights={str(path)!r}: {error}{hint}") from error
+    if not isinstance(modules, list) or not modules:
+        raise ConfigError(
+            f"weights={str(path)!r} is a checkpoint of something else than a Trainer: give one "
+            f"that train wrote, such as runs/first/checkpoints"
+        )
+    model: Mapping[str, Any] = modules[0]
+    return model
+
+
+def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    for prefix, wrapper in WRAPPERS.items():
+        if unexpected and {name.removeprefix(prefix) for name in unexpected} == set(missing):
+            return f"they were saved from inside {wrapper}: save the state dict of the model in it"
+    return "give weights of this very model, or change model to the one that they were saved from"
+
+
+def _do_not_fit(model: nn.Module) -> str:
+    return f"does not fit the {type(model).__name__}"
+
+
+def _first(names: Sequence[str], separator: str = ", ") -> str:
+    more = len(names) - SHOWN
+    shown = separator.join(names[:SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,493 @@
+"""``{call: dotted.path, args: {…}}``: what is well formed, what it names, and what it makes."""
+
+import builtins
+import contextlib
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, NoneType
+from typing import Any
+
+from automicro.cli.config.keys import about, as_override, did_you_mean
+from automicro.cli.errors import is_users
+from automicro.errors import ConfigError, add_note
+from automicro.migration import synonym_of
+
+NODE_KEYS = ("call", "args")
+FORM = "write {call: dotted.path, args: {name: value}}"
+
+
+def check_node(node: object, key: str) -> None:
+    """Refuse what is not a well-formed node. Interpolations are left for later.
+
+    Raises:
+        ConfigError: no mapping, unknown keys, no ``call``, or ``args`` that are not by name.
+
+    >>> check_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model")
+    """
+    if is_interpolation(node):
+        return
+    if not isinstance(node, Mapping):
+        form = FORM
+        if isinstance(node, str) and "." in node:
+            form = FORM.replace("dotted.path", node)
+        raise ConfigError(f"{key}={show(node)} is not a mapping: {form}")
+    for name, value in node.items():
+        if name not in NODE_KEYS:
+            hint = did_you_mean(str(name), NODE_KEYS)
+            below = as_override(f"{key}.args.{name}", value)
+            form = FORM if hint else f"arguments belong below it, as {below}"
+            raise ConfigError(f"{key} has an unknown key {name!r}{hint}: {form}")
+    if "call" not in node:
+        raise ConfigError(
+            f"{key}.call is missing: write call: and the dotted path of a class or a function "
+            f"directly under {key}:"
+        )
+    call, args = node["call"], node.get("args")
+    if not isinstance(call, str):
+        raise ConfigError(
+            f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW"
+        )
+    if args is None or is_interpolation(args):
+        return
+    if not isinstance(args, Mapping):
+        raise ConfigError(
+            f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
+            f"those of the arguments of {call}"
+        )
+    for name, value in args.items():
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{key}.args has the name {show(name)}, which is not text: use the name of an "
+                f"argument of {call}"
+            )
+        _check_inside(value, f"{key}.args.{name}")
+
+
+def prepare(node: Mapping[str, Any], key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return what makes the thing that a node describes, once it is called.
+
+    Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
+    before anything is made.
+
+    Args:
+        node: a well-formed one, interpolations resolved.
+        key: where in the config it stands.
+        first: what the caller will hand over first, in words: ``["the model's parameters"]``.
+
+    Raises:
+        ConfigError: a path that names nothing, or arguments that do not fit.
+
+    >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
+    >>> prepare(node, "model")()
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    check_node(node, key)
+    call, args = node["call"], node.get("args") or {}
+    with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
+        target = import_callable(call, key=f"{key}.call")
+    with about(key):
+        check_arguments(target, call, args, key, first)
+    values = {name: prepare_value(value, f"{key}.args.{name}") for name, value in args.items()}
+    return functools.partial(_make, target, values, key, call)
+
+
+def show(value: object) -> str:
+    """Write a value of a config as YAML has it, and say what it is.
+
+    >>> show(None), show(True), show(1.5), show([1]), show("many")
+    ('null', 'true', '1.5 (a decimal number)', '[1] (a list)', "'many' (text)")
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds = {int: "a whole number", float: "a decimal number", str: "text", list: "a list"}
+    kind = kinds.get(type(value), "a mapping" if isinstance(value, Mapping) else "")
+    return f"{value!r} ({kind})" if kind else repr(value)
+
+
+def is_node(value: object) -> bool:
+    """Tell whether a value inside a config describes something to be made."""
+    return isinstance(value, Mapping) and "call" in value
+
+
+def is_interpolation(value: object) -> bool:
+    """Tell whether something else stands for a value, so that it is known only later."""
+    return isinstance(value, str) and "${" in value
+
+
+def _check_inside(value: Any, key: str) -> None:
+    if is_node(value):
+        check_node(value, key)
+        return
+    for name, inner in items_inside(value):
+        _check_inside(inner, f"{key}.{name}")
+
+
+def prepare_value(value: Any, key: str) -> Callable[[], Any]:
+    """Return what makes a value in which nodes may stand anywhere, or nowhere.
+
+    Args:
+        value: a node, a list or a mapping with nodes inside, or anything else.
+        key: where in the config it stands.
+
+    Raises:
+        ConfigError: as `prepare`.
+
+    >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
+    [Fraction(0, 1), 1]
+    """
+    if is_node(value):
+        return prepare(value, key)
+    inner = {name: prepare_value(each, f"{key}.{name}") for name, each in items_inside(value)}
+    if isinstance(value, Mapping):
+        return lambda: {name: make() for name, make in inner.items()}
+    if isinstance(value, list):
+        return lambda: [make() for make in inner.values()]
+    return lambda: value
+
+
+def items_inside(value: Any) -> list[tuple[Any, Any]]:
+    """The names and values of a mapping, the places and values of a list, else nothing."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
+
+
+def _make(
+    target: Callable[..., Any],
+    values: Mapping[str, Callable[[], Any]],
+    key: str,
+    call: str,
+    *first: Any,
+) -> Any:
+    args = {name: value() for name, value in values.items()}
+    doing = f"while making {key} ({call}){_describe_arguments(args)}{_hint_of_numbers(args)}"
+    with about(key), _noting(doing):
+        return target(*first, **args)
+
+
+def _describe_arguments(args: Mapping[str, Any]) -> str:
+    """What was handed over by name: plain values as they are, what was made by its type."""
+    shown = [f"{name}={_brief(value)}" for name, value in args.items()]
+    return f" with {', '.join(shown)}" if shown else ""
+
+
+def _hint_of_numbers(args: Mapping[str, Any]) -> str:
+    """Text may be meant: it counts as a possible reason only once something failed."""
+    texts = [name for name, value in args.items() if isinstance(value, str) and _is_number(value)]
+    if not texts:
+        return ""
+    are = "is" if len(texts) == 1 else "are"
+    return (
+        f"; {' and '.join(texts)} {are} text: write a number without quotes, or one from the "
+        f"environment as ${{oc.decode:${{oc.env:NAME}}}}"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _brief(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return show(value)
+    if isinstance(value, str | int | float | list | dict):
+        return reprlib.repr(value)
+    return f"a {type(value).__name__}"
+
+
+@contextmanager
+def _noting(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        add_note(error, doing)
+        raise
+
+
+# What people write of a path, as after their imports.
+PARENTS = ("torch", "torch.nn", "torch.optim", "torch.utils", "torchmetrics", "automicro")
+ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
+# Where people mean the class to be whose name alone they write.
+USUAL = (
+    "torch.nn",
+    "torch.optim",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data",
+    "torchmetrics",
+    "torchmetrics.classification",
+)
+
+
+def import_callable(path: str, *, key: str) -> Callable[..., Any]:
+    """Return the class or function that a dotted path names.
+
+    Errors that a module raises while it is imported pass through.
+
+    Args:
+        path: such as ``torch.optim.AdamW``.
+        key: where in the config it stands, for messages.
+
+    Raises:
+        ConfigError: no dotted path, a part of it does not exist, or it cannot be called.
+
+    >>> import_callable("torch.nn.Linear", key="model.call")
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{key}={path!r} is not a dotted path: write names joined by dots, such as "
+            f"torch.optim.AdamW"
+        )
+    if len(parts) == 1 and hasattr(builtins, path):
+        raise ConfigError(f"{key}={path!r} is a builtin: say builtins.{path}")
+    found = _import_top(path, key)
+    for index, part in enumerate(parts[1:], start=1):
+        found = _step(found, parts[:index], part, path, key)
+    if not callable(found):
+        kind = "module" if isinstance(found, ModuleType) else type(found).__name__
+        hint = _class_of_that_name(found, path)
+        raise ConfigError(
+            f"{key}={path!r} is a {kind}, which cannot be called{hint}: name a class or a function"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _import_top(path: str, key: str) -> Any:
+    top = path.partition(".")[0]
+    try:
+        return importlib.import_module(top)
+    except ModuleNotFoundError as error:
+        if error.name != top:
+            raise
+        # Nobody's model or data is in the standard library.
+        known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
+        meant = _whole_paths(top) if path == top else []
+        if meant:
+            raise ConfigError(
+                f"{key}={path!r} is no dotted path: write the whole one, "
+                f"{' or '.join(map(repr, meant))}"
+            ) from None
+        whole = _abbreviated(path)
+        if whole is not None:
+            raise ConfigError(
+                f"{key}={path!r}: there is no module {top!r} (did you mean {whole!r}?): write the "
+                f"whole path"
+            ) from None
+        raise ConfigError(
+            f"{key}={path!r}: there is no module {top!r}{did_you_mean(top, known)}: install it, "
+            f"or put it beside the config"
+        ) from None
+
+
+def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any:
+    if hasattr(parent, part):
+        return getattr(parent, part)
+    prefix = ".".join(before)
+    if isinstance(parent, ModuleType):
+        name = f"{prefix}.{part}"
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Another name is missing inside a module that does exist.
+            if error.name not in (name, prefix):
+                raise
+    known = {each for each in dir(parent) if not each.startswith("_")} | _submodules(parent)
+    # Modules are often called like the class in them: torch.optim.adamw.
+    classes = {name.lower() for name, each in _own(parent).items() if isinstance(each, type)}
+    known = {
+        name
+        for name in known
+        if name.lower() not in classes
+        or not isinstance(_own(parent).get(name), ModuleType | NoneType)
+    }
+    meant = _usual_paths(part) if part == path.rpartition(".")[2] else []
+    hint = f" (did you mean {meant[0]!r}?)" if meant else did_you_mean(part, known)
+    raise ConfigError(
+        f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
+    )
+
+
+def _abbreviated(path: str) -> str | None:
+    """The whole path that somebody means who writes ``nn.Linear``; None where there is none."""
+    top, _, rest = path.partition(".")
+    wholes = [f"{parent}.{path}" for parent in PARENTS]
+    if top in ALIASES:
+        wholes.insert(0, f"{ALIASES[top]}.{rest}")
+    for whole in wholes:
+        parent, _, name = whole.rpartition(".")
+        try:
+            module = importlib.import_module(parent)
+        except ImportError:
+            continue
+        if not hasattr(module, name):
+            near = did_you_mean(name, [each for each in dir(module) if not each.startswith("_")])
+            name = near.partition("'")[2].partition("'")[0]
+        if name:
+            return f"{parent}.{name}"
+    return None
+
+
+def _own(parent: Any) -> Mapping[str, Any]:
+    """What is in a module, without making one that is lazy import all it has."""
+    return vars(parent) if isinstance(parent, ModuleType) else {}
+
+
+def _whole_paths(name: str) -> list[str]:
+    """Where a class or function of that name is: in modules that lie here, or in usual ones."""
+    found = [
+        f"{path.stem}.{name}"
+        for folder in dict.fromkeys(sys.path)
+        if folder and is_users(str(Path(folder) / "any.py"))
+        for path in sorted(Path(folder).glob("*.py"))
+        if re.search(rf"^(class|def) {name}\b", _read(path), re.MULTILINE)
+    ]
+    return list(dict.fromkeys(found)) or _usual_paths(name)
+
+
+def _usual_paths(name: str) -> list[str]:
+    """Where a class or function of that name is among usual modules; the first place counts."""
+    for module in USUAL:
+        with contextlib.suppress(ImportError):
+            if callable(getattr(importlib.import_module(module), name, None)):
+                return [f"{module}.{name}"]
+    return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _submodules(module: Any) -> set[str]:
+    return {each.name for each in pkgutil.iter_modules(getattr(module, "__path__", []))}
+
+
+def _class_of_that_name(found: Any, path: str) -> str:
+    """A hint for modules that are named like the class in them: torch.optim.adamw, AdamW."""
+    for name, value in vars(found).items() if isinstance(found, ModuleType) else ():
+        if isinstance(value, type) and name.lower() == path.rpartition(".")[2].lower():
+            return f" (did you mean '{path}.{name}'?)"
+    return ""
+
+
+# Keys for functions that are called later, with what only training knows.
+TAKE_DATA = ("loss", "forward", "update_metric", "count_tokens", "loss_average")
+
+
+def check_arguments(
+    target: Callable[..., Any],
+    call: str,
+    args: Mapping[str, Any],
+    key: str,
+    first: Sequence[str],
+) -> None:
+    """Refuse arguments that a class or a function does not take, or lacks.
+
+    Args:
+        target: what will be called.
+        call: its dotted path, for messages.
+        args: the arguments by name.
+        key: where in the config it stands, for messages.
+        first: what will be handed over before them, in words.
+
+    Raises:
+        ConfigError: an unknown argument, a missing one, or one that is handed over already.
+
+    >>> import torch
+    >>> check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
+    """
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return  # some builtins have no signature to read
+    positional = [
+        each
+        for each in parameters
+        if each.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    kinds = {each.kind for each in parameters}
+    if len(positional) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise ConfigError(
+            f"{key}: {call} takes no argument without a name, but is handed {first[0]} first: name "
+            f"a class or a function that takes them"
+        )
+    taken = {each.name: words for each, words in zip(positional, first, strict=False)}
+    accepted = [
+        each
+        for each in parameters
+        if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        and each.name not in taken
+    ]
+    names = [each.name for each in accepted]
+    known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
+    for name in args:
+        if name in taken:
+            raise ConfigError(
+                f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
+                f"remove it"
+            )
+    unknown = [name for name in args if name not in names]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        said = ", ".join(f"{name!r}{_meant(name, names)}" for name in unknown)
+        arguments = "argument" if len(unknown) == 1 else "arguments"
+        raise ConfigError(f"{key}: {call} takes no {arguments} {said}: {known}")
+    required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
+    missing = [name for name in required if name not in args]
+    nameless = [
+        each.name
+        for each in parameters
+        if each.kind is inspect.Parameter.POSITIONAL_ONLY
+        and each.default is inspect.Parameter.empty
+        and each.name not in taken
+    ]
+    if missing or nameless:
+        needs = f"{key}: {call} needs {', '.join(map(repr, [*nameless, *missing]))}"
+        raise ConfigError(f"{needs}: {_remedy(target, call, key, missing, nameless, known)}")
+
+
+def _meant(name: str, names: Sequence[str]) -> str:
+    synonym = synonym_of(name)
+    ours = "" if synonym is None else synonym.key.rpartition(".")[2]
+    return f" (did you mean {ours!r}?)" if ours in names else did_you_mean(name, names)
+
+
+def _remedy(
+    target: Callable[..., Any],
+    call: str,
+    key: str,
+    missing: Sequence[str],
+    nameless: Sequence[str],
+    known: str,
+) -> str:
+    is_class = isinstance(target, type)
+    if key.partition(".")[0] in TAKE_DATA and not is_class:
+        return (
+            f"call is called once and has to return the function; name a class or a function that "
+            f"returns one; to hand over the function itself, write {key}: "
+            f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
+        )
+    if nameless:
+        return "only arguments with a name can be given: name a function of your own that calls it"
+    text = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
+    if key == "model" and not is_class:
+        text += "; call is called once and has to return the torch.nn.Module"
+    return text

@@ -1,0 +1,487 @@
+"""How errors and warnings are shown: exit codes, and the line of the user's own code."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automicro.cli.output import complain, has_peers
+from automicro.cli.wording import as_yaml
+from automicro.errors import AutomicroError, ConfigError, DesyncError, PeerLostError, RankError
+
+if TYPE_CHECKING:
+    from automicro.trainer.processes import Place
+import linecache
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import TextIO
+
+from automicro.cli.output import warn
+from automicro.errors import AutomicroWarning
+
+FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+TERMINATED = 128 + signal.SIGTERM
+OUR_NOTE = "automicro: "
+_SHORT = 300  # letters
+DEBUG_HINT = "(--debug shows the traceback)"
+
+
+def show_failure(error: BaseException, *, debug: bool) -> int:
+    """Say what went wrong, and return the exit code.
+
+    Args:
+        error: what a command raised.
+        debug: whether to show the traceback of any error.
+
+    >>> show_failure(ConfigError("no model"), debug=False)  # says it on stderr
+    2
+    """
+    code, text = _describe(error)
+    if has_peers() and _is_told_as_one_of_many(error, text, debug=debug):
+        return code
+    is_ours = is_bug_of_ours(error)
+    if debug or is_ours:
+        shown = traceback.TracebackException.from_exception(error)
+        shown.__notes__ = None  # they come with the message
+        print("".join(shown.format()), end="", file=sys.stderr)
+    complain(text)
+    leave_for_torchrun(error, text)
+    if not (debug or is_ours) and _has_more_to_show(error):
+        print(DEBUG_HINT, file=sys.stderr)
+    return code
+
+
+def summarize_error(error: BaseException) -> str:
+    """An error in words: what it says, its notes, and of one that is not ours its type and place.
+
+    >>> summarize_error(KeyError("x"))
+    "KeyError: 'x'"
+    """
+    if isinstance(error, AutomicroError) or is_refusal(error):
+        return as_yaml(_with_notes(error))
+    return "\n  ".join([_headline(error), *_notes(error), *_at(users_place(error))])
+
+
+def leave_for_torchrun(error: BaseException, text: str) -> None:
+    """Write what went wrong where torchrun looks for it, so that its summary says it.
+
+    Args:
+        error: nothing is written of one that only followed another rank's, or that all ranks have.
+        text: the message.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
+        return
+    if _is_most_likely_of_all(error):
+        return
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it is said already
+        Path(path).write_text(
+            json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
+        )
+
+
+def is_sigterm(error: BaseException) -> bool:
+    """Tell whether training ended because SIGTERM asked it to.
+
+    >>> is_sigterm(SystemExit(143)), is_sigterm(SystemExit(1))
+    (True, False)
+    """
+    return isinstance(error, SystemExit) and error.code == TERMINATED
+
+
+def is_closed_pipe(error: BaseException) -> bool:
+    """Tell whether nobody reads stdout any more, as behind ``| head``.
+
+    >>> is_closed_pipe(BrokenPipeError())  # of something else
+    False
+    """
+    # Rich turns it into an exit.
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if not isinstance(cause, BrokenPipeError):
+        return False
+    if isinstance(error, SystemExit):
+        return True
+    try:
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except BrokenPipeError:
+        return True
+    except (AttributeError, OSError, ValueError):  # no such call here, or no file behind stdout
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def forget_stdout() -> None:
+    """Let what is still to be written to a closed pipe vanish, when Python ends too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> bool:
+    """Say of one process among several what concerns it; whether that is all there is to say."""
+    from automicro.trainer.processes import is_said_by_first, leave, place_for_output
+
+    place = place_for_output()
+    leave()
+    if debug:
+        return False
+    if _is_most_likely_of_all(error):
+        is_said = is_said_by_first(text)
+        if place.is_first:
+            return False  # it tells all of it
+        if is_said:
+            return True
+        if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
+            complain(f"rank {place.rank} of {place.world_size}: {text}")
+            return True
+    elif not isinstance(error, RankError) and not _is_end(error, place):
+        return False
+    if isinstance(error, PeerLostError):
+        # Whoever is left has it to say: nobody knows who that will be.
+        text = "; ".join(line.strip() for line in text.splitlines())
+        named = f"rank {place.rank} of {place.world_size} "
+        complain(re.sub(rf"^rank {place.rank} (of {place.world_size} )?", named, text))
+        return True
+    if " stopped after batch " in text and not place.is_first:
+        return True  # in order, which the first one says
+    said = _in_one_line(text)
+    short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
+    between = "" if short != said else ": "
+    complain(f"rank {place.rank} of {place.world_size}{between}{short}")
+    leave_for_torchrun(error, text)
+    return True
+
+
+def _is_most_likely_of_all(error: BaseException) -> bool:
+    """Whether all ranks most likely come to the same error."""
+    from automicro.errors import SampleTooLargeError
+
+    return isinstance(error, ConfigError | SampleTooLargeError | DesyncError)
+
+
+def _is_end(error: BaseException, place: "Place") -> bool:
+    """Whether the run was asked to end, which the first rank tells all of."""
+    return not place.is_first and isinstance(error, KeyboardInterrupt | SystemExit)
+
+
+def _in_one_line(text: str) -> str:
+    """As much of a message as one line holds: the other ranks' share of one error."""
+    return textwrap.shorten(text, _SHORT, placeholder=" …")
+
+
+def _describe(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, _describe_end("interrupted", error)
+    if is_sigterm(error):
+        return TERMINATED, _describe_end("ended by SIGTERM", error)
+    if isinstance(error, ConfigError):
+        # It may quote somebody else's error: nothing in it is rewritten.
+        return MISUSED, _with_notes(error)
+    from automicro.memory.oom import is_out_of_memory
+
+    if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
+        return FAILED, as_yaml(_with_notes(error))
+    if is_bug_of_ours(error):
+        bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
+        return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
+    where = users_place(error) or librarys_place(error)
+    lines = [f"the run failed: {_headline(error)}", *_notes(error), *_at(where)]
+    return FAILED, "\n  ".join(lines)
+
+
+def _headline(error: BaseException) -> str:
+    kind, said = type(error).__name__, str(error)
+    if isinstance(error, SyntaxError):  # its place is told apart
+        said = error.msg
+    if IN_WORKER in said:  # the traceback of another process, as text
+        last = next(line for line in reversed(said.splitlines()) if line.strip())
+        return f"{last} (in a worker process of the DataLoader)"
+    # Some tell a story over several lines, which are told apart from notes by their indent.
+    return "\n    ".join(line for line in f"{kind}: {said}".splitlines() if line.strip())
+
+
+def _at(place: str | None) -> list[str]:
+    return [] if place is None else [f"at {place}"]
+
+
+def _has_more_to_show(error: BaseException) -> bool:
+    """Whether a traceback says more than the message: never of a mistake in a config itself."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return False
+    if not isinstance(error, ConfigError):
+        return True
+    cause: BaseException | None = error
+    while isinstance(cause, ConfigError):
+        cause = cause.__cause__
+    return cause is not None and bool(_notes(cause) or users_place(cause))
+
+
+def _describe_end(what: str, error: BaseException) -> str:
+    """What ended a run; where it ended in order, its note says so in one line."""
+    in_order = [note for note in _notes(error) if ": stopped " in note]
+    return in_order[0] if in_order else " ".join([what, *_notes(error)])
+
+
+def _with_notes(error: BaseException) -> str:
+    return "\n  ".join([str(error), *_notes(error)])
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", [])
+    return list(dict.fromkeys(note.removeprefix(OUR_NOTE) for note in notes))
+
+
+PACKAGE = Path(__file__).parent.parent
+# Models and data to try things with: nobody mends a bug there by reporting it.
+DEMO = PACKAGE / "demo"
+STANDARD_LIBRARY = Path(os.__file__).parent
+INSTALLED = ("site-packages", "dist-packages")
+# Torch calls back into automicro with every operation: what is below is torch again.
+BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
+PRIVATE_OF_TORCH = f"torch{os.sep}_"
+# Nobody but who wrote the line can have meant these.
+SLIPS = (AssertionError, AttributeError, KeyError, NameError)
+# A worker process of a DataLoader sends its traceback as text.
+WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+IN_WORKER = "Original Traceback (most recent call last):"
+
+
+def users_place(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that an error passed through.
+
+    Returns:
+        Such as ``my_models.py:8, in forward: self.head(x)``; None where there is no such line.
+
+    >>> try:
+    ...     compile("1 +", "my_models.py", "exec")
+    ... except SyntaxError as error:
+    ...     users_place(error)
+    'my_models.py:1: 1 +'
+    """
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+        code = f": {error.text.strip()}" if error.text else ""
+        return f"{shorten(error.filename)}:{error.lineno}{code}"
+    for place in reversed([*_places(error), *_places_in_worker(error)]):
+        if is_users(place.filename):
+            return _describe_place(place)
+    return None
+
+
+def librarys_place(error: BaseException) -> str | None:
+    """The innermost line of a library that an error passed through, and what was called there.
+
+    Returns:
+        Such as ``torch/nn/functional.py:4294, in mse_loss, called by the loss MSELoss``; None
+        where automicro called no library.
+
+    >>> import torch
+    >>> try:
+    ...     torch.nn.Linear(2, 2)(torch.zeros(3))
+    ... except RuntimeError as error:
+    ...     librarys_place(error)
+    'torch/nn/modules/linear.py:..., in forward, called by Linear'
+    """
+    frames = list(_frames(error))
+    first = next((frame for frame, _ in reversed(frames) if _role(frame)), None)
+    innermost = None
+    for place in _places(error):
+        if PRIVATE_OF_TORCH not in place.filename:
+            innermost = None if _is_ours(place.filename) else place
+    if innermost is None or is_users(innermost.filename):
+        return None
+    text = f"{shorten(innermost.filename)}:{innermost.lineno}, in {innermost.name}"
+    return text if first is None else f"{text}, called by {_role(first)}"
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Tell whether automicro raised an error itself, to say what is wrong with what it was given.
+
+    >>> from automicro.policy.choose import make_policy
+    >>> try:
+    ...     make_policy(0)
+    ... except ValueError as error:
+    ...     is_refusal(error)
+    True
+    """
+    if not isinstance(error, TypeError | ValueError):
+        return False
+    places = list(_places(error))
+    return bool(places) and _is_ours(places[-1].filename) and _is_raised_in(places[-1])
+
+
+def is_bug_of_ours(error: BaseException) -> bool:
+    """Tell whether an error looks like a slip in a line of automicro, and nobody else's.
+
+    >>> is_bug_of_ours(NameError("not raised at all"))
+    False
+    """
+    places = list(_places(error))
+    if not places or not isinstance(error, SLIPS) or not _is_ours(places[-1].filename):
+        return False
+    if isinstance(error, AssertionError | NameError):
+        return True
+    from automicro.step.events import WHILE_UPDATING
+
+    is_metrics = any(note.startswith(WHILE_UPDATING) for note in getattr(error, "__notes__", ()))
+    return users_place(error) is None and not is_metrics and not _is_of_users_object(error)
+
+
+def is_users(filename: str) -> bool:
+    """Tell whether a file is neither automicro's nor that of something installed.
+
+    >>> import torch
+    >>> is_users("my_models.py"), is_users(torch.__file__), is_users("<string>")
+    (True, False, False)
+    """
+    # Code without a file, such as <string> and <frozen importlib._bootstrap>, has no line to show.
+    path = Path(filename).absolute()
+    if filename.startswith("<") or path.suffix != ".py":
+        return False
+    if _is_ours(filename) or any(part in INSTALLED for part in path.parts):
+        return False
+    return STANDARD_LIBRARY not in path.parents
+
+
+def shorten(filename: str) -> str:
+    """Return a path as short as it can be: from where we are, or from where libraries lie.
+
+    >>> shorten("/somewhere/site-packages/torch/nn/functional.py")
+    'torch/nn/functional.py'
+    """
+    path = Path(filename)
+    for name in INSTALLED:
+        if name in path.parts:
+            return str(Path(*path.parts[path.parts.index(name) + 1 :]))
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return filename
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        is_below = frame.f_code.co_name in BELOW_TORCH and _is_ours(frame.f_code.co_filename)
+        if is_below and not isinstance(error, SLIPS):
+            return
+        yield frame, line
+
+
+def _places(error: BaseException) -> list[traceback.FrameSummary]:
+    wanted = sum(1 for _ in _frames(error))
+    return list(traceback.extract_tb(error.__traceback__, limit=wanted)) if wanted else []
+
+
+def _places_in_worker(error: BaseException) -> list[traceback.FrameSummary]:
+    text = str(error).partition(IN_WORKER)[2]
+    return [
+        traceback.FrameSummary(name, int(line), function)
+        for name, line, function in WORKER_FRAME.findall(text)
+    ]
+
+
+def _describe_place(place: traceback.FrameSummary) -> str:
+    text = f"{shorten(place.filename)}:{place.lineno}"
+    if place.name != "<module>":
+        text += f", in {place.name}"
+    # What it raises is the message already.
+    return text if _is_raised_in(place) else f"{text}: {_code(place)}"
+
+
+def _code(place: traceback.FrameSummary) -> str:
+    """The expression that failed, or its line where Python does not know."""
+    line = linecache.getline(place.filename, place.lineno or 0)
+    start, end = getattr(place, "colno", None), getattr(place, "end_colno", None)
+    if start is not None and end is not None:
+        if getattr(place, "end_lineno", None) == place.lineno:
+            return line.encode()[start:end].decode(errors="replace").strip() or line.strip()
+        return f"{line.encode()[start:].decode(errors='replace').strip()}…"
+    return line.strip()
+
+
+def _is_of_users_object(error: BaseException) -> bool:
+    """Whether something that the user wrote lacks what automicro asks of it."""
+    module = sys.modules.get(type(getattr(error, "obj", None)).__module__)
+    return is_users(getattr(module, "__file__", None) or "<none>")
+
+
+def _is_raised_in(place: traceback.FrameSummary) -> bool:
+    return (place.line or "").startswith("raise ")
+
+
+def _role(frame: FrameType) -> str | None:
+    """What automicro called, where it says what it is."""
+    import torch
+
+    roles: tuple[tuple[type, str], ...] = (
+        (torch.nn.Module, ""),
+        (torch.optim.lr_scheduler.LRScheduler, "the scheduler"),
+        (torch.optim.Optimizer, "the optimizer"),
+    )
+    one = frame.f_locals.get("self")
+    if _is_ours(frame.f_code.co_filename):
+        return None
+    words = next((words for kind, words in roles if isinstance(one, kind)), None)
+    if words is None:
+        return None
+    # Losses have no public class of their own.
+    is_loss = type(one).__module__ == torch.nn.MSELoss.__module__
+    return f"{'the loss' if is_loss else words} {type(one).__name__}".strip()
+
+
+def _is_ours(filename: str) -> bool:
+    path = Path(filename)
+    return PACKAGE in path.parents and DEMO not in path.parents
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Show warnings as ``automicro: warning: …`` meanwhile, those of others with their place.
+
+    Which warnings are shown is left to the filters; one that was shown is not shown again.
+
+    >>> with warnings.catch_warnings(), warnings_in_one_line():
+    ...     warnings.simplefilter("default")
+    ...     warnings.warn("mind the gap", AutomicroWarning)  # says it on stderr
+    """
+    shown: set[tuple[object, ...]] = set()
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = " ".join(str(message).split())
+        is_ours = issubclass(category, AutomicroWarning)
+        # A line of torch's that warns of every shape anew says nothing new with the second.
+        key = (category, text) if is_ours else (category, filename, lineno)
+        if key in shown:
+            return
+        shown.add(key)
+        if is_ours:
+            warn(f"warning: {as_yaml(text)}")
+        else:
+            warn(f"warning: {category.__name__}: {text} ({shorten(filename)}:{lineno})")
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        # What was installed meanwhile stays.
+        if warnings.showwarning is show:
+            warnings.showwarning = before
