@@ -353,7 +353,7 @@ class Microbatcher:
             [(2, 6, 4), (2, 6, 4)]
         """
         batches = self._spare.given(self._carrying.beside(batch, carry))
-        return self._step(batches, metrics, return_outputs=return_outputs)
+        return self.accumulate(batches, metrics, return_outputs=return_outputs)
 
     def accumulate(
         self,
@@ -387,21 +387,11 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        self._carrying.refuse_several()
-        return self._step(batches, metrics, accept=accept, return_outputs=return_outputs)
-
-    def _step(
-        self,
-        batches: Sequence[Any],
-        metrics: Any,
-        *,
-        accept: Callable[[Tensor], bool] | None = None,
-        return_outputs: Where,
-    ) -> StepResult:
         kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), self._split_guard.explaining_memory():
             with telling(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
+                self._carrying.refuse_several(batches)
                 self._index.refresh()
                 self._ranks.settle(self._index.parameters)
                 step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))

@@ -119,6 +119,7 @@ class ModuleIndex:
         self._spaces = [vars(module) for _, module in self.owners]
         self._all = list(chain.from_iterable(self._tables))
         self._full = [table for table in self._all if table]
+        self._empty = [table for table in self._all if not table]
         self._keys = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(dict.values, self._full)))
 
@@ -129,7 +130,8 @@ class ModuleIndex:
             self._is_usual
             and not self.is_lazy  # a lazy parameter becomes another one without being replaced
             and list(reached.items()) == self._last_reached
-            and sum(map(len, self._all)) == len(self._values)
+            and not any(self._empty)
+            and sum(map(len, self._full)) == len(self._values)
             and all(map(operator.is_, values, self._values))
             and all(map(operator.is_, chain.from_iterable(self._full), self._keys))
             and are_tables_of(self._spaces, self._tables)

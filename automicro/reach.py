@@ -63,8 +63,10 @@ class Reach:
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules by where they were found, each once, without the roots and their parts."""
+        if not self._modules:
+            return {}
         found: dict[str, nn.Module] = {}
-        known = self._known if not self._modules else set(self._known)
+        known = set(self._known)
         for name, read in self._modules:
             module = read()
             if isinstance(module, nn.Module) and id(module) not in known:
@@ -74,6 +76,8 @@ class Reach:
 
     def generators(self) -> list[Any]:
         """The generators of random numbers, each once."""
+        if not self._generators:
+            return []
         found = (read() for _, read in self._generators)
         return list({id(each): each for each in found if is_generator(each)}.values())
 

@@ -27,7 +27,7 @@ from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
 from automicro.errors import RollbackError
 from automicro.memory.budget import active_budget
 from automicro.memory.device import copies_overlap
-from automicro.torch_private import version_of
+from automicro.torch_private import all_versions
 from automicro.values import same_content
 
 
@@ -198,26 +198,31 @@ class InputWatch:
 
     Attributes:
         isolate: whether microbatches must be copies of the batch.
+        requiring_grad: the tensors of the batch that gather a gradient of their own.
     """
 
     def __init__(
         self, guard: InputGuard, batches: Sequence[Contents], device: torch.device
     ) -> None:
         self._guard = guard
-        self._leaves = [leaf for batch in batches for leaf in batch.tensors]
-        self._inner = [leaf for batch in batches for leaf in batch.inner_tensors]
+        self._leaves: list[Tensor] = []
+        self._inner: list[Tensor] = []
         self._versions: list[int] = []
         self._inner_versions: list[int] = []
         self._wrote = False
+        self.requiring_grad: list[Tensor] = []
+        aliases = unwatchable = False
+        for batch in batches:
+            self._leaves += batch.tensors
+            self._inner += batch.inner_tensors
+        for leaf in self._leaves:
+            aliases |= leaf.device == device
+            unwatchable |= leaf.is_inference()
+            if leaf.requires_grad and leaf.is_leaf:
+                self.requiring_grad.append(leaf)
         # A budget models the copy to its device, so there nothing aliases the batch.
-        aliases = active_budget() is None and any(leaf.device == device for leaf in self._leaves)
-        unwatchable = any(leaf.is_inference() for leaf in self._leaves)
-        self.isolate = aliases and (guard.writes is not False or unwatchable)
-
-    @property
-    def requiring_grad(self) -> list[Tensor]:
-        """The tensors of the batch that gather a gradient of their own."""
-        return [leaf for leaf in self._leaves if leaf.requires_grad and leaf.is_leaf]
+        may_be_written = aliases and (guard.writes is not False or unwatchable)
+        self.isolate = may_be_written and active_budget() is None
 
     @property
     def compares(self) -> bool:
@@ -230,7 +235,7 @@ class InputWatch:
 
     def begin(self) -> None:
         self._versions = self._current_versions()
-        self._inner_versions = _versions_of(self._inner)
+        self._inner_versions = all_versions(self._inner)
 
     def prepare(self) -> None:
         """Nothing here can fail."""
@@ -246,7 +251,7 @@ class InputWatch:
 
     def roll_back(self) -> None:
         self._wrote = False
-        if self._inner_versions and _versions_of(self._inner) != self._inner_versions:
+        if self._inner_versions and all_versions(self._inner) != self._inner_versions:
             raise RollbackError(
                 "the model wrote into a tensor that lies in an object of the batch "
                 "that cannot be opened, so this batch cannot be tried again; clone the tensor in "
@@ -260,8 +265,4 @@ class InputWatch:
             )
 
     def _current_versions(self) -> list[int]:
-        return [] if self.isolate else _versions_of(self._leaves)
-
-
-def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    return [version_of(tensor) for tensor in tensors]
+        return [] if self.isolate else all_versions(self._leaves)

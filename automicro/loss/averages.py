@@ -34,7 +34,13 @@ REMEDY = (
 
 
 class Average(Protocol):
-    """What one loss averages over."""
+    """What one loss averages over.
+
+    Attributes:
+        counts_rows: whether the weights of microbatches depend on nothing but their rows.
+    """
+
+    counts_rows: bool
 
     @property
     def is_known(self) -> bool:
@@ -52,6 +58,8 @@ class Average(Protocol):
 class Samples:
     """A mean over rows."""
 
+    counts_rows = True
+
     def __init__(self, *, is_known: bool = True) -> None:
         self.is_known = is_known
 
@@ -67,6 +75,7 @@ class Samples:
 class Sum:
     """A sum: nothing was divided, so nothing needs a weight."""
 
+    counts_rows = True
     is_known = True
 
     def describe(self) -> str:
@@ -81,6 +90,7 @@ class Sum:
 class Counted:
     """A mean over whatever the caller's function counts in a microbatch."""
 
+    counts_rows = False
     is_known = True
 
     def __init__(self, count: Callable[[Any], float | Tensor]) -> None:
@@ -121,6 +131,7 @@ class Tokens:
             model that shifts its labels itself).
     """
 
+    counts_rows = False
     is_known = True
 
     def __init__(

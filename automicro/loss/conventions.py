@@ -225,7 +225,7 @@ class _LossFunction:
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
         inputs, targets = _pair(microbatch)
-        outputs = _call(model, inputs)
+        outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
         if forwarded is not None:
             forwarded()
         loss = self._loss_fn(outputs, targets)

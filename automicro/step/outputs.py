@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -262,13 +262,13 @@ class Carrying:
         """What keeps outputs and state of one step; see `Kept`."""
         return Kept(where, device, self._carry_layout)
 
-    def refuse_several(self) -> None:
-        """Refuse batches that are to be taken as one.
+    def refuse_several(self, batches: Iterable[Any]) -> None:
+        """Refuse batches that are to be taken as one, unless they are one with its state.
 
         Raises:
             ValueError: each of them begins where the one before ended.
         """
-        if self.is_on:
+        if self.is_on and not all(isinstance(each, Carried) for each in batches):
             raise ValueError(
                 "accumulate takes batches as if they were one, and with carry_layout=… each begins "
                 "where the one before ended; call backward for each of them before the optimizer's "

@@ -76,6 +76,10 @@ class Passes:
         self._has_looked_at_parts = False
         self._row_dims: dict[str, int] = {}
         self._captures = captures_cuda_graphs(computation.modules)
+        self._is_plain = autocast_dtype is None and not self._captures
+        # Where nothing but rows counts, the same cuts have the same weights.
+        self._counts_rows = all(each.counts_rows for each in self._averages.values())
+        self._last_weights: tuple[list[Sequence[int]], BatchWeights] | None = None
 
     def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
         """Refuse a list of rows where inputs and targets are looked for in a pair.
@@ -134,6 +138,11 @@ class Passes:
             cuts: the batches of this rank.
             totals: what the losses of all ranks are divided by; None for those of this rank alone.
         """
+        if totals is None and self._counts_rows:
+            sizes = [cut.sizes for cut in cuts]
+            if self._last_weights is None or self._last_weights[0] != sizes:
+                self._last_weights = sizes, BatchWeights(self._averages, cuts)
+            return self._last_weights[1]
         with on_host():
             return BatchWeights(
                 self._averages,
@@ -213,7 +222,10 @@ class Passes:
         if is_nothing:
             microbatch = map_tensors(microbatch, _cut_off)
         gradients.before_forward()
-        output = self._forward(self._convention.train, microbatch, tell)
+        if self._is_plain and tell is None and not self._row_dims:
+            output = self._convention.train(self._modules[0], microbatch)
+        else:
+            output = self._forward(self._convention.train, microbatch, tell)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
         loss, parts = weights.apply(
@@ -245,7 +257,7 @@ class Passes:
             self._count(metrics, outputs, microbatch)
         if keep is not None:
             keep(output)
-        return loss.detach(), {name: part.detach() for name, part in parts.items()}
+        return loss.detach(), {name: part.detach() for name, part in parts.items()} if parts else {}
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
         """Warn, the first time, of what is added to the losses and cannot be trained on.

@@ -167,30 +167,39 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     Raises:
         BatchError: as `CutRule.cut`.
     """
-    unit = step.policy.multiple_of
+    policy = step.policy
+    unit = policy.multiple_of
+    if len(step.batches) == 1:
+        [batch] = step.batches
+        sizes = rule.cut(batch.num_rows, _propose(batch, policy, rule), multiple_of=unit)
+        return Plan(
+            cuts=[sizes],
+            size=sizes[0],
+            num_microbatches=len(sizes),
+            num_rows=batch.num_rows,
+            cost=batch.cost,
+            num_global_rows=batch.num_rows,
+            stops=step.wants_to_stop,
+            is_measuring=policy.is_measuring(batch.num_rows, batch.cost),
+        )
     cuts = [
-        rule.cut(each.num_rows, _propose(each, step.policy, rule), multiple_of=unit)
+        rule.cut(each.num_rows, _propose(each, policy, rule), multiple_of=unit)
         for each in step.batches
     ]
-    if len(cuts) == 1:
-        [sizes], [cost] = cuts, step.costs
-        size = sizes[0]
-    else:
-        # The batch with the largest slice, in elements, speaks for the step.
-        sizes, cost = max(
-            zip(cuts, step.costs, strict=True),
-            key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
-        )
-        size = max(sizes[0] for sizes in cuts)
+    # The batch with the largest slice, in elements, speaks for the step.
+    sizes, cost = max(
+        zip(cuts, step.costs, strict=True),
+        key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
+    )
     return Plan(
         cuts=cuts,
-        size=size,
+        size=max(sizes[0] for sizes in cuts),
         num_microbatches=sum(map(len, cuts)),
         num_rows=sum(sizes),
         cost=cost,
         num_global_rows=sum(step.rows),
         stops=step.wants_to_stop,
-        is_measuring=any(map(step.policy.is_measuring, step.rows, step.costs)),
+        is_measuring=any(map(policy.is_measuring, step.rows, step.costs)),
     )
 
 

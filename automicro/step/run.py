@@ -14,7 +14,7 @@ from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note
 from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import empty_cache, first_line
 from automicro.memory.residents import ResidentMemory
-from automicro.policy.policy import Outcome
+from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.interface import telling
 from automicro.step.attempt import Tried, Verdict, Work, try_once
 from automicro.step.events import bystander
@@ -215,7 +215,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
-        policy.record(_outcome(done, plan, repeatable=phase.is_repeatable))
+        if type(policy).record is not Policy.record:  # else nobody learns from it
+            policy.record(_outcome(done, plan, repeatable=phase.is_repeatable))
         if done.verdict is not Verdict.OUT_OF_MEMORY:
             assert done.result is not None
             finished = Finished(

@@ -1,6 +1,5 @@
 """What one optimization batch brings to any attempt at it."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,9 @@ class Step:
         policy: proposes their sizes.
         denominators: of their losses by name, for several ranks.
         wants_to_stop: whether this rank asks for the end of the run.
+        raw: the batches as the caller gave them.
+        rows: of each batch.
+        costs: of one row of each batch.
     """
 
     batches: Sequence[ReadBatch]
@@ -42,17 +44,12 @@ class Step:
     denominators: Mapping[str, float] = field(default_factory=dict)
     wants_to_stop: bool = False
 
-    @functools.cached_property
-    def raw(self) -> list[Any]:
-        """The batches as the caller gave them."""
-        return [each.batch for each in self.batches]
+    raw: list[Any] = field(init=False)
+    rows: list[int] = field(init=False)
+    costs: list[float | None] = field(init=False)
 
-    @functools.cached_property
-    def rows(self) -> list[int]:
-        """Of each batch."""
-        return [each.num_rows for each in self.batches]
-
-    @functools.cached_property
-    def costs(self) -> list[float | None]:
-        """Of one row of each batch."""
-        return [each.cost for each in self.batches]
+    def __post_init__(self) -> None:
+        batches = self.batches
+        object.__setattr__(self, "raw", [each.batch for each in batches])
+        object.__setattr__(self, "rows", [each.num_rows for each in batches])
+        object.__setattr__(self, "costs", [each.cost for each in batches])

@@ -278,6 +278,14 @@ class TrainingWork(_Work):
         gradients.expect(plan.num_microbatches)
         losses: list[Losses] = []
         is_alone = ranks.is_alone  # one process pays for nothing that several need
+        listens = self.narrator is not None or self._keeps or self._watch.compares
+        if is_alone and not listens:  # the usual case, with nothing around a microbatch
+            every = [each for cut in cuts for each in cut.microbatches]
+            moved = on_device(every, passes.device, isolate=self._watch.isolate)
+            for index, rows in enumerate(moved):
+                losses.append(passes.train(rows, weights, index, self._metrics, gradients))
+                del rows
+            return self._summed(losses, weights, plan)
         for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
             if is_filler:
                 with fillers.undone(), ranks.microbatch(index, weightless=True):
@@ -290,10 +298,14 @@ class TrainingWork(_Work):
                 with ranks.microbatch(index, weightless=weights.is_nothing(index)):
                     losses.append(passes.train(*given))
             del given
-        if cuts and not gradients.is_reached:
+        return self._summed(losses, weights, plan)
+
+    def _summed(self, losses: Sequence[Losses], weights: BatchWeights, plan: Plan) -> Losses:
+        """The losses of all microbatches together, once nothing speaks against them."""
+        if plan.cuts and not self._gradients.is_reached:
             refuse_constant()
-        gradients.require_untouched()
-        passes.warn_of_nothing(weights)
+        self._gradients.require_untouched()
+        self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
         summed = add_up(losses)
         return summed if self._accept is None else read_losses(summed)

@@ -3,6 +3,7 @@
 The loop over epochs and batches.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,13 +105,19 @@ class FitLoop:
         if not self._has_begun:
             progress.doing("waiting for the first batch of data")
         groups = self._begin_epoch()
+        listens = self.context.callbacks.listens("gradients_ready")
+        gradients_ready = self._tell_ready if listens else None
         for number, group in enumerate(self._timed(groups)):
             if number == 0:
                 self._feed.require_same_order(self.context.ranks)
-            if not self._train(group, progress):
+            batches = self._prepare(group, progress)
+            trained = self.step.run(batches, self._state, progress, gradients_ready)
+            if trained is None:
                 if self._state.epoch_batch == 0:
                     raise self._feed.emptiness()
                 break  # no rank has rows left
+            self._conclude(trained, progress)
+            del batches, trained  # before the next are fetched
             # What is logged at a step comes before its checkpoint, or a resume would log it
             # twice. So the last batch is evaluated and saved at the end of the epoch.
             is_last = self._state.epoch_batch == self._batches_of_all()
@@ -211,26 +218,24 @@ class FitLoop:
         self.context.tell("epoch_start")
         return groups
 
-    def _train(self, loaded: Sequence[Any], progress: Progress) -> bool:
-        """Train on one optimization batch, and tell of it; whether any rank had rows for it."""
+    def _prepare(self, loaded: Sequence[Any], progress: Progress) -> list[Any]:
+        """An optimization batch as callbacks want it."""
         if not self._has_begun:
             progress.doing("the first batch: looking at a few rows, then finding what fits")
         self._has_begun = True
         batches = [self.context.callbacks.transform(self._run, batch) for batch in loaded]
         if batches:
-            self.context.tell(
-                "batch_start", batches if self._accumulate_batches > 1 else batches[0]
-            )
-        ready = self._tell_ready if self.context.callbacks.listens("gradients_ready") else None
-        trained = self.step.run(batches, self._state, progress, ready)
-        if trained is None:
-            return False
+            subject = batches if self._accumulate_batches > 1 else batches[0]
+            self.context.tell("batch_start", subject)
+        return batches
+
+    def _conclude(self, trained: TrainedBatch, progress: Progress) -> None:
+        """Tell of a batch that was trained on."""
         speed = self._recent.now(self._state)
         self.context.recorder.batch(trained, speed=speed, device=self._run.device)
         self.context.tell("batch_end", trained.result)
         self.context.recorder.flush()
         progress.status(partial(self._describe, trained, speed))
-        return True
 
     def _tell_ready(self, result: StepResult) -> None:
         self.context.tell("gradients_ready", result)
@@ -339,39 +344,15 @@ class Fit:
                 "give a longer max_duration from the start"
             )
 
-    def __call__(self, progress: Progress) -> FitSummary:
-        """Train, and sum up.
+    @contextlib.contextmanager
+    def training(self, progress: Progress) -> Iterator[Callable[[], bool]]:
+        """Begin, or go on; end in order. Gives what is asked after each batch whether to stop.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, after the batch that ran is done and saved.
             SystemExit: SIGTERM, the same.
         """
-        state = self._state
-        interruption = self._train(progress)
-        if interruption.name is not None:
-            where = f"after batch {state.batch}"
-            folder = None if self._checkpointer is None else self._checkpointer.saved_in(state)
-            if not is_end_told():
-                progress.line(interruption.describe(where=where, checkpoint=folder))
-            interruption.raise_if_interrupted(where=where, checkpoint=folder)
-        reason = self._run.stop_reason
-        if not self.loop.is_complete:
-            reason = TIME_IS_OVER
-        if reason is not None:
-            progress.line(f"training stopped: {reason}")
-        summary = summarize(
-            state,
-            stop_reason=reason,
-            peak_memory_bytes=peak_bytes(self._run.device),
-            num_devices=self._context.ranks.world_size,
-            loss_average_is=self._step.loss_average_is,
-        )
-        progress.line(f"\n{summary}")
-        return summary
-
-    def _train(self, progress: Progress) -> Interruption:
-        """Go on until the end, or until any rank is asked to stop; what asked for it."""
-        state = self._state
+        state, context = self._state, self._context
         reset_peak(self._run.device)
         self._run.resume()
         if state.batch == 0 and self._run.rank == 0 and self.loop.num_batches:
@@ -383,10 +364,10 @@ class Fit:
             self._run.model.train()
         time_limit, first = TimeLimit(self._max_seconds), state.batch
         try:
-            self._context.recorder.start(self._settings.values(), resume_step=resume_step)
+            context.recorder.start(self._settings.values(), resume_step=resume_step)
             with catching_signals(
                 saves=self._checkpointer is not None,
-                has_peers=self._context.has_peers,
+                has_peers=context.has_peers,
                 say=say_on_stderr if self._run.rank == 0 else _say_nothing,
             ) as interruption:
 
@@ -394,13 +375,41 @@ class Fit:
                     has_trained = state.batch > first  # a batch at least, however late it is
                     return interruption.name is not None or (has_trained and time_limit.is_over)
 
-                self.loop.run(progress, wants_to_stop)
-                interruption.take_note_of_peers(self._context.ranks)
+                yield wants_to_stop
+                interruption.take_note_of_peers(context.ranks)
         finally:
-            self._context.recorder.close()
+            context.recorder.close()
             if self._checkpointer is not None:
                 self._checkpointer.finish()
-        return interruption
+        self._end_interrupted(interruption, progress)
+
+    def _end_interrupted(self, interruption: Interruption, progress: Progress) -> None:
+        """Say where training was interrupted, and leave as whatever interrupted it would."""
+        if interruption.name is None:
+            return
+        where = f"after batch {self._state.batch}"
+        saver = self._checkpointer
+        folder = None if saver is None else saver.saved_in(self._state)
+        if not is_end_told():
+            progress.line(interruption.describe(where=where, checkpoint=folder))
+        interruption.raise_if_interrupted(where=where, checkpoint=folder)
+
+    def sum_up(self, progress: Progress) -> FitSummary:
+        """What the run came to, shown and returned."""
+        reason = self._run.stop_reason
+        if not self.loop.is_complete:
+            reason = TIME_IS_OVER
+        if reason is not None:
+            progress.line(f"training stopped: {reason}")
+        summary = summarize(
+            self._state,
+            stop_reason=reason,
+            peak_memory_bytes=peak_bytes(self._run.device),
+            num_devices=self._context.ranks.world_size,
+            loss_average_is=self._step.loss_average_is,
+        )
+        progress.line(f"\n{summary}")
+        return summary
 
     def _resume(self, progress: Progress) -> int | None:
         """Go on from a checkpoint where training has not begun; the batches done before."""

@@ -416,7 +416,9 @@ class Trainer:
             self._session.open() as progress,
             noting(fit.loop.where),
         ):
-            return fit(progress)
+            with fit.training(progress) as wants_to_stop:
+                fit.loop.run(progress, wants_to_stop)
+            return fit.sum_up(progress)
 
     @refusing_unknown_arguments
     def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:

@@ -68,13 +68,18 @@ class GradientMemory:
         self._can_look = can_look
         self._outside: list[TensorWeakRef] = []
         self._known: list[int] = []
+        self._last: Mapping[int, Tensor] = {}
         self._num_batches = 0
         self._has_looked_at_nodes = False
         self._told: set[str] = set()
 
-    def next_batch(self, ids: list[int]) -> None:
-        """A new batch begins, for parameters of these ids."""
+    def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
+        """A new batch begins, for these parameters by their ids."""
         self._num_batches += 1
+        if parameters is self._last:  # as they were found, and nothing has changed
+            return
+        self._last = parameters
+        ids = list(parameters)
         if ids != self._known:  # layers were added, or replaced
             self._known = ids
             self._num_batches = 1
@@ -229,14 +234,13 @@ class Gradients:
         inputs: Iterable[Tensor] = (),
     ) -> None:
         self._memory = memory or GradientMemory()
-        self._known = (
-            dict(parameters)
+        self._parameters: Mapping[int, Tensor] = (
+            parameters
             if isinstance(parameters, Mapping)
             else {id(each): each for each in parameters}
         )
-        self._parameters = list(self._known)
-        self._inputs = {id(each): each for each in inputs}
-        self._known |= self._inputs
+        self._inputs = {id(e): e for e in inputs if id(e) not in self._parameters}
+        self._further = self._inputs.copy()  # leaves that are no parameters
         self._leaves: list[Tensor] = []
         self._earlier: list[_Earlier] = []
         self._finals: list[tuple[_Earlier, Tensor]] = []
@@ -266,8 +270,9 @@ class Gradients:
         if self._attempts == 1:
             self._memory.next_batch(self._parameters)
         for leaf in self._memory.outside():
-            self._known[id(leaf)] = leaf
-        self._leaves = list(self._known.values())
+            if id(leaf) not in self._parameters:
+                self._further[id(leaf)] = leaf
+        self._leaves = [*self._parameters.values(), *self._further.values()]
         self._earlier = [
             _Earlier(
                 leaf,
@@ -527,7 +532,7 @@ class Gradients:
     # Leaves that nobody listed
 
     def _notice(self, loss: Tensor) -> None:
-        self._outside.notice(loss, self._known)
+        self._outside.notice(loss, self._parameters.keys() | self._further.keys())
         if self._outside and self._memory.is_alone and not self._has_restarted:
             hooked = self._outside.with_hooks()
             if hooked:  # they must not run yet
@@ -546,7 +551,7 @@ class Gradients:
             if gradient is not None and self._attempts > 1 and self._went_unseen:
                 refuse_unknown_part()
             self._memory.remember(leaf)
-            self._known[id(leaf)] = leaf
+            self._further[id(leaf)] = leaf
             self._leaves.append(leaf)
             if gradient is not None:
                 self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automicro.reach import Reach
 
-_MERSENNE_BYTES = 2500  # of a Mersenne Twister: 624 words, and where in them it stands
+_Words = ctypes.c_char * 2500  # of a Mersenne Twister: 624 numbers, and where in them it stands
 
 
 def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
@@ -53,8 +53,11 @@ class RandomState:
             random.getstate(),
             _NUMPY.state(),
             torch.get_rng_state(),
-            [(each, torch.get_device_module(each).get_rng_state(each)) for each in self._devices],
-            [(generator, state_of(generator)) for generator in own],
+            self._devices
+            and [
+                (each, torch.get_device_module(each).get_rng_state(each)) for each in self._devices
+            ],
+            own and [(generator, state_of(generator)) for generator in own],
         )
 
     def prepare(self) -> None:
@@ -104,18 +107,21 @@ class _GlobalNumpy:
 
     def __init__(self) -> None:
         self._bits: Any = None
-        self._memory = b""
+        self._words: Any = None  # its memory, as it is
+        self._memory = b""  # as it was
         self._state: Any = None
 
     def state(self) -> Any:
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if type(bits) is not np.random.MT19937:
             return np.random.get_state(legacy=False)
-        memory = ctypes.string_at(bits.ctypes.state_address, _MERSENNE_BYTES)
+        if bits is not self._bits:
+            self._bits, self._memory = bits, b""
+            self._words = _Words.from_address(bits.ctypes.state_address)
+        memory = self._words.raw
         # A normal number that is kept for later is used up without a change of this memory.
-        is_same = bits is self._bits and memory == self._memory
-        if not is_same or self._state["has_gauss"]:
-            self._bits, self._memory = bits, memory
+        if memory != self._memory or self._state["has_gauss"]:
+            self._memory = memory
             self._state = np.random.get_state(legacy=False)
         return self._state
 
