@@ -1,15 +1,18 @@
-"""What the microbatcher costs above a hand-written loop at the same, fixed microbatch size.
+"""What the microbatcher costs above a hand-written loop at the same microbatch size.
 
-    python -m benchmarks.overhead [--pairs 40] [--device cuda] [--json FILE]
+    python -m benchmarks.overhead [--pairs 60] [--device cuda] [--json FILE]
 
-Both do the same work on the same model and batch: slice, forward, loss times weight, backward.
-Neither reads a value back. They run in turn, so that a machine whose speed drifts slows both; the
-figure is the median of the ratios pair by pair, with the 95 % interval of that median.
+All do the same work on the same model and batch: slice, forward, loss times weight, backward. None
+reads a value back. They run in turn, so that a machine whose speed drifts slows all; figures are
+the medians pair by pair, with the 95 % interval of that median. On the CPU the clock is that of the
+process, and each is timed warm, and with a large model between the batches, which empties the
+caches as other work of a step does.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib
 import json
 import math
@@ -36,8 +39,10 @@ class Job:
     name: str
     model: nn.Module
     batch: tuple[Tensor, Tensor]
-    microbatch_size: int
-    goal: float
+    microbatch_size: int | None  # None for the whole batch
+    goal: float | None = None  # the ratio
+    goal_us: float | None = None  # the microseconds of a batch
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
 
 
 class Transformer(nn.Module):
@@ -56,13 +61,50 @@ class Transformer(nn.Module):
 def tiny_mlp(device: torch.device) -> Job:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     batch = (torch.randn(64, 32).to(device), torch.randint(10, (64,)).to(device))
-    return Job(name="tiny MLP", model=model, batch=batch, microbatch_size=1, goal=1.15)
+    return Job(name="tiny MLP", model=model, batch=batch, microbatch_size=1, goal=1.08)
 
 
 def small_transformer(device: torch.device) -> Job:
     model = Transformer().to(device)
     batch = (torch.randint(256, (32, 64)).to(device), torch.randint(256, (32, 64)).to(device))
-    return Job(name="small transformer", model=model, batch=batch, microbatch_size=4, goal=1.05)
+    return Job(name="small transformer", model=model, batch=batch, microbatch_size=4, goal=1.03)
+
+
+def chain(num_parameters: int, device: torch.device) -> Job:
+    """Small layers, one after the other: next to nothing but the fixed cost of a batch."""
+    layers = [x for _ in range(num_parameters // 2) for x in (nn.Linear(16, 16), nn.ReLU())]
+    batch = (torch.randn(64, 16).to(device), torch.randn(64, 16).to(device))
+    return Job(
+        name=f"{num_parameters} parameters",
+        model=nn.Sequential(*layers).to(device),
+        batch=batch,
+        microbatch_size=None,
+        goal_us=120 + 0.8 * num_parameters,
+        loss_fn=F.mse_loss,
+    )
+
+
+def wide_mlp(device: torch.device) -> Job:
+    """Two million parameters in sixteen tensors, whose step takes some ten milliseconds."""
+    layers = [x for _ in range(8) for x in (nn.Linear(512, 512), nn.ReLU())]
+    batch = (torch.randn(64, 512).to(device), torch.randn(64, 512).to(device))
+    return Job(
+        name="MLP of two million",
+        model=nn.Sequential(*layers).to(device),
+        batch=batch,
+        microbatch_size=None,
+        goal=1.02,
+        loss_fn=F.mse_loss,
+    )
+
+
+JOBS: tuple[Callable[[torch.device], Job], ...] = (
+    functools.partial(chain, 8),
+    functools.partial(chain, 500),
+    wide_mlp,
+    small_transformer,
+    tiny_mlp,
+)
 
 
 def hand_written(job: Job) -> Callable[[], object]:
@@ -73,20 +115,34 @@ def hand_written(job: Job) -> Callable[[], object]:
     inputs, targets = job.batch
     rows, size = len(inputs), job.microbatch_size
 
+    def whole() -> None:
+        job.loss_fn(job.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    if size is None:
+        return whole
+
     def step() -> None:
         for start in range(0, rows, size):
             x, y = inputs[start : start + size], targets[start : start + size]
-            loss = F.cross_entropy(job.model(x), y) * (len(x) / rows)
+            loss = job.loss_fn(job.model(x), y) * (len(x) / rows)
             loss.backward()  # type: ignore[no-untyped-call]
 
     return step
 
 
-def automatic(job: Job) -> Callable[[], object]:
-    microbatcher = Microbatcher(
-        job.model, loss_fn=F.cross_entropy, microbatch_size=job.microbatch_size
-    )
+def automatic(job: Job, size: int | str | None) -> Callable[[], object]:
+    microbatcher = Microbatcher(job.model, loss_fn=job.loss_fn, microbatch_size=size)
     return lambda: microbatcher.backward(job.batch)
+
+
+def large_model(device: torch.device) -> Callable[[], object]:
+    """Work that leaves nothing of a batch in the caches."""
+    model, batch = nn.Linear(2048, 2048).to(device), torch.randn(64, 2048).to(device)
+    return lambda: model(batch).sum().backward()
+
+
+def nothing() -> None:
+    """Batches follow each other."""
 
 
 class Counter(OperationMode):
@@ -104,16 +160,23 @@ def count_operations(step: Callable[[], object]) -> int:
     return counter.operations
 
 
-def time_once(step: Callable[[], object], model: nn.Module, repeats: int) -> float:
+def time_once(
+    step: Callable[[], object],
+    model: nn.Module,
+    repeats: int,
+    between: Callable[[], object] = nothing,
+) -> float:
     """Seconds of one step, gradients cleared outside the clock."""
+    clock = time.perf_counter if torch.accelerator.is_available() else time.process_time
     total = 0.0
     for _ in range(repeats):
         model.zero_grad(set_to_none=True)
+        between()
         wait_for_device()
-        start = time.perf_counter()
+        start = clock()
         step()
         wait_for_device()
-        total += time.perf_counter() - start
+        total += clock() - start
     return total / repeats
 
 
@@ -139,9 +202,14 @@ def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
-def measure(job: Job, pairs: int, repeats: int) -> dict[str, Any]:
-    hand, ours = hand_written(job), automatic(job)
-    for step in (hand, ours) * 5:
+def measure(
+    job: Job, pairs: int, repeats: int, between: Callable[[], object] = nothing
+) -> dict[str, Any]:
+    hand, ours = hand_written(job), automatic(job, job.microbatch_size)
+    steps = {"hand": hand, "fixed": ours, "auto": automatic(job, "auto")}
+    if job.microbatch_size is not None:
+        del steps["auto"]  # it would take the batch whole
+    for step in [*steps.values()] * 10:
         time_once(step, job.model, 1)
     job.model.zero_grad(set_to_none=True)
     hand()
@@ -151,34 +219,54 @@ def measure(job: Job, pairs: int, repeats: int) -> dict[str, Any]:
     # Kernels of an accelerator do not add up in the same order each time.
     for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
-    ratios, hand_seconds, our_seconds = [], [], []
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(pairs):
-        order = (hand, ours) if index % 2 else (ours, hand)
-        seconds = {step: time_once(step, job.model, repeats) for step in order}
-        hand_seconds.append(seconds[hand])
-        our_seconds.append(seconds[ours])
-        ratios.append(seconds[ours] / seconds[hand])
+        for name in list(steps)[:: 1 if index % 2 else -1]:
+            seconds[name].append(time_once(steps[name], job.model, repeats, between))
+    by_hand = seconds["hand"]
+    ratios = [mine / theirs for mine, theirs in zip(seconds["fixed"], by_hand, strict=True)]
     median, low, high = median_with_interval(ratios)
-    microbatches = len(job.batch[0]) // job.microbatch_size
-    difference = statistics.median(
-        mine - theirs for mine, theirs in zip(our_seconds, hand_seconds, strict=True)
-    )
+    above = {
+        name: statistics.median(m - t for m, t in zip(taken, by_hand, strict=True)) * 1e6
+        for name, taken in seconds.items()
+    }
+    microbatches = len(job.batch[0]) // (job.microbatch_size or len(job.batch[0]))
     job.model.zero_grad(set_to_none=True)
     operations_by_hand = count_operations(hand)
     job.model.zero_grad(set_to_none=True)
     return {
         "job": job.name,
+        "between": "nothing" if between is nothing else "a large model",
         "microbatches": microbatches,
         "pairs": pairs,
         "median_ratio": round(median, 4),
         "interval_95": [round(low, 4), round(high, 4)],
         "goal": job.goal,
-        "hand_ms": round(statistics.median(hand_seconds) * 1e3, 3),
-        "automicro_ms": round(statistics.median(our_seconds) * 1e3, 3),
-        "python_us_per_microbatch": round(difference / microbatches * 1e6, 2),
+        "goal_us": job.goal_us,
+        "hand_ms": round(statistics.median(by_hand) * 1e3, 3),
+        "automicro_ms": round(statistics.median(seconds["fixed"]) * 1e3, 3),
+        "us_per_batch": round(above["fixed"], 1),
+        "auto_us_per_batch": round(above["auto"], 1) if "auto" in above else None,
+        "python_us_per_microbatch": round(above["fixed"] / microbatches, 2),
         "operations_by_hand": operations_by_hand,
         "operations_automicro": count_operations(ours),
     }
+
+
+def describe(result: dict[str, Any]) -> str:
+    low, high = result["interval_95"]
+    goal = f"×{result['goal']}" if result["goal"] else f"{result['goal_us']:.0f} µs"
+    count = result["microbatches"]
+    auto = result["auto_us_per_batch"]
+    return (
+        f"{result['job']}, {count} microbatch{'' if count == 1 else 'es'}, "
+        f"{result['between']} between batches: ×{result['median_ratio']:.3f} "
+        f"[{low:.3f}, {high:.3f}] of the hand-written loop; "
+        f"{result['hand_ms']} → {result['automicro_ms']} ms, {result['us_per_batch']} µs a batch"
+        f"{'' if auto is None else f', {auto} with auto'} (goal {goal}), "
+        f"{result['python_us_per_microbatch']} µs a microbatch, "
+        f"{result['operations_by_hand']} → {result['operations_automicro']} operations"
+    )
 
 
 def measure_look(job: Job, pairs: int) -> dict[str, Any]:
@@ -193,7 +281,7 @@ def measure_look(job: Job, pairs: int) -> dict[str, Any]:
     handle = nn.modules.module.register_module_forward_hook(note)
     batches_looked_at = []
     try:
-        step = automatic(job)
+        step = automatic(job, job.microbatch_size)
         for number in range(1, 21):
             before = len(lengths)
             step()
@@ -203,7 +291,7 @@ def measure_look(job: Job, pairs: int) -> dict[str, Any]:
         handle.remove()
     extra = []
     for _ in range(pairs):
-        step = automatic(job)
+        step = automatic(job, job.microbatch_size)
         first, settled = (time_once(step, job.model, 1) for _ in range(2))
         later = [time_once(step, job.model, 1) for _ in range(3)]
         extra.append((first + settled) / 2 - statistics.median(later))
@@ -227,19 +315,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    results = [
-        measure(job(arguments.device), arguments.pairs, arguments.repeats)
-        for job in (tiny_mlp, small_transformer)
-    ]
-    for result in results:
-        low, high = result["interval_95"]
-        print(
-            f"{result['job']}, {result['microbatches']} microbatches: "
-            f"×{result['median_ratio']:.3f} [{low:.3f}, {high:.3f}] of the hand-written loop "
-            f"(goal ×{result['goal']}); {result['hand_ms']} → {result['automicro_ms']} ms, "
-            f"{result['python_us_per_microbatch']} µs per microbatch, "
-            f"{result['operations_by_hand']} → {result['operations_automicro']} operations"
-        )
+    between = large_model(arguments.device)
+    results = []
+    for make in JOBS:
+        for each in (nothing, between):
+            results.append(
+                measure(make(arguments.device), arguments.pairs, arguments.repeats, each)
+            )
+            print(describe(results[-1]), flush=True)
     looks = [
         measure_look(job(arguments.device), min(arguments.pairs, 15))
         for job in (tiny_mlp, small_transformer)

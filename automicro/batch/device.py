@@ -67,7 +67,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
     def moved(tensor: Tensor) -> Tensor:
         if budget is None and tensor.device == device and not isolate:
-            return alias(tensor)
+            return tensor if tensor.requires_grad else tensor.detach()  # as `alias`, quickly
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             return copy(tensor)
         # Inputs that are their own targets are written to as one, as they are without a copy. They

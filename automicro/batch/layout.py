@@ -134,8 +134,10 @@ class BatchLayout:
         self._dim, self._declared = _parse(batch_layout)
         self._decisions: Decisions = {}
         self._matched: set[str] = set()
-        # Form and rows of the batch that was read last: one of the same form has as many.
+        # Of the batch that was read last, for others of the same form: its rows, and along which
+        # dimensions its tensors were cut.
         self._last: tuple[Any, int] | None = None
+        self._last_cut: tuple[Any, int, list[int | None]] | None = None
         self.holds_rows = False
         """Whether the batch that was read last is itself a list of rows, not of parts."""
 
@@ -160,12 +162,20 @@ class BatchLayout:
         Raises:
             BatchError: as `num_rows`, or the sizes would drop rows.
         """
+        form = _plain_form(batch)
+        known = self._last_cut
+        if known is not None and form is not None and form == known[0]:
+            _, num_rows, dims = known
+            if sum(sizes) == num_rows:
+                return list(_cut_plain(batch, list(sizes), iter(dims)))
         root, num_rows, decisions = self._read(batch)
         if sum(sizes) != num_rows:
             raise BatchError(
                 f"Microbatches of {list(sizes)} rows sum to {sum(sizes)}, but the batch has "
                 f"{num_rows} rows. Take the sizes from its own number of rows."
             )
+        if form is not None and "items" not in decisions.values():
+            self._last_cut = form, num_rows, _plain_dims(root)
         return list(_cut(root, ConsecutivePieces(sizes), num_rows, decisions))
 
     def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
@@ -252,7 +262,7 @@ class BatchLayout:
         shown: Decisions = {}
         decide(root, counts[0], decisions, shown)
         self._decisions.update(shown)
-        self._last = None
+        self._last = self._last_cut = None
         self.holds_rows = decisions.get("") == "items"
         return root, counts[0], decisions
 
@@ -326,6 +336,33 @@ def _cut(node: Node, cutter: Cutter, num_rows: int, decisions: Decisions) -> Seq
         cut = cutter.elements(encodings)
         pieces = [with_encodings(piece, part) for piece, part in zip(pieces, cut, strict=True)]
     return pieces
+
+
+def _plain_dims(node: Node) -> list[int | None]:
+    """Along which dimension each tensor of a plain batch is cut; None: shared."""
+    if node.kind is Kind.TENSOR:
+        return [node.dim]
+    if node.kind is Kind.SHARED:
+        return [None] * len(tensor_leaves(node.value))
+    return [dim for child in node.children for dim in _plain_dims(child)]
+
+
+def _cut_plain(batch: Any, sizes: list[int], dims: Iterator[int | None]) -> Sequence[Any]:
+    """The pieces of a batch of which `_plain_form` told a form that was cut before."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        dim = next(dims)
+        if dim is None:
+            return [batch] * len(sizes)
+        pieces: Sequence[Any] = batch.split_with_sizes(sizes, dim)
+        return pieces
+    parts = batch.values() if kind is dict else batch
+    columns = [_cut_plain(part, sizes, dims) for part in parts]
+    rows = zip(*columns, strict=True) if columns else [()] * len(sizes)
+    if kind is dict:
+        keys = tuple(batch)
+        return [dict(zip(keys, row, strict=True)) for row in rows]
+    return list(rows) if kind is tuple else list(map(list, rows))
 
 
 def _row_dims(node: Node, decisions: Decisions) -> Iterator[tuple[str, int]]:

@@ -49,7 +49,12 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
     if cls is tuple or cls is list:
         if len(batch) > 4 and PLAIN.issuperset(map(type, batch)):
             return batch if cls is tuple else batch.copy()
-        return cls([map_tensors(part, fn, isolate=isolate) for part in batch])
+        return cls(
+            [
+                fn(part) if type(part) is torch.Tensor else map_tensors(part, fn, isolate=isolate)
+                for part in batch
+            ]
+        )
     if cls is dict:
         return {key: map_tensors(part, fn, isolate=isolate) for key, part in batch.items()}
     kind = kind_of(cls)

@@ -224,8 +224,10 @@ class _LossFunction:
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
-        inputs, targets = _pair(microbatch)
-        outputs = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        is_pair = type(microbatch) is tuple and len(microbatch) == 2  # the usual case, quickly
+        inputs, targets = microbatch if is_pair else _pair(microbatch)
+        is_named = type(inputs) is not Tensor and isinstance(inputs, Mapping)
+        outputs = model(**inputs) if is_named else model(inputs)
         if forwarded is not None:
             forwarded()
         loss = self._loss_fn(outputs, targets)
@@ -471,8 +473,6 @@ def outputs_with_rows(outputs: Any) -> Any:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    if type(batch) is tuple and len(batch) == 2:  # the common case, quickly
-        return batch
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
         return batch[0], batch[1]
     raise BatchError(

@@ -152,6 +152,8 @@ class BatchWeights:
         """
         if self._only is not None:
             weight = self._only[index]
+            if type(weight) is float and weight != 0 and not losses:  # the usual case, quickly
+                return loss * weight, {}
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
         if has_total or losses.keys() != self._weights.keys():
             given = sorted([*losses, "loss"] if has_total else losses)

@@ -221,7 +221,8 @@ class Passes:
         is_nothing = weights.is_nothing(index)
         if is_nothing:
             microbatch = map_tensors(microbatch, _cut_off)
-        gradients.before_forward()
+        if not gradients.is_steady:
+            gradients.before_forward()
         if self._is_plain and tell is None and not self._row_dims:
             output = self._convention.train(self._modules[0], microbatch)
         else:

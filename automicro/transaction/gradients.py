@@ -224,6 +224,9 @@ class Gradients:
         parameters: any of them twice, too; or by their ids.
         memory: what is known of them from one batch to the next.
         inputs: tensors of the batch that gather a gradient.
+
+    Attributes:
+        is_steady: whether nothing is to be seen to around the forwards that are left.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class Gradients:
         self._sums: list[Tensor | None] = []  # put away while a forward runs, or to compare with
         self._versions: list[int] = []  # of the same after the first backward
         self._num_forwards = self._num_backwards = 0
-        self._splits = self._is_isolated = self._is_steady = False
+        self._splits = self._is_isolated = self.is_steady = False
         self._looks = 0
         self._finals = []
 
@@ -311,8 +314,6 @@ class Gradients:
 
     def before_forward(self) -> None:
         """Call it before the forward of every microbatch."""
-        if self._is_steady:
-            return
         if self._outside:
             self._take_in()
         self._num_forwards += 1
@@ -335,7 +336,7 @@ class Gradients:
             TouchedGradientsError: the same attempt again, please.
             LossError: ``backward`` clears gradients.
         """
-        if self._is_steady:
+        if self.is_steady:
             backward(loss)
             self._num_backwards += 1
             return
@@ -527,7 +528,7 @@ class Gradients:
         if self._num_backwards == 1:
             self._sums = [leaf.grad for leaf in self._leaves]
             self._versions = versions_of(self._sums)
-        self._is_steady = not self._hooks and self._num_backwards > self._looks
+        self.is_steady = not self._hooks and self._num_backwards > self._looks
 
     # Leaves that nobody listed
 
