@@ -296,9 +296,8 @@ def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
     Raises:
         LossError: not one scalar, not floating point, or cut off from every parameter.
     """
-    if type(loss) is Tensor and loss.requires_grad and not loss.ndim:  # the usual case, quickly
-        if loss.dtype.is_floating_point:
-            return loss
+    if type(loss) is Tensor and loss.requires_grad and not loss.ndim and loss.is_floating_point():
+        return loss  # the usual case, quickly
     if not isinstance(loss, Tensor):
         raise LossError(
             f"the loss is of type {type(loss).__name__}, not a tensor; return the tensor itself, "

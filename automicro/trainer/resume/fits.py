@@ -152,6 +152,9 @@ KEYS = (
     "rng",
 )
 
+# What checkpoints of earlier versions lack: counted from where the run goes on.
+_ADDED = frozenset({"progress.most_rows", "progress.most_loaded", "progress.num_smaller"})
+
 _REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
 
 
@@ -168,7 +171,8 @@ def refuse_another_version(saved: Mapping[str, Any], state: LoopState) -> None:
     for phase in ("train", "eval"):
         expected += [f"progress.{phase}.{name}" for name in here[phase]]
         found += [f"progress.{phase}.{name}" for name in progress.get(phase, {})]
-    differing = _words(_missing(expected, found), _missing(found, expected))
+    lacking = [name for name in _missing(expected, found) if name not in _ADDED]
+    differing = _words(lacking, _missing(found, expected))
     if differing:
         raise CheckpointError(
             f"the checkpoint is of another version of automicro: {differing}. Go on with the "
