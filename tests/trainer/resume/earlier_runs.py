@@ -167,7 +167,7 @@ if __name__ == "__main__":
             write(each, where / each)
             continue
         with tempfile.TemporaryDirectory() as meeting:
-            torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
+            torch.multiprocessing.spawn(  # type: ignore[attr-defined]
                 write_on_rank, (each, where / each, f"{meeting}/store"), nprocs=ranks
             )
     os.environ["AUTOMICRO_CACHE_DIR"] = str(where / "sizes")
