@@ -17,14 +17,14 @@ from torch import nn
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.memory.budget import active_budget
-from automicro.torch_private import is_wrapper
-from automicro.torch_private_compiler import (
+from automicro.torch_private import (
     compile_in_place,
     compile_modes,
     compile_options,
     compiler_config,
     compiler_is_loaded,
     is_compiled,
+    is_wrapper,
     mark_dynamic,
     unmark,
 )

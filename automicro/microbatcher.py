@@ -48,10 +48,10 @@ from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
 from automicro.step.phase import Phase, Recollection, Shared
+from automicro.step.plan import ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult, unevaluated, untrained
 from automicro.step.run import run
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
-from automicro.step.step import ReadBatch, Step
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
 from automicro.transaction.gradients import GradientMemory
 

@@ -22,7 +22,6 @@ LAYERS = (
         "sharding",
         "showing",
         "torch_private",
-        "torch_private_compiler",
         "torch_private_distributed",
         "version",
     ),
@@ -48,7 +47,6 @@ NEVER_AT_MODULE_TOP_OUTSIDE_DEMO = ("matplotlib", "sklearn", "transformers")
 # Where everything stands that a new version of torch may take away.
 PRIVATE_NAMES_OF_TORCH_IN = (
     "torch_private",
-    "torch_private_compiler",
     "torch_private_distributed",
 )
 

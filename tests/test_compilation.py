@@ -13,13 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.batch.layout import BatchLayout
-from automicro.compilation import (
-    check_compile,
-    compile_model,
-    dynamic_rows,
-    refuse_cuda_graphs,
-)
-from automicro.torch_private_compiler import compiler_is_loaded
+from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
+from automicro.torch_private import compiler_is_loaded
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 3

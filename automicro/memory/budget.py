@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from automicro.memory.ledger import Change, CountingMode
-from automicro.torch_private_compiler import is_compiled
+from automicro.torch_private import is_compiled
 from automicro.units import format_bytes, parse_bytes
 
 

@@ -4,9 +4,16 @@ import logging
 import math
 from typing import Any
 
-from automicro.policy.frontier import ROUNDING, Failed, Frontier
+from automicro.policy.frontier import (
+    CAUTIOUS_ERROR,
+    ERROR,
+    ROUNDING,
+    Failed,
+    Frontier,
+    Measured,
+    Peaks,
+)
 from automicro.policy.pacing import Outlier, Patience, Thrash
-from automicro.policy.peaks import CAUTIOUS_ERROR, ERROR, Measured, Peaks
 from automicro.policy.policy import (
     Outcome,
     Policy,

@@ -28,7 +28,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return OneRank()
 
-    from automicro.ranks.coordinated import coordinate  # slow to import
+    from automicro.ranks.coordinated import coordinate
 
     ranks = coordinate(modules)
     if not ranks.is_alone and ModuleIndex(modules).is_lazy:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout
 from automicro.memory.device import usable_bytes
 from automicro.remembered.key import RunKey, sha256_of
-from automicro.torch_private import is_uninitialized
-from automicro.torch_private_compiler import is_compiled
+from automicro.torch_private import is_compiled, is_uninitialized
 from automicro.version import __version__
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

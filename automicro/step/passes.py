@@ -29,7 +29,7 @@ from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.step.events import WHILE_UPDATING, Tell
-from automicro.torch_private_compiler import compiler_is_used
+from automicro.torch_private import compiler_is_used
 from automicro.transaction.gradients import Gradients
 
 T = TypeVar("T")

@@ -27,8 +27,7 @@ from automicro.remembered.cache import SizeCache, SizeMemory
 from automicro.remembered.entry import RememberedSize
 from automicro.remembered.key import RunKey
 from automicro.step.events import Narrator, Observer
-from automicro.step.plan import CutRule, Finished
-from automicro.step.step import ReadBatch, Step
+from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.torch_private import is_uninitialized
 from automicro.transaction.buffers import BufferMemory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics

@@ -22,12 +22,12 @@ from automicro.step.phase import Phase
 from automicro.step.plan import (
     Finished,
     Plan,
+    Step,
     nothing_to_run,
     plan_alone,
     plan_together,
     propose_to,
 )
-from automicro.step.step import Step
 from automicro.units import format_bytes
 
 _LESS_BESIDE = (

@@ -27,9 +27,8 @@ from automicro.step.metrics import MetricGuard
 from automicro.step.outputs import Kept
 from automicro.step.passes import Keep, Losses, Passes
 from automicro.step.phase import Phase
-from automicro.step.plan import Plan
+from automicro.step.plan import Plan, Step
 from automicro.step.split_guard import SplitGuard
-from automicro.step.step import Step
 from automicro.transaction.gradients import GradientMemory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.surroundings import ChangingState

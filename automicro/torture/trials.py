@@ -15,7 +15,7 @@ from typing import Any
 
 from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError
 from automicro.memory.budget import MemoryBudget
-from automicro.optimizer.clipping import clip_gradients
+from automicro.optimizer.step import clip_gradients
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Outcome, Policy
 from automicro.torture.faults import Boom, Fault, FaultMode

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from automicro.errors import SchedulerWarning, warn
 from automicro.migration import comes_from
-from automicro.optimizer.clipping import clip_gradients
 from automicro.optimizer.scaling import GradientScaler
-from automicro.optimizer.step import step_optimizer
+from automicro.optimizer.step import clip_gradients, step_optimizer
 from automicro.options import check_modules, check_optimizer, innermost_optimizer, read_flag
 from automicro.ranks.interface import Ranks
 from automicro.trainer.resume.fits import INNER

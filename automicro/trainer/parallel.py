@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro.modules import is_parallel, runs_collectives
 from automicro.options import check_choice, unwrapped
-from automicro.torch_private import is_uninitialized
-from automicro.torch_private_compiler import is_compiled
+from automicro.torch_private import is_compiled, is_uninitialized
 from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Place, copy_from_first
 

@@ -49,12 +49,7 @@ from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metri
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_alike
-from automicro.trainer.step import (
-    NON_FINITE_MODES,
-    FinitenessGuard,
-    TokenCounter,
-    TrainingStep,
-)
+from automicro.trainer.step import NON_FINITE_MODES, FinitenessGuard, TokenCounter, TrainingStep
 from automicro.units import Duration
 
 

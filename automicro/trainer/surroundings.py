@@ -19,8 +19,11 @@ from automicro.errors import DeterminismWarning, add_note, text_of, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
-from automicro.torch_private import is_uninitialized
-from automicro.torch_private_compiler import inductor_is_deterministic, set_inductor_deterministic
+from automicro.torch_private import (
+    inductor_is_deterministic,
+    is_uninitialized,
+    set_inductor_deterministic,
+)
 from automicro.trainer.processes import Place
 from automicro.trainer.progress import Progress, make_progress, recoveries_shown_here
 

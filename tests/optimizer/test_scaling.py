@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, OptimizerStepError
-from automicro.optimizer.clipping import clip_gradients
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.optimizer.scaling import GradientScaler
-from automicro.optimizer.step import step_optimizer
+from automicro.optimizer.step import clip_gradients, step_optimizer
 from automicro.torture.faults import Fault, FaultMode
 from automicro.torture.subject import freeze
 

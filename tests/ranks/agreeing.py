@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.memory.residents import measure_residents
-from automicro.optimizer import clipping
-from automicro.optimizer.clipping import clip_gradients
+from automicro.optimizer import step as clipping
 from automicro.optimizer.scaling import GradientScaler
-from automicro.optimizer.step import step_optimizer
+from automicro.optimizer.step import clip_gradients, step_optimizer
 from tests.ranks.uneven import Sum
 
 CPU = torch.device("cpu")

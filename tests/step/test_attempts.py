@@ -13,9 +13,8 @@ from automicro.memory.residents import ResidentMemory
 from automicro.policy.policy import Policy
 from automicro.step.events import Narrator
 from automicro.step.phase import Phase, Shared
-from automicro.step.plan import CutRule, Finished, Plan
+from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step
 from automicro.step.run import run as run_step
-from automicro.step.step import ReadBatch, Step
 from automicro.transaction.transaction import Part
 
 

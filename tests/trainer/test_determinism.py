@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automicro import DeterminismWarning
-from automicro.torch_private_compiler import inductor_is_deterministic
+from automicro.torch_private import inductor_is_deterministic
 from automicro.trainer.surroundings import (
     CUBLAS_VARIABLE,
     deterministic_algorithms,

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.ranks.warm_up import Use
-from automicro.torch_private import without_modes
-from automicro.torch_private_compiler import is_compiled
+from automicro.torch_private import is_compiled, without_modes
 from automicro.torch_private_distributed import before_collectives, group_of, is_in_backward
 
 _NAMES = {

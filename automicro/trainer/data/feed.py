@@ -14,14 +14,16 @@ from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
-from automicro.trainer.data.generators import find_generators, generator_states, restore_generators
 from automicro.trainer.data.loading import (
     announce_epoch,
     begin,
     empty,
+    find_generators,
+    generator_states,
     has_persistent_workers,
     num_batches,
     rest,
+    restore_generators,
 )
 from automicro.trainer.data.sharing import Shared, SharedBatchSampler, shared_sampler
 from automicro.trainer.same_on_all_ranks import require_same_order

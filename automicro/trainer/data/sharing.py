@@ -21,8 +21,12 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import warn
 from automicro.torch_private import forget_workers
-from automicro.trainer.data.generators import find_generators, generator_states, restore_generators
-from automicro.trainer.data.loading import num_batches
+from automicro.trainer.data.loading import (
+    find_generators,
+    generator_states,
+    num_batches,
+    restore_generators,
+)
 from automicro.trainer.processes import Place
 from automicro.values import as_text
 

@@ -20,7 +20,7 @@ from automicro.memory.budget import active_budget
 from automicro.options import unwrapped
 from automicro.sharding import is_sharded, local_part
 from automicro.torch_private import buffer_table, is_uninitialized
-from automicro.trainer.data.generators import (
+from automicro.trainer.data.loading import (
     Generator,
     module_generators,
     read_generators,

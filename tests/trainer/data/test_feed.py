@@ -23,8 +23,12 @@ from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointWarning, DataLoaderError
 from automicro.memory.budget import MemoryBudget
 from automicro.trainer.data.feed import Feed
-from automicro.trainer.data.generators import find_generators, generator_states, restore_generators
-from automicro.trainer.data.loading import fetch
+from automicro.trainer.data.loading import (
+    fetch,
+    find_generators,
+    generator_states,
+    restore_generators,
+)
 
 ROWS, BATCH_SIZE = 8, 2
 BATCHES = ROWS // BATCH_SIZE

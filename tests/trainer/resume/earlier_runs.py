@@ -22,14 +22,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from automicro import (
-    CheckpointConfig,
-    Evaluator,
-    MemoryBudget,
-    Microbatcher,
-    StepResult,
-    Trainer,
-)
+from automicro import CheckpointConfig, Evaluator, MemoryBudget, Microbatcher, StepResult, Trainer
 from automicro.callbacks import ExponentialMovingAverage
 
 EARLIER = Path(__file__).parent / "earlier"
