@@ -37,8 +37,6 @@ Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``.
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
 before the step. Their texts are quoted by `text_of` and `describe_error`, and notes are added by
 `add_note`, which work whatever the class of somebody else's error does.
-
-Warnings that point at the caller's own line and are never lost.
 """
 
 import contextlib

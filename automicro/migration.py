@@ -2,8 +2,6 @@
 
 Names are those of Lightning, of transformers, of Keras and of hand-written scripts. Composer's have
 a table of their own in `automicro.trainer.composer`, for they are more and say more.
-
-Telling objects of other libraries by the name of their class, without importing any.
 """
 
 import re

@@ -1,14 +1,8 @@
 """Modules: all that they hold, their modes, and what they are wrapped in.
 
-All parameters, buffers and modules that take part: walked once, and again where they changed.
-
 A walk over a model's modules costs more than everything else that a batch needs of them. What it
 finds is what lies in three tables of each module, so as long as these are the same tables with the
 same keys and values, the last walk still holds. Comparing them takes a tenth of a walk.
-
-Modules in evaluation mode for a while.
-
-What models are wrapped in, told without importing wrappers that nobody used.
 """
 
 import contextlib

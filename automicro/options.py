@@ -1,11 +1,4 @@
-"""Arguments that are refused early, each with what was probably meant.
-
-Refusing misuse before it costs a run: models, optimizers, devices, losses, choices.
-
-Arguments of the trainer that are refused early.
-
-Arguments of callbacks that are refused early.
-"""
+"""Arguments that are refused early, each with what was probably meant."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,9 +1,4 @@
-"""Parameters and gradients of which every rank holds a part.
-
-Tensors of which every rank has a part (DTensor), without importing what makes them.
-
-What checkpoints ask of tensors of which each rank has a part.
-"""
+"""Parameters and gradients of which every rank holds a part."""
 
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,11 +1,4 @@
-"""Durations, clock times and amounts of memory, as people write them.
-
-How long to train: ``"2ep"``, ``"500ba"``, ``"10000sp"``, ``"1e6tok"``.
-
-Amounts of memory as people write them.
-
-How long a run may take: ``"2h30m"``, ``"45m"``, ``"1:30:00"``.
-"""
+"""Durations, clock times and amounts of memory, as people write them."""
 
 import math
 import re

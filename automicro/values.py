@@ -1,11 +1,4 @@
-"""Values of any kind: whether two are the same, as text, and as numbers read from a device.
-
-Whether two tensors, or two values made of tensors, are the same.
-
-Numbers that lie on a device: several are read at once, because each reading waits for it.
-
-Values as text that is the same in two processes.
-"""
+"""Values of any kind: whether two are the same, as text, and as numbers read from a device."""
 
 import functools
 import re

@@ -1,12 +1,6 @@
 """Rows taken out of the leaves of a batch, and outputs joined again.
 
-Rows of tensors that ``Tensor.split`` cannot cut: packed, nested and sparse ones.
-
-`selections` are the rows of each piece: a ``range`` for neighbours, else a list of indices.
-
-Taking rows out of leaves: all of them in consecutive pieces, or a few by index.
-
-Joining the outputs of microbatches: the inverse of cutting a batch.
+Where rows are chosen, `selections` are those of each piece: a ``range`` for neighbours, else a list of indices.
 """
 
 from collections.abc import Mapping, Sequence

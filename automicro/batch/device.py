@@ -1,9 +1,5 @@
 """A batch on its way to the device, and kept as it was.
 
-From the optimization batch on the host to microbatches on the device.
-
-Keeping the batch as it was, although a model may write into its input.
-
 A retry must see what the first attempt saw. What a forward gets is never the batch itself:
 
 - containers are new ones, and arrays copies, for every microbatch (see `on_device`);

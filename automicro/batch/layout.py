@@ -1,7 +1,4 @@
-"""Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together.
-
-How many rows each microbatch gets.
-"""
+"""Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together."""
 
 import difflib
 import operator

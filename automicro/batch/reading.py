@@ -1,14 +1,8 @@
 """How many rows each part of a batch has, where that can be told.
 
-What to say of a value that nothing tells how to cut.
-
-What each part of a batch can mean, and how many rows it then has.
-
 A list may hold one element per row ("items") or parts that each hold all rows ("fields"), and
 looking at it alone often cannot tell. So every part of a batch becomes a `Node` with the row
 counts it allows, the counts of neighbours are intersected, and what remains decides.
-
-Choosing one reading of every list in a batch, or saying why that would be a guess.
 """
 
 import types

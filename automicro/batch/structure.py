@@ -1,15 +1,4 @@
-"""The structure of a batch: its kinds of value, its containers, its parts.
-
-Batch types: how values of a class are counted, cut, joined and mapped; those of libraries.
-
-What a value in a batch is, told by its type; and the types that users register.
-
-Opening containers and building new ones of the same type.
-
-Objects that nothing tells how to open: their attributes, and copies of them.
-
-The parts of a batch, and what their row counts have in common.
-"""
+"""The structure of a batch: its kinds of value, its containers, its parts."""
 
 import argparse
 import collections

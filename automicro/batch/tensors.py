@@ -1,9 +1,4 @@
-"""The tensors of a batch, and what else it is made of.
-
-Every tensor in a batch: changing each of them, listing them.
-
-What a batch is made of, beside its structure: tensors, what costs memory, what may change.
-"""
+"""The tensors of a batch, and what else it is made of."""
 
 import copy
 import types

@@ -1,11 +1,4 @@
-"""Sizes that grow in training: of images, and of sequences.
-
-Sizes that grow in training.
-
-Images that grow in training.
-
-Sequences that grow in training.
-"""
+"""Sizes that grow in training: of images, and of sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,11 +1,4 @@
-"""Logging the learning rate, the memory and the speed.
-
-Logging what the optimizer takes.
-
-Logging what is allocated on the device.
-
-Logging how fast training goes, and how long it waits for data.
-"""
+"""Logging the learning rate, the memory and the speed."""
 
 import time
 from collections import deque

@@ -1,11 +1,7 @@
 """Files that are on the disk when their call returns, and the manifest that lists them.
 
-Files that are on the disk when their call returns, with their size and checksum.
-
 Everything that a checkpoint does to the disk goes through the functions here, so a test can make
 any of them fail, or end the process in it.
-
-What a checkpoint says about itself. Written last: without it, a folder is no checkpoint.
 """
 
 import errno

@@ -2,8 +2,6 @@
 
 Every rank does its part and hands it to rank 0, which decides for all. An error is handed over in
 place of a part, so no rank waits for one that failed.
-
-All ranks of `torch.distributed`, on a group that nothing but checkpoints uses.
 """
 
 import datetime

@@ -1,7 +1,4 @@
-"""Finding the newest good checkpoint, and loading one as data.
-
-Whether a checkpoint fits a model: which tensors differ, and how.
-"""
+"""Finding the newest good checkpoint, and loading one as data."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping

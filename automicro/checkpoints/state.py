@@ -1,11 +1,7 @@
 """The state of a run, taken apart into structure and tensors, and each rank's share of it.
 
-The state of a run, taken apart into its structure and its tensors, and put together again.
-
 The structure is the state with every tensor on the meta device: where the tensor stood, its shape,
 its dtype, its strides, without its data.
-
-What one rank brings to a checkpoint.
 
 The state of the whole run is rank 0's: what is equal on all ranks, and what is its own. Of sharded
 tensors every rank brings its part. The other ranks bring, besides, a state of their own: random

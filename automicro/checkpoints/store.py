@@ -1,13 +1,4 @@
-"""A folder of checkpoints: saving, finding, loading, keeping the last and the best.
-
-Which checkpoints stay: the last few, and the best few by a metric.
-
-What a `Trainer` is told about checkpoints.
-
-One piece of work at a time, beside the training.
-
-A folder of checkpoints: saving, finding, loading, keeping the last and the best.
-"""
+"""A folder of checkpoints: saving, finding, loading, keeping the last and the best."""
 
 import difflib
 import logging

@@ -1,7 +1,4 @@
-"""Writing a checkpoint: whole, or not at all.
-
-Temporary folders: named after the process that fills them, cleared away once it is gone.
-"""
+"""Writing a checkpoint: whole, or not at all."""
 
 import errno
 import logging

@@ -1,7 +1,4 @@
-"""The events of a run, as the methods of whoever listens to them.
-
-Telling callbacks what happens.
-"""
+"""The events of a run, as the methods of whoever listens to them."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,9 +1,4 @@
-"""What a callback sees of a run, and what it may ask of it.
-
-Where training stands. Written by the trainer, read-only for everybody else.
-
-Which values a run will give, as far as that is known before it gives any.
-"""
+"""What a callback sees of a run, and what it may ask of it."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Several loggers as one that never fails.
-
-A logger whose failures stop nothing.
-"""
+"""Several loggers as one that never fails."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping

@@ -1,13 +1,4 @@
-"""Files of records, as rows of a table and as lines of JSON, cut where a run resumes.
-
-A file that grows by whole records.
-
-Files of lines that each carry a step, cut where a run resumes.
-
-Values as rows of a table.
-
-Values as lines of JSON.
-"""
+"""Files of records, as rows of a table and as lines of JSON, cut where a run resumes."""
 
 import contextlib
 import csv

@@ -1,9 +1,4 @@
-"""What a logger is told, and what can be logged.
-
-What a logger is told.
-
-What can be logged: a name and one number.
-"""
+"""What a logger is told, and what can be logged."""
 
 import math
 import numbers

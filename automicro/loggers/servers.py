@@ -1,13 +1,4 @@
-"""Loggers of others: W&B, MLflow, and any of Lightning's.
-
-What a place that takes nothing back has been given, so that nothing is given twice.
-
-Values for Weights & Biases.
-
-Values for MLflow.
-
-Any of Lightning's loggers.
-"""
+"""Loggers of others: W&B, MLflow, and any of Lightning's."""
 
 import importlib.util
 import json

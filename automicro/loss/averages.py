@@ -1,9 +1,4 @@
-"""What one loss averages over: rows, targets, whatever a function counts, or nothing.
-
-Reading off a loss or a model what it averages over.
-
-Other things that a loss may be a mean over, to be tried where the one in use is not exact.
-"""
+"""What one loss averages over: rows, targets, whatever a function counts, or nothing."""
 
 import functools
 import inspect

@@ -1,12 +1,8 @@
 """One look: the gradient of a few rows, together and apart.
 
-One look: the gradient of a few rows, together and apart.
-
 Four passes over at most 16 rows, in training mode: together, together in the opposite order, one
 part, the other part. The order shows what chance, state and rounding do; the parts, weighted as
 microbatches would be, must add up to the whole.
-
-Gradients of the whole batch against those of a split.
 """
 
 import dataclasses

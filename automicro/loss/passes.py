@@ -1,9 +1,4 @@
-"""Passes over a few rows that leave no trace.
-
-Forwards of automicro's own, beside those of a step: whoever counts calls can ask for them.
-
-Passes over a few rows that leave no trace.
-"""
+"""Passes over a few rows that leave no trace."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The weights with which the losses of microbatches add up to the whole batch's.
-
-The loss of many batches, as if they were one.
-"""
+"""The weights with which the losses of microbatches add up to the whole batch's."""
 
 import functools
 import math

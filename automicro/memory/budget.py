@@ -1,7 +1,4 @@
-"""A device of any size, simulated on the CPU.
-
-Refusing compiled modules where they would silently run uncompiled.
-"""
+"""A device of any size, simulated on the CPU."""
 
 import contextlib
 import threading

@@ -3,8 +3,6 @@
 A CPU counts only inside a `MemoryBudget`. What an accelerator can do is asked of its module in
 torch (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not of its name.
 
-Libraries are used once before any size is tried, while the device still has memory.
-
 cuBLAS and cuDNN take memory of the device for themselves, past torch's allocator, when a thread
 first uses them: in the forward on the caller's thread, in the backward on autograd's own. Where the
 first attempt has filled the device, they fail in ways that are hard to tell from a broken device.

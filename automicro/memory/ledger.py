@@ -1,11 +1,7 @@
 """Which storages are alive on a simulated device, and the dispatch mode that sees them come and go.
 
-Which storages are alive, and how many of their bytes lie on the simulated device.
-
 Storages, not tensors: views share one, and it lives as long as anything refers to it, autograd's
 saved tensors included. Each is held by a weak reference, so that counting keeps nothing alive.
-
-The dispatch mode behind a memory budget: looks at every operation and refuses what is too much.
 
 Forward, backward, recomputation and the optimizer all come by here, one operation of ATen at a
 time. It works on real and on fake tensors.

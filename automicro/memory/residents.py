@@ -1,9 +1,4 @@
-"""What lies on a device at any microbatch size, and what of it a limit has to hold.
-
-What lies on a device whatever the microbatch size: parameters, gradients, state, buffers.
-
-A device under a limit, with what occupies it at any microbatch size.
-"""
+"""What lies on a device at any microbatch size, and what of it a limit has to hold."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,15 +1,9 @@
 """Memory for an optimizer's first step: predicted by a copy on stand-ins, held back until then.
 
-A copy of an optimizer that can step without anything of the original moving.
-
 Copying an optimizer shallowly is not enough: many keep lists of tensors, counters, or another
 optimizer in attributes of their own, and a step of the copy would move those of the original. So
 everything that is reached from it is copied, with stand-ins in place of tensors. Where something
 is reached that cannot be copied, or code that holds state elsewhere, there is no copy.
-
-What an optimizer will allocate in its first step, from a step of a copy on stand-ins.
-
-Memory that an optimizer will need, held back until its first real step.
 
 Most optimizers build their state in the first ``step()``, so a size found for the first batch is
 too large for the second. State is never stepped into being: that would leave AdamW at step 1 and

@@ -1,11 +1,7 @@
 """From a gradient that is complete to one optimizer step: clipped once, applied once.
 
-Clipping the norm of the gradient, once, or reported as half done.
-
 Clipping computes a norm and a factor, which changes nothing and can be tried again, and then
 multiplies every gradient in place, which cannot: nobody could tell which ones have been multiplied.
-
-One optimizer step, applied once or reported as half applied.
 
 Memory runs out most in the first step, because the state is built then. That one is tried again
 where it is of a class of `torch.optim`, whose state can be dropped and built anew, and only before

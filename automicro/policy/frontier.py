@@ -1,12 +1,8 @@
 """What attempts have shown: which microbatches fitted, which failed, and what they took.
 
-Which microbatches fitted and which failed, as points of rows and cost.
-
 What fits also fits with fewer rows or at a smaller cost; what failed fails with more of either.
 Where costs are alike, rows × cost decides. Costs differ from batch to batch, so points are kept
 per class of costs: the largest that fitted, the smallest that failed.
-
-A model of the measured peaks: how many rows the device has room for.
 
 The peak as a function of rows × cost is a maximum of lines, so it is convex: a chord through two
 measured points, drawn further, never lies above it. One line through everything can be far off.

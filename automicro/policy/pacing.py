@@ -1,9 +1,5 @@
 """When sizes change for the sake of time: growing again, and leaving sizes that thrash.
 
-When sizes may grow again: a wait that doubles with each disappointment.
-
-Whether a smaller microbatch is faster than one that makes the allocator try again.
-
 Near the limit of a device the allocator frees its cache and asks again, which takes time. Smaller
 microbatches take time too (Composer's PR 1632 found them slower), so both are measured.
 """

@@ -1,6 +1,4 @@
-"""The size that was asked for, whatever happens.
-
-What a policy is told and asked: the outcome of an attempt, a size for the next one.
+"""What a policy is told and asked: the outcome of an attempt, a size for the next one.
 
 Policies are pure Python. They hold no tensor and read no device, so the same outcomes lead to
 the same sizes on every rank and in every test.

@@ -1,13 +1,4 @@
-"""One exchange among all ranks: small groups, who talks to whom, up the tree and down again.
-
-What a rank puts into a vote, and how the ballots of many become one.
-
-Who talks to whom in a vote: everybody with everybody on one node, a tree beyond it.
-
-Small groups of processes that exchange a few numbers over gloo, never touching a device.
-
-One exchange among all ranks: up the tree to the root, and down again.
-"""
+"""One exchange among all ranks: small groups, who talks to whom, up the tree and down again."""
 
 import datetime
 import functools

@@ -3,14 +3,6 @@
 Each beat is one write and one read of the store that the processes met in, over a connection of
 its own. A store whose host is gone keeps a request waiting for good, whatever its timeout, so one
 thread talks to it and another looks at the clock.
-
-Who has given no sign of life for how long: a pure function of what was seen, and when.
-
-Breaking off what a process waits for, where its peers will never answer.
-
-Who is missing after a vote broke off: all that are left sign in the processes' store.
-
-One watch over the hosts of all ranks for each process group, begun by whoever needs it first.
 """
 
 import contextlib

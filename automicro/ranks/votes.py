@@ -4,11 +4,10 @@ A healthy rank votes at points that all ranks come by. A rank that failed votes 
 is, and meets its peers' next vote. One exchange is one vote, whatever it is about, so that any two
 can meet. What a rank knows changes only after an exchange succeeded.
 
-Whether all members of a group came to a collective: found by adding up numbers of all ranks.
-
-Each rank brings numbers drawn from what it is about to run. The first member of a group brings
-them negative, as many times as there are others, so that they add up to nothing where all came,
-however many groups there are. So does who sends, and who receives.
+Whether all members of a group came to a collective is found by adding up: each brings numbers drawn
+from what it is about to run. The first member of a group brings them negative, as many times as
+there are others, so that they add up to nothing where all came, however many groups there are. So
+does who sends, and who receives.
 """
 
 import hashlib

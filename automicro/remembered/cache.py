@@ -1,9 +1,4 @@
-"""The cache: found sizes, one file each. Nothing in it can stop a run.
-
-Where the user's caches lie.
-
-When one run asks the cache, and when it writes.
-"""
+"""The cache: found sizes, one file each. Nothing in it can stop a run."""
 
 import logging
 import os

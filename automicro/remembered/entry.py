@@ -1,9 +1,4 @@
-"""One file of the cache: what it holds, and reading and writing it beside other runs.
-
-What one file of the cache holds.
-
-One file of the cache on the disk, while other runs read, write and clear the same.
-"""
+"""One file of the cache: what it holds, and reading and writing it beside other runs."""
 
 import dataclasses
 import json

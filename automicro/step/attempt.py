@@ -1,7 +1,4 @@
-"""One attempt at a step: commit it, or leave no trace of it.
-
-What an attempt measured, as numbers of which the highest of all ranks counts.
-"""
+"""One attempt at a step: commit it, or leave no trace of it."""
 
 import enum
 import math

@@ -1,7 +1,4 @@
-"""Training, or evaluation: sizes of its own, and what was learned of the model meanwhile.
-
-Starting from the size that an earlier run found, and leaving one for the next.
-"""
+"""Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
 
 import contextlib
 import functools

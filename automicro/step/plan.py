@@ -1,11 +1,4 @@
-"""What a step brings to any attempt, what an attempt will run, and what came of it.
-
-What one optimization batch brings to any attempt at it.
-
-What an attempt will run, agreed on with the other ranks, and what came of it.
-
-From a proposed microbatch size to the rows of each slice.
-"""
+"""What a step brings to any attempt, what an attempt will run, and what came of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left.
-
-What to say where not even the smallest microbatch fits.
-"""
+"""Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left."""
 
 import logging
 from collections.abc import Sequence

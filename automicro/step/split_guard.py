@@ -1,7 +1,5 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once.
 
-Layers whose training statistics depend on the batch, and what to say about them.
-
 BatchNorm normalises with the mean and variance of the rows it sees at once. Cut into microbatches
 it sees fewer, so its output, its gradients and its running statistics are others than the whole
 batch's. No weighting of losses can repair that; it can only be found and said.

@@ -1,7 +1,4 @@
-"""The work of a step: all its microbatches, one after the other, and what they may change.
-
-The loss of a step: on the host in one read, and over all ranks.
-"""
+"""The work of a step: all its microbatches, one after the other, and what they may change."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""What is tortured: a model in training, built anew for every trial.
-
-Everything that a step may change, as bytes that compare exactly.
-"""
+"""What is tortured: a model in training, built anew for every trial."""
 
 import contextlib
 import dataclasses

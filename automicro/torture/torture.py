@@ -1,9 +1,4 @@
-"""The sweep: every kind of fault, in every call, of one model.
-
-Which faults to try.
-
-The table of a sweep: operations, faults, what came of them, bytes alive.
-"""
+"""The sweep: every kind of fault, in every call, of one model."""
 
 import contextlib
 import gc

@@ -1,9 +1,4 @@
-"""Trials of one scene: runs without faults to compare with, and one run for each plan.
-
-What is done, to whom, and after how many clean steps.
-
-What became of a trial, and what is wrong about it.
-"""
+"""Trials of one scene: runs without faults to compare with, and one run for each plan."""
 
 import contextlib
 import functools

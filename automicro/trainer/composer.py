@@ -1,9 +1,4 @@
-"""For users of Composer: the metrics of its models, and where its Trainer's arguments went.
-
-Composer's ways to hand over data: a DataSpec, an Evaluator, several of them in a list.
-
-Composer's schedules, which are functions of its state: run as its Trainer runs them.
-"""
+"""For users of Composer: the metrics of its models, and where its Trainer's arguments went."""
 
 import difflib
 import functools

@@ -1,13 +1,4 @@
-"""Evaluating: when, one pass over the data, and outputs for all of it.
-
-What happens every so often.
-
-One pass over the data in evaluation mode.
-
-When training is interrupted for evaluations, and what they found.
-
-Outputs for all of a data set, in its order.
-"""
+"""Evaluating: when, one pass over the data, and outputs for all of it."""
 
 import dataclasses
 import itertools

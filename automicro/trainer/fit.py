@@ -1,7 +1,4 @@
-"""One call of `Trainer.fit`: going on from a checkpoint, the loop, and a proper end.
-
-The loop over epochs and batches.
-"""
+"""One call of `Trainer.fit`: going on from a checkpoint, the loop, and a proper end."""
 
 import contextlib
 import itertools

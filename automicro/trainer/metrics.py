@@ -1,7 +1,4 @@
-"""Metrics by name: separate for training and evaluation, given back as plain numbers.
-
-Metrics of a rank that has counted nothing, made ready to be put together with the others'.
-"""
+"""Metrics by name: separate for training and evaluation, given back as plain numbers."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

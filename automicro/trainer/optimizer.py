@@ -1,11 +1,4 @@
-"""Optimizers, parameter groups and schedulers: given, or built with the model on its device.
-
-Parameter groups: which options of the optimizer hold for which parameters, by their names.
-
-Optimizers and schedulers: given, or built once the model is on its device.
-
-Schedules whose numbers count epochs, where they are stepped after every batch.
-"""
+"""Optimizers, parameter groups and schedulers: given, or built with the model on its device."""
 
 import difflib
 import fnmatch

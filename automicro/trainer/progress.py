@@ -3,12 +3,6 @@
 A line stays; a status is what is true now. In a terminal, and in a notebook, the status is one line
 that is written over; elsewhere (a log file, CI, a terminal that cannot move its cursor) it is
 printed now and then. What is being done says why nothing moves, where somebody waits and watches.
-
-How fast training goes now.
-
-What is true now: as a line for a log, and as a bar with the words that a window has room for.
-
-What the lines of progress say.
 """
 
 import contextlib

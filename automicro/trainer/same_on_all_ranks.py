@@ -1,11 +1,4 @@
-"""What must be the same on all ranks, and what they agree on between steps.
-
-What a `Trainer` was given, in short texts that two processes of one program have alike.
-
-What the ranks of a run agree on between steps. For one process all of it is free.
-
-What must be alike on all ranks: compared before they wait for each other.
-"""
+"""What must be the same on all ranks, and what they agree on between steps."""
 
 import contextlib
 import functools

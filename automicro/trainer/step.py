@@ -1,9 +1,4 @@
-"""One optimization batch: its gradient, and one step of the optimizer.
-
-What to do about a batch whose loss, or the norm of its gradient, is NaN or infinite.
-
-How many tokens a batch has.
-"""
+"""One optimization batch: its gradient, and one step of the optimizer."""
 
 import math
 import time

@@ -1,11 +1,4 @@
-"""What surrounds a run: determinism, the memory limit and format, notes on errors.
-
-Deterministic algorithms for the whole of a run, and the settings from before afterwards.
-
-Convolutions with the channels last in memory.
-
-What surrounds a run: the memory limit, progress, and notes on errors that say where.
-"""
+"""What surrounds a run: determinism, the memory limit and format, notes on errors."""
 
 import contextlib
 import os

@@ -10,8 +10,6 @@ place there is, where the user's forward could see and clear them and hooks woul
 - parameters in bf16 or fp16 add up in float32, isolated as well: nobody sees it.
 
 On several ranks wrappers have hooks and ways of their own, so there all of it is left to them.
-
-What is known of a model's gradients from one batch to the next.
 """
 
 import logging

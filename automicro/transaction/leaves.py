@@ -1,9 +1,4 @@
-"""Leaves that a step reaches: their hooks, and those that no module lists.
-
-Hooks on leaves: they see the gradient of the whole batch, once, when it is complete.
-
-Leaves that a loss reaches although no module lists them: a parameter in a closure, say.
-"""
+"""Leaves that a step reaches: their hooks, and those that no module lists."""
 
 import contextlib
 import functools

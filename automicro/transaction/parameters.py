@@ -1,9 +1,4 @@
-"""Parameters and other tensors as they were: watched, or copied and put back.
-
-A tensor as it was, and putting that back into the very tensor.
-
-Parameters: not copied, but watched, because an attempt must not change them.
-"""
+"""Parameters and other tensors as they were: watched, or copied and put back."""
 
 import contextlib
 from collections.abc import Iterable

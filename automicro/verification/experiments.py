@@ -1,7 +1,4 @@
-"""Why a split is not exact: by experiment, holding one suspect still at a time.
-
-Which module's output for a row depends on the other rows.
-"""
+"""Why a split is not exact: by experiment, holding one suspect still at a time."""
 
 import contextlib
 import functools

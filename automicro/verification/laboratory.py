@@ -1,12 +1,6 @@
 """Running a model on a batch, whole or split, under controlled conditions.
 
 Every run starts from the same state, random generators included, and leaves no trace.
-
-What is examined: the caller's model and loss, and copies of them in another precision.
-
-What modules keep beside parameters and buffers, and whether a forward changes it.
-
-A few rows of the batch, in the laboratory: which to take, and what they are labelled with.
 """
 
 import contextlib

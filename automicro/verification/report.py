@@ -1,9 +1,4 @@
-"""What `verify` found, as values, as text, and in words.
-
-What `verify` found, as values and as text.
-
-The words for what can be found, one function each.
-"""
+"""What `verify` found, as values, as text, and in words."""
 
 import dataclasses
 import math

@@ -1,9 +1,4 @@
-"""The entry: compare several sizes, explain differences, judge.
-
-From the runs to a report: compare several sizes, have differences explained, judge.
-
-The entry: compare, then explain.
-"""
+"""The entry: compare several sizes, explain differences, judge."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

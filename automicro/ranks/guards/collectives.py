@@ -1,7 +1,5 @@
 """Collectives that a model runs itself: SyncBatchNorm, tensor parallelism, one's own.
 
-Where every collective of this process comes by before it runs, whoever runs it.
-
 A model, a loss, a metric or a callback may run collectives that nobody has told of. A rank that ran
 out of memory, or that never comes to one, would leave its peers waiting in them. So whoever keeps
 the entrance votes before each, except before those that are automicro's own or a wrapper's, which

@@ -1,11 +1,5 @@
 """What keeps the collectives of a model's wrapper matched, and wrapped models that nobody guards.
 
-What keeps the collectives of a model's wrapper matched when a rank runs out of memory.
-
-Wrapped models that take part in a step and were given to no Microbatcher.
-
-What all Microbatchers of a process share: the votes of its group, and a guard for each wrapper.
-
 A wrapper calls one guard, and what that guard knows of it (which collectives are to come, whether
 buffers are stale) is true whichever Microbatcher used it last.
 """

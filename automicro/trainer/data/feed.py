@@ -1,7 +1,4 @@
-"""Passes over a data loader that can be taken up again in the middle.
-
-Where a pass stands in the one order of rows that ranks share, however many they are.
-"""
+"""Passes over a data loader that can be taken up again in the middle."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence

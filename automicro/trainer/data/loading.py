@@ -1,7 +1,4 @@
-"""One batch after the other from a data loader, fetched on the host.
-
-The random number generators that a data loader or a model has of its own.
-"""
+"""One batch after the other from a data loader, fetched on the host."""
 
 import contextlib
 import random

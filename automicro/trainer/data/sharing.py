@@ -1,7 +1,4 @@
-"""Data loaders shared among ranks.
-
-Samplers that share the rows of a pass among ranks: each row exactly once, none made up.
-"""
+"""Data loaders shared among ranks."""
 
 import contextlib
 import copy

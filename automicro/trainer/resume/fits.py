@@ -1,20 +1,14 @@
 """Whether a checkpoint fits a run: what it was given, of how many ranks it is.
 
-What a run was given: the classes and the options of its optimizer and its scheduler.
-
 A checkpoint restores options with the state, so other ones given at a resume would be overridden
 without a word. They are compared as they were given, before schedules changed any.
 
-Whether a checkpoint is of this run: what is refused, and what is only said.
+Whether a checkpoint fits is decided from its structure, before anything is overwritten.
 
-All of it is decided from the structure of the checkpoint, before anything is overwritten.
-
-A checkpoint of so many ranks, and a run of another number of them.
-
-What is equal on all ranks is taken over, and what is sharded is read as it is sharded here. What
-each rank had of its own is not: random numbers are derived anew. At the end of an epoch the next
-pass over the data begins, and metrics count from zero. Within one, each of these parts is asked for
-a state in which every row of the epoch counts once.
+A run of another number of ranks: what is equal on all is taken over, and what is sharded is read as
+it is sharded here. What each rank had of its own is not: random numbers are derived anew. At the
+end of an epoch the next pass over the data begins, and metrics count from zero. Within one, each of
+these parts is asked for a state in which every row of the epoch counts once.
 """
 
 import dataclasses

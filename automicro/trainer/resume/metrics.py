@@ -1,7 +1,4 @@
-"""What one metric has counted, as tensors and plain values.
-
-What several ranks have counted of one metric, put together for another number of ranks.
-"""
+"""What one metric has counted, as tensors and plain values."""
 
 import copy
 import functools
