@@ -1,6 +1,7 @@
 """Rows taken out of the leaves of a batch, and outputs joined again.
 
-Where rows are chosen, `selections` are those of each piece: a ``range`` for neighbours, else a list of indices.
+Where rows are chosen, `selections` are those of each piece: a ``range`` for neighbours, else a list
+of indices.
 """
 
 from collections.abc import Mapping, Sequence
