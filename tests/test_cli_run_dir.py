@@ -50,11 +50,11 @@ def test_by_default_nothing_is_written() -> None:
 
 
 def test_the_config_that_is_left_gives_the_same_run_again() -> None:
-    sizes = ["global_batch_size=8", "train_data.args.batch_size=${global_batch_size}"]
+    sizes = ["global_batch_size=8", "train_dataloader.args.batch_size=${global_batch_size}"]
     assert train("run_dir=a", *sizes, "accumulate_batches=2") == 0
     again = load_config("a/config.yaml")
-    assert again.train_data is not None
-    assert again.train_data.args == {"batch_size": 4}
+    assert again.train_dataloader is not None
+    assert again.train_dataloader.args == {"batch_size": 4}
     assert main(["train", "a/config.yaml", "run_dir=b"]) == 0
     first, second = (
         torch.load(f"{name}/weights.pt", weights_only=True)["weight"] for name in ("a", "b")
@@ -63,7 +63,7 @@ def test_the_config_that_is_left_gives_the_same_run_again() -> None:
 
 
 def test_the_weights_that_are_left_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
-    data = "eval_data=${train_data}"
+    data = "eval_dataloader=${train_dataloader}"
     assert train("run_dir=a", data, "max_duration=3ep", "--json") == 0
     trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
     assert main(["eval", "a/config.yaml", "weights=a/weights.pt", "--json"]) == 0

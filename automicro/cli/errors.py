@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automicro.cli.output import complain, has_peers
-from automicro.cli.wording import as_yaml
 from automicro.errors import AutomicroError, ConfigError, DesyncError, PeerLostError, RankError
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def summarize_error(error: BaseException) -> str:
     "KeyError: 'x'"
     """
     if isinstance(error, AutomicroError) or is_refusal(error):
-        return as_yaml(_with_notes(error))
+        return _with_notes(error)
     return "\n  ".join([_headline(error), *_notes(error), *_at(users_place(error))])
 
 
@@ -187,12 +186,11 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if is_sigterm(error):
         return TERMINATED, _describe_end("ended by SIGTERM", error)
     if isinstance(error, ConfigError):
-        # It may quote somebody else's error: nothing in it is rewritten.
         return MISUSED, _with_notes(error)
     from automicro.memory.oom import is_out_of_memory
 
     if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
-        return FAILED, as_yaml(_with_notes(error))
+        return FAILED, _with_notes(error)
     if is_bug_of_ours(error):
         bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
         return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
@@ -473,7 +471,7 @@ def warnings_in_one_line() -> Iterator[None]:
             return
         shown.add(key)
         if is_ours:
-            warn(f"warning: {as_yaml(text)}")
+            warn(f"warning: {text}")
         else:
             warn(f"warning: {category.__name__}: {text} ({shorten(filename)}:{lineno})")
 

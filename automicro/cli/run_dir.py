@@ -19,6 +19,7 @@ import torch
 
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
+from automicro.cli.config.keys import RENAMED
 from automicro.cli.config.load import to_yaml
 from automicro.cli.config.nodes import items_inside
 from automicro.cli.config.sources import read_yaml
@@ -185,6 +186,7 @@ class Folder:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    old = {RENAMED.get(key, key): value for key, value in old.items()}
     before, after = _leaves(old), _leaves(new)
     return [
         f"{key}: {_show(before.get(key, UNSET))} → {_show(after.get(key, UNSET))}"

@@ -15,7 +15,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is made": (
         "model",
         "weights",
-        "loss",
+        "loss_fn",
         "forward",
         "optimizer",
         "parameter_groups",
@@ -26,8 +26,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "count_tokens",
     ),
     "Data and batches": (
-        "train_data",
-        "eval_data",
+        "train_dataloader",
+        "eval_dataloader",
         "global_batch_size",
         "eval_global_batch_size",
         "accumulate_batches",
@@ -64,6 +64,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "checkpoint",
     ),
 }
+RENAMED: Mapping[str, str] = {
+    "loss": "loss_fn",
+    "train_data": "train_dataloader",
+    "eval_data": "eval_dataloader",
+}
+"""What keys were called before they had the names of the Trainer's arguments."""
+
 # Keys that hold a list of nodes.
 LISTS = ("callbacks", "loggers")
 KEYS = tuple(key for keys in GROUPS.values() for key in keys)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.cli.config.check import check_shapes, read_checkpoint_section, read_eval_data
-from automicro.cli.config.keys import KEYS, LISTS, about
+from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about
 from automicro.cli.config.nodes import items_inside
 from automicro.cli.config.resolve import first_line, resolve, rows_to_load
 from automicro.cli.config.schema import (
@@ -80,7 +80,7 @@ def load_config(
         ConfigError: anything wrong, with file, key, value and remedy.
 
     >>> config = load_config("configs/digits.yaml", ["max_duration=2ba"])
-    >>> config.max_duration, config.train_data.args["batch_size"]
+    >>> config.max_duration, config.train_dataloader.args["batch_size"]
     ('2ba', 512)
     """
     several = [paths] if isinstance(paths, str | Path) else paths
@@ -111,13 +111,14 @@ def read_config(
         ConfigError: all that is wrong, with file or override, key, value and remedy.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
-    ['eval_data', 'eval_interval', 'eval_microbatch_size']
+    ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']
     """
     sources = read_sources(paths, overrides, lambda path: read_yaml(Path(path)))
 
     def load(tree: dict[str, Any], without: Collection[str]) -> LoadedConfig:
         _typed(tree)
-        _require(tree, [key for key in required if key not in without])
+        left_out = {RENAMED.get(key, key) for key in without}
+        _require(tree, [key for key in required if key not in left_out])
         loaded = _load(tree, num_devices)
         check(loaded.config)
         return loaded
@@ -142,11 +143,11 @@ def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
     for key, mark in MARKS.items():
         written = _replace(written, mark, f"${{{key}}}")
     config = typing.cast(RunConfig, OmegaConf.to_object(typed))
-    with about("eval_data"):
-        eval_data = read_eval_data(config.eval_data)
+    with about("eval_dataloader"):
+        eval_dataloader = read_eval_data(config.eval_dataloader)
     with about("checkpoint"):
         checkpoint = read_checkpoint_section(config.checkpoint, config.run_dir)
-    config = replace(config, eval_data=eval_data, checkpoint=checkpoint)
+    config = replace(config, eval_dataloader=eval_dataloader, checkpoint=checkpoint)
     return LoadedConfig(config=config, written=written)
 
 
@@ -172,8 +173,8 @@ def _resolve_data(tree: dict[str, Any], config: RunConfig, num_devices: int) -> 
                 eval_rows, num_devices=num_devices, key="eval_global_batch_size"
             )
     return {
-        "train_data": _resolve(train)["train_data"],
-        "eval_data": _resolve(evaluation)["eval_data"],
+        "train_dataloader": _resolve(train)["train_dataloader"],
+        "eval_dataloader": _resolve(evaluation)["eval_dataloader"],
     }
 
 
@@ -222,7 +223,8 @@ def _typed(tree: dict[str, Any]) -> DictConfig:
 
 
 def _drop_nulls(tree: dict[str, Any]) -> None:
-    """Take away what null stands for nothing in."""
+    """Take away what null stands for nothing in; None, as messages for Python have it, is null."""
+    tree |= {key: _with_nulls(tree[key]) for key in KEYS if key in tree}
     for key in BATCH_SIZES:
         if key in tree and tree[key] is None:
             del tree[key]
@@ -231,12 +233,21 @@ def _drop_nulls(tree: dict[str, Any]) -> None:
             tree[key] = {} if key == "metrics" else []
     if isinstance(tree.get("metrics"), dict):
         tree["metrics"] = _without_nulls(tree["metrics"])
-    eval_data = tree.get("eval_data")
-    if isinstance(eval_data, dict) and not {"call", "data"} & eval_data.keys():  # by name
-        tree["eval_data"] = _without_nulls(eval_data) or None
+    eval_dataloader = tree.get("eval_dataloader")
+    if (
+        isinstance(eval_dataloader, dict) and not {"call", "data"} & eval_dataloader.keys()
+    ):  # by name
+        tree["eval_dataloader"] = _without_nulls(eval_dataloader) or None
     checkpoint = tree.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("folder", "") is None:
         del checkpoint["folder"]
+
+
+def _with_nulls(value: Any) -> Any:
+    """A value in which None is null, but for the arguments of nodes, which are not ours."""
+    if isinstance(value, Mapping) and "call" not in value:
+        return {name: _with_nulls(each) for name, each in value.items()}
+    return None if isinstance(value, str) and value == "None" else value
 
 
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

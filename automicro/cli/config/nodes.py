@@ -390,7 +390,7 @@ def _class_of_that_name(found: Any, path: str) -> str:
 
 
 # Keys for functions that are called later, with what only training knows.
-TAKE_DATA = ("loss", "forward", "update_metric", "count_tokens", "loss_average")
+TAKE_DATA = ("loss_fn", "forward", "update_metric", "count_tokens", "loss_average")
 
 
 def check_arguments(

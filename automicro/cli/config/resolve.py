@@ -14,7 +14,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from automicro.cli.config.keys import KEYS, about, did_you_mean
+from automicro.cli.config.keys import KEYS, RENAMED, about, did_you_mean
 from automicro.cli.config.nodes import items_inside
 from automicro.errors import ConfigError
 from automicro.trainer.processes import agreed_time
@@ -55,9 +55,13 @@ def _refuse(error: Exception, tree: dict[str, Any]) -> None:
         ) from error
     if isinstance(error, InterpolationKeyError):
         wanted = first_line(error).split("'")[1]
-        known = [*_all_keys(tree), *KEYS]
+        top, dot, below = wanted.partition(".")
+        if top in RENAMED:
+            hint = f" (did you mean '{RENAMED[top]}{dot}{below}'?)"
+        else:
+            hint = did_you_mean(wanted, [*_all_keys(tree), *KEYS])
         raise ConfigError(
-            f"{key} refers to ${{{wanted}}}, which does not exist{did_you_mean(wanted, known)}: "
+            f"{key} refers to ${{{wanted}}}, which does not exist{hint}: "
             f"use a key of the config, from its top level"
         ) from error
     if isinstance(error, UnsupportedInterpolationType):

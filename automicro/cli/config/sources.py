@@ -246,7 +246,7 @@ def _place(target: list[Any], part: str, key: str, override: str) -> Any:
 T = TypeVar("T")
 Tree = dict[str, Any]
 # Keys that hold others which do not need each other.
-OF_PARTS = ("metrics", "checkpoint", "eval_data")
+OF_PARTS = ("metrics", "checkpoint", "eval_dataloader")
 NO_NAMES = ("call", "args", "data", "metrics", "microbatch_size", "max_batches", "interval")
 
 
@@ -476,7 +476,7 @@ def _part(key: str, tree: Mapping[str, Any]) -> str:
     inside = tree.get(top)
     if top not in OF_PARTS or not rest or not isinstance(inside, Mapping):
         return top
-    if rest[0] not in inside or (top == "eval_data" and set(NO_NAMES) & inside.keys()):
+    if rest[0] not in inside or (top == "eval_dataloader" and set(NO_NAMES) & inside.keys()):
         return top
     return f"{top}.{rest[0]}"
 
