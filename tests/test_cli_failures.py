@@ -1,6 +1,7 @@
 """What the command line says of a mistake in the user's own code, data and config: whole blocks."""
 
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,9 @@ import torch
 
 from automicro.cli import main
 from automicro.cli.errors import summarize_error
+from automicro.errors import Stopped, facts_of, remember
+from automicro.trainer.signals import Interruption
+from automicro.trainer.surroundings import noting
 from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
@@ -398,10 +402,10 @@ def test_ctrl_c_between_batches_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(trainer: Trainer) -> None:
-        error = KeyboardInterrupt()
-        error.add_note("automicro: Ctrl-C: stopped after batch 83, without a checkpoint")
-        error.add_note("automicro: in training, epoch 3, batch 20 of the epoch (83 batches done)")
-        raise error
+        interruption = Interruption()
+        interruption.take_note(signal.SIGINT)
+        with noting(lambda: "in training, epoch 3, batch 20 of the epoch (83 batches done)"):
+            interruption.raise_if_interrupted(where="after batch 83")
 
     monkeypatch.setattr(Trainer, "fit", end)
     assert main(["train", "job.yaml", "progress=false"]) == 130
@@ -409,6 +413,50 @@ def test_ctrl_c_between_batches_is_one_sentence(
         "automicro: Ctrl-C: stopped after batch 83, without a checkpoint: the same command begins "
         "anew; with run_dir=runs/first checkpoint={} it can go on"
     ]
+
+
+def test_words_in_a_note_of_somebody_elses_decide_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(trainer: Trainer) -> None:
+        error = KeyboardInterrupt()
+        error.add_note("my own tool: stopped after batch 83, without a checkpoint")
+        raise error
+
+    monkeypatch.setattr(Trainer, "fit", end)
+    assert main(["train", "job.yaml", "progress=false"]) == 130
+    assert said(capsys) == [
+        "automicro: interrupted my own tool: stopped after batch 83, without a checkpoint"
+    ]
+
+
+def test_what_is_known_of_an_exception_is_kept_whatever_its_class_does() -> None:
+    class FrozenError(Exception):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError("frozen")
+
+    error = FrozenError()
+    remember(error, stopped=Stopped(by="Ctrl-C", where="after batch 3"))
+    remember(error, is_told=True)
+    assert facts_of(error).is_told
+    assert str(facts_of(error).stopped) == "Ctrl-C: stopped after batch 3, without a checkpoint"
+    with pytest.raises(TypeError):
+        remember(error, is_tolled=True)
+
+
+def test_a_traceback_in_a_terminal_shows_the_users_code_and_none_of_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("my_code.py").write_text(MODULE, encoding="utf-8")
+    assert main(["train", "job.yaml", "model={call: my_code.Net}", "probe=false", "--debug"]) == 1
+    err = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().err)
+    assert "Traceback (most recent call last)" in err
+    assert "return self.head(x)" in err
+    assert "torch/nn/modules/linear.py" in err
+    assert "F.linear(" not in err
+    assert err.count("in training, epoch 1, batch 1 of the epoch") == 1
 
 
 INTERRUPT_WHILE_IMPORTING_TORCH = """\

@@ -24,10 +24,10 @@ from automicro.cli.config.load import to_yaml
 from automicro.cli.config.nodes import items_inside
 from automicro.cli.config.sources import read_yaml
 from automicro.cli.output import to_json
-from automicro.errors import ConfigError, PeerLostError, add_note
+from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
-from automicro.trainer.signals import STOPPED, WITHOUT_CHECKPOINT, end_told_here
+from automicro.trainer.signals import end_told_here
 
 CONFIG, SUMMARY, WEIGHTS = "config.yaml", "summary.json", "weights.pt"
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
@@ -306,11 +306,11 @@ def telling_how_to_go_on(
         with end_told_here():
             yield
     except (KeyboardInterrupt, SystemExit) as error:
-        notes: list[str] = getattr(error, "__notes__", [])
-        for place, note in enumerate(notes):
-            if STOPPED in note:
-                is_saved = not note.endswith(WITHOUT_CHECKPOINT)
-                notes[place] = f"{note}: {_remedy(checkpoint, run_dir, inputs, is_saved=is_saved)}"
+        stopped = facts_of(error).stopped
+        if stopped is not None:
+            is_saved = stopped.checkpoint is not None
+            remedy = _remedy(checkpoint, run_dir, inputs, is_saved=is_saved)
+            remember(error, stopped=replace(stopped, remedy=remedy))
         raise
     except PeerLostError as error:
         add_note(error, _remedy(checkpoint, run_dir, inputs, is_saved=False))

@@ -20,6 +20,7 @@ from automicro.errors import (
     PeerStoppedError,
     RankError,
     describe_error,
+    facts_of,
 )
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_parallel, runs_collectives
@@ -44,7 +45,6 @@ from automicro.ranks.guards.fsdp import FsdpGuard
 from automicro.ranks.guards.guard import Commons, Guard, commons_of_group, opened_commons
 from automicro.ranks.heartbeat import RollCall, watch_peers
 from automicro.ranks.interface import (
-    TOLD,
     Agreement,
     OneRank,
     Proposal,
@@ -52,6 +52,7 @@ from automicro.ranks.interface import (
     Report,
     Status,
     StrayedError,
+    note_told,
 )
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use, WarmUp
@@ -360,7 +361,7 @@ class CoordinatedRanks:
                 f"{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
                 "log has the traceback), and start again from the last checkpoint."
             )
-        own.add_note(f"{TOLD} {self.rank} of {self.world_size}; the others were told and stop too")
+        note_told(own, self.rank, self.world_size, "the others were told and stop too")
 
 
 TIMEOUT_SECONDS = 600.0
@@ -472,15 +473,14 @@ def tell_of_absence(error: Exception) -> None:
     Args:
         error: why.
     """
-    notes = getattr(error, "__notes__", [])
-    if isinstance(error, RankError) or any(note.startswith(TOLD) for note in notes):
+    if isinstance(error, RankError) or facts_of(error).is_told:
         return
     commons = opened_commons()
     if commons is not None:
         CoordinatedRanks(commons.votes).fail(error)
         return
     say_failed(describe_error(error))
-    error.add_note(f"{TOLD} {dist.get_rank()} of {dist.get_world_size()}; the others were told")
+    note_told(error, dist.get_rank(), dist.get_world_size(), "the others were told")
 
 
 def wait_for_all(point: str) -> None:

@@ -10,6 +10,8 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
+from automicro.errors import facts_of, remember
+
 # In the order in which a reader wants them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is made": (
@@ -76,9 +78,6 @@ LISTS = ("callbacks", "loggers")
 KEYS = tuple(key for keys in GROUPS.values() for key in keys)
 
 
-ABOUT = "__automicro_keys__"
-
-
 @contextlib.contextmanager
 def about(*keys: object) -> Iterator[None]:
     """Remember of each error which keys of the config it is about; what lies inside knows better.
@@ -95,8 +94,7 @@ def about(*keys: object) -> Iterator[None]:
         yield
     except Exception as error:
         if not keys_of(error):
-            with contextlib.suppress(Exception):  # some refuse to be changed
-                setattr(error, ABOUT, tuple(map(str, keys)))
+            remember(error, keys=tuple(map(str, keys)))
         raise
 
 
@@ -106,8 +104,7 @@ def keys_of(error: BaseException) -> tuple[str, ...]:
     >>> keys_of(ValueError())
     ()
     """
-    keys: tuple[str, ...] = getattr(error, ABOUT, ())
-    return keys
+    return facts_of(error).keys
 
 
 def key_in(text: str) -> tuple[str, ...]:
