@@ -269,7 +269,7 @@ def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
     first, *rest = lines
     expected = [line if line == HINT else f"  {line}" for line in rest]
     in_part = override.partition("=")[0].count(".") > 0  # the rest of the section is the file's
-    place = "job.yaml + " * in_part + f"the override {override!r}"
+    place = "job.yaml:4 + " * in_part + f"the override {override!r}"
     assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
@@ -337,7 +337,7 @@ FILES = {
         "quote an interpolation, as '${seed}'"
     ),
     "batchnorm: off\n": (
-        ": batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
+        ":1: batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
     ),
 }
 

@@ -313,7 +313,7 @@ WRONG_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
 def test_a_wrong_value_is_named_with_its_key_and_the_remedy(override: str, message: str) -> None:
     # What can be told of an override alone names it, the rest is told of the config.
-    source = rf"(the override {re.escape(repr(override))}: |job\.yaml: |)"
+    source = rf"(the override {re.escape(repr(override))}: |job\.yaml(:\d+)?: |)"
     assert re.fullmatch(source + re.escape(message), complaint(override))
 
 
@@ -322,7 +322,7 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
     Path("gpu.yaml").write_text("divice: cuda\n", encoding="utf-8")
     wrong = {
         ("base.yaml", "gpu.yaml"): (
-            "gpu.yaml: unknown key 'divice' (did you mean 'device'?): correct it"
+            "gpu.yaml:1: unknown key 'divice' (did you mean 'device'?): correct it"
         ),
         ("base.yaml", "sede=1"): (
             "the override 'sede=1': unknown key 'sede' (did you mean 'seed'?): correct it"
@@ -377,8 +377,8 @@ def test_a_device_that_is_not_there_is_refused() -> None:
             "torch.optim.AdamW, args: {lr: 0.001}}"
         ),
         "model: {call: a.b}\ntrain_data: {call: a.b}\noptimizer: {call: a.b}": (
-            "job.yaml: unknown key 'train_data' (did you mean 'train_dataloader'?): keys have the "
-            "names of the Trainer's arguments: write train_dataloader in its place"
+            "job.yaml:2: unknown key 'train_data' (did you mean 'train_dataloader'?): keys have "
+            "the names of the Trainer's arguments: write train_dataloader in its place"
         ),
         "model: [1\nseed: 2": (
             "job.yaml:2:5: not valid YAML: did not find expected ',' or ']'; correct this line or "

@@ -169,7 +169,7 @@ WRONG_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
 def test_a_wrong_value_is_named_with_its_key_and_the_remedy(override: str, message: str) -> None:
     # What is made has no file in its message: the command line adds it.
-    source = rf"(the override {re.escape(repr(override))}: |job\.yaml: |)"
+    source = rf"(the override {re.escape(repr(override))}: |job\.yaml(:\d+)?: |)"
     assert re.fullmatch(source + re.escape(message), complaint(override))
 
 

@@ -21,8 +21,8 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.cli.config.keys import RENAMED
 from automicro.cli.config.load import to_yaml
-from automicro.cli.config.nodes import items_inside
-from automicro.cli.config.sources import read_yaml
+from automicro.cli.config.nodes import leaves
+from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
@@ -155,7 +155,7 @@ class Folder:
         where = f"run_dir={str(self._path)!r}"
         path = self._path / CONFIG
         if path.exists():
-            changes = _changes(read_yaml(path), self._config)
+            changes = _changes(read_file(path)[0], self._config)
             # One that failed before it left anything else is in nobody's way.
             if changes and any(each.name != CONFIG for each in self._path.iterdir()):
                 saved = self._path / "checkpoints"
@@ -187,23 +187,12 @@ class Folder:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     old = {RENAMED.get(key, key): value for key, value in old.items()}
-    before, after = _leaves(old), _leaves(new)
+    before, after = leaves(old), leaves(new)
     return [
         f"{key}: {_show(before.get(key, UNSET))} → {_show(after.get(key, UNSET))}"
         for key in before | after
         if key not in THE_SAME_RUN and before.get(key, UNSET) != after.get(key, UNSET)
     ]
-
-
-def _leaves(value: Any, key: str = "") -> dict[str, Any]:
-    inside = items_inside(value)
-    if not inside:
-        return {key: value}
-    return {
-        name: leaf
-        for part, each in inside
-        for name, leaf in _leaves(each, f"{key}.{part}" if key else str(part)).items()
-    }
 
 
 def _show(value: object) -> str:

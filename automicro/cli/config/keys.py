@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
-from automicro.errors import facts_of, remember
+from automicro.errors import ConfigError, facts_of, remember
 
 # In the order in which a reader wants them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -96,6 +96,17 @@ def about(*keys: object) -> Iterator[None]:
         if not keys_of(error):
             remember(error, keys=tuple(map(str, keys)))
         raise
+
+
+def mistake(text: str, *keys: object) -> ConfigError:
+    """An error about some keys of the config, to be raised.
+
+    >>> keys_of(mistake("no such argument", "model.args.widht"))
+    ('model.args.widht',)
+    """
+    error = ConfigError(text)
+    remember(error, keys=tuple(map(str, keys)))
+    return error
 
 
 def keys_of(error: BaseException) -> tuple[str, ...]:
