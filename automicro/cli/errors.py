@@ -23,6 +23,7 @@ from automicro.errors import (
     AutomicroWarning,
     ConfigError,
     DesyncError,
+    PeerFailedError,
     PeerLostError,
     RankError,
     facts_of,
@@ -168,17 +169,14 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
         return False  # the first rank tells all of what the run was asked to end by
     if isinstance(error, PeerLostError):
         # Whoever is left has it to say: nobody knows who that will be.
-        text = "; ".join(line.strip() for line in text.splitlines())
-        named = f"rank {place.rank} of {place.world_size} "
-        complain(re.sub(rf"^rank {place.rank} (of {place.world_size} )?", named, text))
+        complain("; ".join(line.strip() for line in text.splitlines()))
         return True
     if facts_of(error).stopped is not None and not place.is_first:
         return True  # in order, which the first one says
-    # As much of it as one line holds: the other ranks' share of one error.
+    # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
     said = textwrap.shorten(text, _SHORT, placeholder=" …")
-    short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
-    between = "" if short != said else ": "
-    complain(f"rank {place.rank} of {place.world_size}{between}{short}")
+    is_named = isinstance(error, PeerFailedError)
+    complain(said if is_named else f"rank {place.rank} of {place.world_size}: {said}")
     leave_for_torchrun(error, text)
     return True
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 
@@ -36,79 +36,35 @@ THE_SAME_RUN = frozenset({"run_dir", "progress", "max_time"})
 UNSET = object()
 
 
-class RunDir(Protocol):
-    """Where a run leaves what it was and what it came to."""
-
-    @property
-    def was_begun(self) -> bool:
-        """Whether this run was started here before."""
-
-    def finished(self) -> FitSummary | None:
-        """What the run came to, where it trained to its end and goes on from there."""
-
-    def begin(self) -> None:
-        """Leave what the run is."""
-
-    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Leave the results; return a line that says where, empty where there are none."""
-
-
-def open_run_dir(path: str | None, config: Mapping[str, Any], *, goes_on: bool = False) -> RunDir:
-    """The folder at a path, or one that keeps nothing. Nothing is written yet.
+class RunDir:
+    """The folder of a run; nothing is kept where there is none. Each file appears whole or not.
 
     Args:
-        path: of the folder; None for nowhere.
-        config: every key of the run.
-        goes_on: whether the run goes on from its checkpoints, where it has any.
-
-    Raises:
-        ConfigError: the folder holds another run, or a finished one.
-
-    >>> open_run_dir(None, {}).begin()
-    """
-    return Nowhere() if path is None else Folder(Path(path), config, goes_on=goes_on)
-
-
-class Nowhere:
-    """Keeps nothing."""
-
-    was_begun = False
-
-    def finished(self) -> FitSummary | None:
-        """Know of nothing."""
-        return None
-
-    def begin(self) -> None:
-        """Keep nothing."""
-
-    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Keep nothing."""
-        return ""
-
-
-class Folder:
-    """A folder on disk. Each file appears whole or not at all.
-
-    Args:
-        path: of the folder; made where there is none.
+        path: of the folder, made where there is none; None to keep nothing.
         config: every key of the run.
         goes_on: whether the run goes on from its checkpoints, where it has any.
 
     Raises:
         ConfigError: the folder holds another run, or a finished one that does not go on. An
             interrupted run of the same config may be started again in its folder.
+
+    >>> RunDir(None, {}).was_begun
+    False
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], *, goes_on: bool = False) -> None:
-        self._path = path
+    def __init__(
+        self, path: str | None, config: Mapping[str, Any], *, goes_on: bool = False
+    ) -> None:
+        self._path = None if path is None else Path(path)
         self._config = config
         self._goes_on = goes_on
-        self._refuse_another_run()
+        if self._path is not None:
+            _refuse_another_run(self._path, config, goes_on=goes_on)
 
     @property
     def was_begun(self) -> bool:
         """Whether this run was started here before."""
-        return (self._path / CONFIG).exists()
+        return self._path is not None and (self._path / CONFIG).exists()
 
     def finished(self) -> FitSummary | None:
         """What the run came to, where it trained to its end and goes on from there.
@@ -116,11 +72,10 @@ class Folder:
         Raises:
             ConfigError: the summary cannot be read.
         """
-        path = self._path / SUMMARY
-        if not self._goes_on or not path.exists():
+        if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:
-            summary = read_summary(path.read_text(encoding="utf-8"))
+            summary = read_summary((self._path / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} holds a summary.json that cannot be read ({error}): "
@@ -135,54 +90,62 @@ class Folder:
         Raises:
             ConfigError: the folder cannot be written.
         """
+        if self._path is None:
+            return
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             text = to_yaml(self._config)
-            self._write(CONFIG, lambda file: file.write(text.encode()))
+            _write(self._path, CONFIG, lambda file: file.write(text.encode()))
         except OSError as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} cannot be written ({error}): give a folder that can"
             ) from error
 
     def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Write the weights, then the summary, whose presence says that the run is complete."""
-        self._write(WEIGHTS, lambda file: torch.save(weights, file))
+        """Write the weights, then the summary, whose presence says that the run is complete.
+
+        Returns:
+            A line that says where; empty where nothing is kept.
+        """
+        if self._path is None:
+            return ""
+        _write(self._path, WEIGHTS, lambda file: torch.save(weights, file))
         text = to_json(summary, indent=2) + "\n"
-        self._write(SUMMARY, lambda file: file.write(text.encode()))
+        _write(self._path, SUMMARY, lambda file: file.write(text.encode()))
         return f"wrote {CONFIG}, {SUMMARY} and {WEIGHTS} into {self._path}"
 
-    def _refuse_another_run(self) -> None:
-        where = f"run_dir={str(self._path)!r}"
-        path = self._path / CONFIG
-        if path.exists():
-            changes = _changes(read_file(path)[0], self._config)
-            # One that failed before it left anything else is in nobody's way.
-            if changes and any(each.name != CONFIG for each in self._path.iterdir()):
-                saved = self._path / "checkpoints"
-                go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
-                raise ConfigError(
-                    f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}"
-                )
-        results = [name for name in (SUMMARY, WEIGHTS) if (self._path / name).exists()]
-        if results and not (self._goes_on and self.was_begun):
-            raise ConfigError(
-                f"{where} holds the {' and the '.join(results)} of a run already: {ANOTHER}"
-            )
 
-    def _write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
-        number, temporary = tempfile.mkstemp(dir=self._path, prefix=f".{name}.")
-        try:
-            with os.fdopen(number, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            # Temporary files are for their owner alone; these are as readable as any other.
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, self._path / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        _sync_folder(self._path)
+def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
+    where = f"run_dir={str(folder)!r}"
+    path = folder / CONFIG
+    if path.exists():
+        changes = _changes(read_file(path)[0], config)
+        # One that failed before it left anything else is in nobody's way.
+        if changes and any(each.name != CONFIG for each in folder.iterdir()):
+            saved = folder / "checkpoints"
+            go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
+            raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}")
+    results = [name for name in (SUMMARY, WEIGHTS) if (folder / name).exists()]
+    if results and not (goes_on and path.exists()):
+        raise ConfigError(
+            f"{where} holds the {' and the '.join(results)} of a run already: {ANOTHER}"
+        )
+
+
+def _write(folder: Path, name: str, write: Callable[[IO[bytes]], object]) -> None:
+    number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+    try:
+        with os.fdopen(number, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        # Temporary files are for their owner alone; these are as readable as any other.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, folder / name)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(folder)
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

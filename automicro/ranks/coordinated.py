@@ -357,8 +357,8 @@ class CoordinatedRanks:
         reasons = self._votes.explain(None if own is None else describe_error(own))
         if own is None:
             raise PeerFailedError(
-                f"rank {self.rank} stops because another rank failed:\n{reasons}\n"
-                f"{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
+                f"rank {self.rank} of {self.world_size} stops because another rank failed:\n"
+                f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
                 "log has the traceback), and start again from the last checkpoint."
             )
         note_told(own, self.rank, self.world_size, "the others were told and stop too")
@@ -397,8 +397,8 @@ def exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> li
     while not store.check(keys):
         if store.check([_FAILED]):
             raise PeerFailedError(
-                f"rank {rank} stops because another rank failed:\n{_read(store, _FAILED)}\nMend "
-                "the cause on that rank (its log has the traceback), and start again."
+                f"rank {rank} of {world_size} stops because another rank failed:\n"
+                f"{_read(store, _FAILED)}\nMend the cause on that rank (its log has the traceback), and start again."
             )
         if time.monotonic() > end:
             missing = ", ".join(key for key in keys if not store.check([key]))
