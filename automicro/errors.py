@@ -36,16 +36,19 @@
 Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
 before the step. Their texts are quoted by `text_of` and `describe_error`, and notes are added by
-`add_note`, which work whatever the class of somebody else's error does.
+`add_note`, which work whatever the class of somebody else's error does. Notes are for people: what
+automicro itself has to know of an exception, such as that the other ranks were told of it, is set
+by `remember` and read by `facts_of`.
 """
 
 import contextlib
 import sys
 import traceback
 import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +95,95 @@ def add_note(error: BaseException, note: str) -> None:
     """
     with contextlib.suppress(Exception):
         error.add_note(note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """A run that was asked to end, and ended in order.
+
+    Attributes:
+        by: what asked: ``"Ctrl-C"`` or ``"SIGTERM"``.
+        where: training stood, in words.
+        checkpoint: that was saved there; None for none.
+        remedy: how to go on; empty where it is not known.
+
+    >>> print(Stopped(by="Ctrl-C", where="after batch 12"))
+    Ctrl-C: stopped after batch 12, without a checkpoint
+    """
+
+    by: str
+    where: str
+    checkpoint: str | None = None
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        saved = "without a checkpoint" if self.checkpoint is None else f"saved in {self.checkpoint}"
+        text = f"{self.by}: stopped {self.where}, {saved}"
+        return f"{text}: {self.remedy}" if self.remedy else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bystander:
+    """What beside the model, its loss and its optimizer takes part in a step.
+
+    Attributes:
+        kind: ``"callback"``, ``"metric"``, or ``"joining of"`` outputs.
+        name: which.
+
+    >>> print(Bystander(kind="metric", name="'f1'"))
+    the metric 'f1'
+    """
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What automicro knows of an exception, whoever's class it is.
+
+    Attributes:
+        is_told: whether the other ranks know of it.
+        stopped: how the run ended that it ends; None where it is no end in order.
+        bystander: what beside the step it was raised in; None for nothing.
+        is_committed: whether it was raised only after the batch was committed.
+        keys: of a config that it is about, dotted.
+    """
+
+    is_told: bool = False
+    stopped: Stopped | None = None
+    bystander: Bystander | None = None
+    is_committed: bool = False
+    keys: tuple[str, ...] = ()
+
+
+_FACTS = "__automicro_facts__"
+
+
+def remember(error: BaseException, **facts: Any) -> None:
+    """Keep with an exception what is known of it: some of the attributes of `Facts`.
+
+    >>> error = KeyboardInterrupt()
+    >>> remember(error, is_told=True)
+    >>> facts_of(error).is_told, facts_of(error).is_committed
+    (True, False)
+    """
+    known = replace(facts_of(error), **facts)
+    with contextlib.suppress(Exception):  # it is no reason for another error
+        BaseException.__setattr__(error, _FACTS, known)
+
+
+def facts_of(error: BaseException) -> Facts:
+    """What is known of an exception; nothing unless `remember` was told.
+
+    >>> facts_of(ValueError()) == Facts()
+    True
+    """
+    found = vars(error).get(_FACTS)
+    return found if isinstance(found, Facts) else Facts()
 
 
 class AutomicroError(Exception):

@@ -137,7 +137,8 @@ def _of_optimizer(name: str, value: str) -> Synonym:
 _TRAIN_ROWS = Synonym(
     key="global_batch_size",
     config="write global_batch_size=512, with batch_size: ${global_batch_size} under "
-    "train_data.args; or train_data.args.batch_size=512, the rows that one device loads",
+    "train_dataloader.args; or train_dataloader.args.batch_size=512, the rows that one device "
+    "loads",
     argument="train_dataloader",
     python="DataLoader(dataset, batch_size=512), the rows of a whole optimization batch: it is cut "
     "into microbatches that fit",
@@ -147,7 +148,7 @@ _TRAIN_ROWS = Synonym(
 _EVAL_ROWS = Synonym(
     key="eval_global_batch_size",
     config="write eval_global_batch_size=512, with batch_size: ${eval_global_batch_size} under "
-    "eval_data.args; or eval_data.args.batch_size=512, the rows that one device loads",
+    "eval_dataloader.args; or eval_dataloader.args.batch_size=512, the rows that one device loads",
     argument="eval_dataloader",
     python="DataLoader(dataset, batch_size=512), which is cut into microbatches that fit",
     example="eval_global_batch_size=512",
@@ -292,11 +293,11 @@ _SEED = Synonym(
     value="0",
 )
 _WORKERS = Synonym(
-    key="train_data.args.num_workers",
-    config="it is an argument of the data: write train_data.args.num_workers=4",
+    key="train_dataloader.args.num_workers",
+    config="it is an argument of the data: write train_dataloader.args.num_workers=4",
     argument="train_dataloader",
     python="DataLoader(dataset, num_workers=4)",
-    example="train_data.args.num_workers=4",
+    example="train_dataloader.args.num_workers=4",
     value="4",
 )
 _COMPILE = Synonym(

@@ -120,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     recipe = Recipe(load_config("configs/docs_lm.yaml", ["memory_limit=null"]))
-    loaded = iter(recipe.make("train_data"))
+    loaded = iter(recipe.make("train_dataloader"))
     batches = [next(loaded) for _ in range(arguments.batches + WARM_UP)]
     with tempfile.TemporaryDirectory() as folder:
         timed = run(recipe, batches, folder, counts=False)

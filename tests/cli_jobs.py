@@ -65,8 +65,8 @@ def another_seed():
 
 JOB = """\
 model: {call: torch.nn.Linear, args: {in_features: 1024, out_features: 2}}
-train_data: {call: cli_job.loader, args: {batch_size: 12}}
-loss: {call: torch.nn.CrossEntropyLoss}
+train_dataloader: {call: cli_job.loader, args: {batch_size: 12}}
+loss_fn: {call: torch.nn.CrossEntropyLoss}
 optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
 device: cpu
 """

@@ -11,8 +11,8 @@ from automicro.errors import ConfigError
 
 JOB = """\
 model: {call: torch.nn.Linear, args: {in_features: 8, out_features: 2}}
-train_data: {call: torch.utils.data.DataLoader, args: {dataset: [1, 2, 3], batch_size: 2}}
-loss: {call: torch.nn.CrossEntropyLoss}
+train_dataloader: {call: torch.utils.data.DataLoader, args: {dataset: [1, 2, 3], batch_size: 2}}
+loss_fn: {call: torch.nn.CrossEntropyLoss}
 optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
 """
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_running_out_of_memory_is_survived_and_told(capsys: pytest.CaptureFixtur
                 "train",
                 "job.yaml",
                 "memory_limit=48KiB",
-                "eval_data=${train_data}",
+                "eval_dataloader=${train_dataloader}",
                 "max_duration=4ep",
             ]
         )
@@ -69,7 +70,7 @@ def test_the_config_is_printed_before_training_with_the_keys_that_are_set(
 
 
 def test_the_summary_as_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    talking = "loss={call: cli_job.talking_loss}"
+    talking = "loss_fn={call: cli_job.talking_loss}"
     assert main(["train", "job.yaml", "--json", "max_duration=2ba", talking]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
@@ -199,7 +200,7 @@ def test_debug_shows_the_traceback_of_a_mistake(capsys: pytest.CaptureFixture[st
 
 
 def test_a_run_that_fails_ends_with_1_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "job.yaml", "loss.call=cli_job.nan_loss"]) == 1
+    assert main(["train", "job.yaml", "loss_fn.call=cli_job.nan_loss"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("automicro: the loss is nan in epoch 1, batch 1 of the epoch")
     assert "Traceback" not in err
@@ -236,21 +237,21 @@ def test_a_mistake_inside_a_metric_is_one_line_with_its_name(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_remedies_in_a_run_that_fails_are_written_as_yaml(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("remedy", ["microbatch_size=None", "batchnorm='disable'"])
+def test_the_remedies_of_a_run_that_fails_can_be_copied(
+    remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     norm = "model={call: cli_job.with_batchnorm}"
-    arguments = [norm, "batchnorm=error", "microbatch_size=4"]
-    assert main(["train", "job.yaml", *arguments]) == 1
-    err = capsys.readouterr().err
-    assert "microbatch_size=null" in err
-    assert "None" not in err
+    arguments = ["train", "job.yaml", norm, "batchnorm=error", "microbatch_size=4"]
+    assert main(arguments) == 1
+    assert remedy in capsys.readouterr().err
+    assert main([*arguments, *shlex.split(remedy)]) == 0
 
 
 def test_a_bug_while_training_ends_with_1_and_its_place(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["train", "job.yaml", "loss.call=cli_job.late_bug"]) == 1
+    assert main(["train", "job.yaml", "loss_fn.call=cli_job.late_bug"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("automicro: the run failed: KeyError: 'a bug while training'\n")
     assert re.search(r"\n  at cli_job\.py:\d+, in loss\n", err)
@@ -273,7 +274,7 @@ def test_an_interruption_ends_with_130(
 def test_an_interruption_says_in_one_line_where_training_stood(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    loss = "loss={call: cli_job.interrupting_loss}"
+    loss = "loss_fn={call: cli_job.interrupting_loss}"
     assert main(["train", "job.yaml", loss, "probe=false", "max_duration=3ep"]) == 130
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("automicro: interrupted in training, epoch 2, batch 1 of the epoch")
@@ -309,7 +310,7 @@ DIGITS = str(Path(__file__).resolve().parent.parent / "configs" / "digits.yaml")
 
 
 def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["train_data.args.batch_size=9", "model.args.channels=8"]
+    small = ["train_dataloader.args.batch_size=9", "model.args.channels=8"]
     assert main(["verify", DIGITS, *small]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("exact: splitting does not change the gradient")
@@ -319,5 +320,5 @@ def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[st
 
 
 def test_verify_of_one_row_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", DIGITS, "train_data.args.batch_size=1"]) == 3
+    assert main(["verify", DIGITS, "train_dataloader.args.batch_size=1"]) == 3
     assert "cannot be verified" in capsys.readouterr().out

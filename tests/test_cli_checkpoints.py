@@ -48,7 +48,7 @@ def train(*overrides: str) -> int:
 def interrupted(*overrides: str, number: int = signal.SIGINT) -> tuple[int, list[str]]:
     """Train in a folder until a signal comes in the fifth batch; the same command for later."""
     Path("armed").touch()
-    node = f"loss={{call: cli_job.stopping_loss, args: {{number: {int(number)}, after: 5}}}}"
+    node = f"loss_fn={{call: cli_job.stopping_loss, args: {{number: {int(number)}, after: 5}}}}"
     command = [node, *overrides]
     return train(*command), command
 
@@ -124,7 +124,7 @@ def test_ctrl_c_is_told_once_with_how_to_go_on(
 def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["run_dir=a", "checkpoint={}", f"eval_data={EVAL_DATA}"]
+    command = ["run_dir=a", "checkpoint={}", f"eval_dataloader={EVAL_DATA}"]
     assert train(*command) == 0
     *summary, wrote = capsys.readouterr().out.splitlines()
     assert wrote.startswith("wrote ")
@@ -154,7 +154,7 @@ def test_a_finished_run_without_a_folder_of_its_own_trains_nothing_either(
 
 def test_a_run_that_callbacks_ended_is_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     never_better = "{call: automicro.callbacks.EarlyStopping, args: {patience: 1, min_delta: 9.0}}"
-    command = ["run_dir=a", "checkpoint={}", f"eval_data={EVAL_DATA}"]
+    command = ["run_dir=a", "checkpoint={}", f"eval_dataloader={EVAL_DATA}"]
     command.append(f"callbacks=[{never_better}]")
     assert train(*command, "--json") == 0
     assert json.loads(capsys.readouterr().out)["epochs"] == 2
@@ -229,12 +229,12 @@ def test_a_checkpoint_is_stronger_than_weights_and_this_is_said(
 
 
 def test_checkpoints_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run_dir=a", "checkpoint={}", f"eval_data={EVAL_DATA}", "--json"]
+    command = ["run_dir=a", "checkpoint={}", f"eval_dataloader={EVAL_DATA}", "--json"]
     assert train(*command) == 0
     trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
     newest = max(Path("a/checkpoints").iterdir())
     # As it was trained, and with no run_dir at all, where no checkpoint could be saved.
-    for job in (["a/config.yaml"], ["job.yaml", f"eval_data={EVAL_DATA}", "checkpoint={}"]):
+    for job in (["a/config.yaml"], ["job.yaml", f"eval_dataloader={EVAL_DATA}", "checkpoint={}"]):
         for path in ("a/checkpoints", str(newest)):
             assert main(["eval", *job, f"weights={path}", "--json"]) == 0
             loss = json.loads(capsys.readouterr().out)["loss"]
@@ -243,19 +243,19 @@ def test_checkpoints_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_checkpoint_of_another_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run_dir=a", "checkpoint={}") == 0
-    larger = ["model.args.out_features=3", f"eval_data={EVAL_DATA}"]
+    larger = ["model.args.out_features=3", f"eval_dataloader={EVAL_DATA}"]
     assert main(["eval", "job.yaml", *larger, "weights=a/checkpoints"]) == 2
     assert "weights='a/checkpoints' does not fit the Linear: " in capsys.readouterr().err
     assert train("checkpoint={folder: a/checkpoints}", "model.args.bias=false") == 1
     err = capsys.readouterr().err
     assert "does not fit" in err
-    assert "checkpoint.resume=never" in err
+    assert "anew with resume='never'" in err
 
 
 def test_all_evaluations_are_printed_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     metric = "{call: torchmetrics.classification.MulticlassAccuracy, args: {num_classes: 2}}"
     first = f"{{data: {EVAL_DATA}, metrics: {{accuracy: {metric}}}, max_batches: 1}}"
-    assert main(["eval", "job.yaml", f"eval_data={{first: {first}, all: {EVAL_DATA}}}"]) == 0
+    assert main(["eval", "job.yaml", f"eval_dataloader={{first: {first}, all: {EVAL_DATA}}}"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["first/loss", "first/accuracy", "all/loss"]
 
@@ -273,7 +273,7 @@ def test_checkpoints_of_something_else_than_a_trainer_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     CheckpointStore("b").save({"weight": torch.ones(1)}, step=1)
-    assert main(["eval", "job.yaml", f"eval_data={EVAL_DATA}", "weights=b"]) == 2
+    assert main(["eval", "job.yaml", f"eval_dataloader={EVAL_DATA}", "weights=b"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == (
         "automicro: the override 'weights=b': weights='b' is a checkpoint of something else than a "
         "Trainer: give one that train wrote, such as runs/first/checkpoints"

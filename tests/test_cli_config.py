@@ -9,7 +9,7 @@ from automicro.cli import main
 from automicro.cli.commands.config import markdown_page
 from automicro.cli.config.keys import KEYS
 from automicro.cli.config.load import load_config
-from automicro.cli.config.sources import read_yaml
+from automicro.cli.config.sources import read_file
 from tests.cli_jobs import enter_folder_with_job
 
 EVALUATION = ("data", "metrics", "microbatch_size", "max_batches", "interval")
@@ -28,21 +28,21 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_every_key_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "job.yaml", "seed=3", "train_data.args.batch_size=${seed}")
+    out = printed(capsys, "job.yaml", "seed=3", "train_dataloader.args.batch_size=${seed}")
     Path("again.yaml").write_text(out, encoding="utf-8")
-    tree = read_yaml(Path("again.yaml"))
+    tree = read_file(Path("again.yaml"))[0]
     assert set(tree) == set(KEYS) - {"global_batch_size", "eval_global_batch_size"}
-    assert tree["train_data"]["args"] == {"batch_size": 3}
+    assert tree["train_dataloader"]["args"] == {"batch_size": 3}
     assert load_config("again.yaml") == load_config(
-        "job.yaml", ["seed=3", "train_data.args.batch_size=3"]
+        "job.yaml", ["seed=3", "train_dataloader.args.batch_size=3"]
     )
 
 
 def test_with_set_only_the_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "job.yaml", "seed=3", "--set")
     Path("again.yaml").write_text(out, encoding="utf-8")
-    assert set(read_yaml(Path("again.yaml"))) == {
-        *("model", "train_data", "loss", "optimizer", "device", "seed"),
+    assert set(read_file(Path("again.yaml"))[0]) == {
+        *("model", "train_dataloader", "loss_fn", "optimizer", "device", "seed"),
     }
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_made(
 ) -> None:
     made = []
     monkeypatch.setattr(nn.Linear, "reset_parameters", lambda module: made.append(module))
-    printed(capsys, "job.yaml", "loss={call: cli_job.bug}", "run_dir=here")
+    printed(capsys, "job.yaml", "loss_fn={call: cli_job.bug}", "run_dir=here")
     assert made == []
     assert not Path("here").exists()
 
@@ -90,13 +90,13 @@ def test_all_keys_are_listed_with_type_default_and_meaning(
     ("pattern", "keys"),
     {
         "eval_": [
-            "eval_data",
-            *(f"eval_data.{name}" for name in EVALUATION),
+            "eval_dataloader",
+            *(f"eval_dataloader.{name}" for name in EVALUATION),
             "eval_global_batch_size",
             "eval_interval",
             "eval_microbatch_size",
         ],
-        "*_data": ["train_data", "eval_data"],
+        "*_dataloader": ["train_dataloader", "eval_dataloader"],
         "seed": ["seed"],
         "checkpoint.keep": ["checkpoint.keep_last", "checkpoint.keep_best"],
     }.items(),
@@ -142,8 +142,8 @@ def test_the_template_filled_in_with_a_users_module_trains(
     Path("mine.yaml").write_text(template, encoding="utf-8")
     assert main(["train", "mine.yaml"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == (
-        "automicro: mine.yaml: model.call, train_data.call are '???', to be filled in: write them "
-        "there, or add model.call=VALUE train_data.call=VALUE"
+        "automicro: mine.yaml:10,14: model.call, train_dataloader.call are '???', to be filled in: "
+        "write them there, or add model.call=VALUE train_dataloader.call=VALUE"
     )
     Path("template_module.py").write_text(MY_MODULE, encoding="utf-8")
     for name in ("MyModel", "make_loader"):
@@ -157,4 +157,4 @@ def test_the_template_filled_in_with_a_users_module_trains(
 
 def test_every_key_of_the_template_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text(printed(capsys, "--template"), encoding="utf-8")
-    assert set(read_yaml(Path("mine.yaml"))) < set(KEYS)
+    assert set(read_file(Path("mine.yaml"))[0]) < set(KEYS)

@@ -10,7 +10,7 @@ from automicro.cli import main
 from tests.cli_jobs import enter_folder_with_job
 
 ACCURACY = "{call: torchmetrics.classification.MulticlassAccuracy, args: {num_classes: 2}}"
-DATA = "eval_data={call: cli_job.loader, args: {batch_size: 8}}"
+DATA = "eval_dataloader={call: cli_job.loader, args: {batch_size: 8}}"
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +53,15 @@ def test_initial_weights_are_warned_of_on_stderr(capsys: pytest.CaptureFixture[s
 
 
 def test_what_only_training_needs_is_neither_required_nor_looked_at() -> None:
-    broken = ["optimizer.call=no.such", "scheduler={call: no.such}", "train_data.call=no.such"]
+    broken = [
+        "optimizer.call=no.such",
+        "scheduler={call: no.such}",
+        "train_dataloader.call=no.such",
+    ]
     assert main(["eval", "job.yaml", DATA, *broken]) == 0
     Path("small.yaml").write_text(
         "model: {call: torch.nn.Linear, args: {in_features: 1024, out_features: 2}}\n"
-        "loss: {call: torch.nn.CrossEntropyLoss}\n",
+        "loss_fn: {call: torch.nn.CrossEntropyLoss}\n",
         encoding="utf-8",
     )
     groups = "parameter_groups=[{params: '*.bias'}]"
@@ -73,5 +77,5 @@ def test_training_starts_from_the_weights(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_loss_that_is_not_a_number_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "job.yaml", DATA, "loss.call=cli_job.nan_loss", "--json"]) == 0
+    assert main(["eval", "job.yaml", DATA, "loss_fn.call=cli_job.nan_loss", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] is None

@@ -1,6 +1,7 @@
 """What the command line says of a mistake in the user's own code, data and config: whole blocks."""
 
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,9 @@ import torch
 
 from automicro.cli import main
 from automicro.cli.errors import summarize_error
-from automicro.cli.wording import as_yaml
+from automicro.errors import Stopped, facts_of, remember
+from automicro.trainer.signals import Interruption
+from automicro.trainer.surroundings import noting
 from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
@@ -75,7 +78,7 @@ LR_TEXT = (
     "lr is text: write a number without quotes, or one from the environment as "
     "${oc.decode:${oc.env:NAME}}"
 )
-BROKEN_LOADER = "train_data={call: my_code.broken, args: {batch_size: 12}}"
+BROKEN_LOADER = "train_dataloader={call: my_code.broken, args: {batch_size: 12}}"
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +106,10 @@ FAILED = {
     ),
     ("verify", "model={call: my_code.Net}"): (
         f"the run failed: {SHAPES}",
-        "in verification, on the first batch of train_data",
+        "in verification, on the first batch of train_dataloader",
         "at my_code.py:11, in forward: self.head(x)",
     ),
-    ("eval", "model={call: my_code.Net}", "eval_data=${train_data}"): (
+    ("eval", "model={call: my_code.Net}", "eval_dataloader=${train_dataloader}"): (
         f"the run failed: {SHAPES}",
         "in evaluation, batch 1 of the pass",
         "at my_code.py:11, in forward: self.head(x)",
@@ -116,14 +119,14 @@ FAILED = {
         FIRST_BATCH,
         "at torch/nn/modules/linear.py:…, in forward, called by Linear",
     ),
-    ("train", "train_data.call=my_code.high", "train_data.args={batch_size: 12}"): (
+    ("train", "train_dataloader.call=my_code.high", "train_dataloader.args={batch_size: 12}"): (
         "the run failed: IndexError: Target 2 is out of bounds.",
         FIRST_BATCH,
         "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
     ),
     (
         "train",
-        "train_data={call: my_code.high, args: {batch_size: 12}}",
+        "train_dataloader={call: my_code.high, args: {batch_size: 12}}",
         "memory_limit=1MiB",
     ): (
         "the run failed: IndexError: Target 2 is out of bounds.",
@@ -135,9 +138,9 @@ FAILED = {
         "in training, epoch 1, batch 2 of the epoch (1 batch done)",
         "at my_code.py:20, in __getitem__",
     ),
-    ("verify", BROKEN_LOADER, "train_data.args.batch_size=24"): (
+    ("verify", BROKEN_LOADER, "train_dataloader.args.batch_size=24"): (
         "the run failed: ValueError: row 14 is broken",
-        "while taking the first batch of train_data",
+        "while taking the first batch of train_dataloader",
         "at my_code.py:20, in __getitem__",
     ),
     (
@@ -152,14 +155,15 @@ FAILED = {
     ),
     ("train", "max_duration=10000tok"): (
         "max_duration='10000tok' counts tokens, but nothing says how many a batch of type list "
-        "has; write count_tokens: {call: pkgutil.resolve_name, args: {name: "
-        "my_data.count_tokens}}, with a function of yours from a batch to its number of tokens",
+        "has; pass count_tokens=…, a callable from a batch to its number of tokens, such as "
+        "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
+        "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}",
         FIRST_BATCH,
     ),
-    ("train", "loss=null"): (
-        "nothing says how to compute a loss from a batch of type list; write loss: {call: …} for "
-        "batches of (inputs, targets), or forward: {call: …} that takes (model, microbatch) and "
-        "returns the loss",
+    ("train", "loss_fn=null"): (
+        "nothing says how to compute a loss from a batch of type list; pass loss_fn=… for "
+        "batches of (inputs, targets), or forward=… that takes (model, microbatch) and returns the "
+        "loss",
         FIRST_BATCH,
     ),
 }
@@ -219,10 +223,11 @@ MADE = {
         f"while making optimizer (torch.optim.SGD) with lr='0.1'; {LR_TEXT}",
         HINT,
     ),
-    "loss={call: torch.nn.functional.cross_entropy}": (
-        "loss: torch.nn.functional.cross_entropy needs 'input', 'target': call is called once and "
+    "loss_fn={call: torch.nn.functional.cross_entropy}": (
+        "loss_fn: torch.nn.functional.cross_entropy needs 'input', 'target': call is called once "
+        "and "
         "has to return the function; name a class or a function that returns one; to hand over the "
-        "function itself, write loss: {call: pkgutil.resolve_name, args: {name: "
+        "function itself, write loss_fn: {call: pkgutil.resolve_name, args: {name: "
         "torch.nn.functional.cross_entropy}}",
     ),
     "count_tokens={call: builtins.len}": (
@@ -234,22 +239,23 @@ MADE = {
         "model: my_code.func needs 'x': write it under model.args; it takes x; call is called "
         "once and has to return the torch.nn.Module",
     ),
-    "loss={call: builtins.list}": (
-        "loss=[] cannot be called; write loss: {call: …} for batches of (inputs, targets), or "
-        "forward: {call: …} that takes (model, microbatch) and returns the loss",
+    "loss_fn={call: builtins.list}": (
+        "loss_fn=[] cannot be called; pass loss_fn=… for batches of (inputs, targets), or "
+        "forward=… that takes (model, microbatch) and returns the loss",
     ),
-    "train_data={call: my_code.rows}": (
-        "train_data: my_code.rows gave a TensorDataset, which gives single rows: wrap it in a "
-        "torch.utils.data.DataLoader",
+    "train_dataloader={call: my_code.rows}": (
+        "train_dataloader: my_code.rows gave a TensorDataset, which gives single rows: wrap it in "
+        "a torch.utils.data.DataLoader",
     ),
-    "train_data={call: my_code.none}": (
-        "train_data: my_code.none returned None: return a DataLoader",
+    "train_dataloader={call: my_code.none}": (
+        "train_dataloader: my_code.none returned None: return a DataLoader",
     ),
-    "eval_data={call: my_code.none}": (
-        "eval_data: my_code.none returned None: return a DataLoader",
+    "eval_dataloader={call: my_code.none}": (
+        "eval_dataloader: my_code.none returned None: return a DataLoader",
     ),
-    "eval_data={new: {data: {call: my_code.rows}, interval: 1ep}}": (
-        "eval_data.new.data: my_code.rows gave a TensorDataset, which gives single rows: wrap it "
+    "eval_dataloader={new: {data: {call: my_code.rows}, interval: 1ep}}": (
+        "eval_dataloader.new.data: my_code.rows gave a TensorDataset, which gives single rows: "
+        "wrap it "
         "in a torch.utils.data.DataLoader",
     ),
 }
@@ -263,7 +269,7 @@ def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
     first, *rest = lines
     expected = [line if line == HINT else f"  {line}" for line in rest]
     in_part = override.partition("=")[0].count(".") > 0  # the rest of the section is the file's
-    place = "job.yaml + " * in_part + f"the override {override!r}"
+    place = "job.yaml:4 + " * in_part + f"the override {override!r}"
     assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
@@ -295,7 +301,7 @@ WRITTEN = {
     "eval_interval=1000 samples": (
         "eval_interval='1000 samples' is not a whole number of epochs, batches, samples "
         "or tokens, at least 1 (did you mean '1000sp'?); write it like '2ep', '500ba', '10000sp' "
-        "or '1e6tok', or null"
+        "or '1e6tok', or None"
     ),
     "seed=": (
         "the override 'seed=' has no value: write seed=null for none, or 'seed=\"\"' for an empty "
@@ -318,7 +324,7 @@ FILES = {
         ": call and args at the top level: indent them below model, or write model: {call: "
         "dotted.path, args: {name: value}}"
     ),
-    "model:\ncall: a.b\ntrain_data:\ncall: a.b\n": (
+    "model:\ncall: a.b\ntrain_dataloader:\ncall: a.b\n": (
         ":4:1: not valid YAML: found duplicate key call; indent call: below the key that it "
         "belongs to"
     ),
@@ -331,7 +337,7 @@ FILES = {
         "quote an interpolation, as '${seed}'"
     ),
     "batchnorm: off\n": (
-        ": batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
+        ":1: batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
     ),
 }
 
@@ -350,7 +356,7 @@ def test_a_function_can_be_handed_over_as_the_message_says(
 ) -> None:
     tokens = "{call: pkgutil.resolve_name, args: {name: my_code.count_tokens}}"
     loss = "{call: pkgutil.resolve_name, args: {name: torch.nn.functional.cross_entropy}}"
-    arguments = [f"count_tokens={tokens}", f"loss={loss}", "max_duration=20000tok"]
+    arguments = [f"count_tokens={tokens}", f"loss_fn={loss}", "max_duration=20000tok"]
     assert main(["train", "job.yaml", *arguments]) == 0
     assert re.search(r"^tokens +24,576$", capsys.readouterr().out, re.MULTILINE)
 
@@ -382,7 +388,7 @@ def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
         warnings.simplefilter("always")
         main(["train", "job.yaml", *arguments])
         err = said(capsys)
-        main(["train", "job.yaml", "loss.call=torch.nn.MSELoss", "progress=false"])
+        main(["train", "job.yaml", "loss_fn.call=torch.nn.MSELoss", "progress=false"])
         of_torch = said(capsys)
     assert len(err) == 1
     assert err[0].startswith("automicro: warning: ")
@@ -396,10 +402,10 @@ def test_ctrl_c_between_batches_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(trainer: Trainer) -> None:
-        error = KeyboardInterrupt()
-        error.add_note("automicro: Ctrl-C: stopped after batch 83, without a checkpoint")
-        error.add_note("automicro: in training, epoch 3, batch 20 of the epoch (83 batches done)")
-        raise error
+        interruption = Interruption()
+        interruption.take_note(signal.SIGINT)
+        with noting(lambda: "in training, epoch 3, batch 20 of the epoch (83 batches done)"):
+            interruption.raise_if_interrupted(where="after batch 83")
 
     monkeypatch.setattr(Trainer, "fit", end)
     assert main(["train", "job.yaml", "progress=false"]) == 130
@@ -407,6 +413,50 @@ def test_ctrl_c_between_batches_is_one_sentence(
         "automicro: Ctrl-C: stopped after batch 83, without a checkpoint: the same command begins "
         "anew; with run_dir=runs/first checkpoint={} it can go on"
     ]
+
+
+def test_words_in_a_note_of_somebody_elses_decide_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(trainer: Trainer) -> None:
+        error = KeyboardInterrupt()
+        error.add_note("my own tool: stopped after batch 83, without a checkpoint")
+        raise error
+
+    monkeypatch.setattr(Trainer, "fit", end)
+    assert main(["train", "job.yaml", "progress=false"]) == 130
+    assert said(capsys) == [
+        "automicro: interrupted my own tool: stopped after batch 83, without a checkpoint"
+    ]
+
+
+def test_what_is_known_of_an_exception_is_kept_whatever_its_class_does() -> None:
+    class FrozenError(Exception):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError("frozen")
+
+    error = FrozenError()
+    remember(error, stopped=Stopped(by="Ctrl-C", where="after batch 3"))
+    remember(error, is_told=True)
+    assert facts_of(error).is_told
+    assert str(facts_of(error).stopped) == "Ctrl-C: stopped after batch 3, without a checkpoint"
+    with pytest.raises(TypeError):
+        remember(error, is_tolled=True)
+
+
+def test_a_traceback_in_a_terminal_shows_the_users_code_and_none_of_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("my_code.py").write_text(MODULE, encoding="utf-8")
+    assert main(["train", "job.yaml", "model={call: my_code.Net}", "probe=false", "--debug"]) == 1
+    err = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().err)
+    assert "Traceback (most recent call last)" in err
+    assert "return self.head(x)" in err
+    assert "torch/nn/modules/linear.py" in err
+    assert "F.linear(" not in err
+    assert err.count("in training, epoch 1, batch 1 of the epoch") == 1
 
 
 INTERRUPT_WHILE_IMPORTING_TORCH = """\
@@ -460,27 +510,3 @@ def test_a_gpu_is_called_cuda(capsys: pytest.CaptureFixture[str]) -> None:
         "automicro: the override 'device=gpu:1': device='gpu:1' cannot be used here (did you mean "
         "cuda:1?) ("
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "as_written"),
-    {
-        "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer": (
-            "there is nothing to evaluate on; write eval_data: {call: …}"
-        ),
-        "forward() returned None; return the loss": "forward() returned None; return the loss",
-        "strict_divisible=True: a batch of 6 rows; leave strict_divisible out": (
-            "strict_divisible=true: a batch of 6 rows; leave strict_divisible out"
-        ),
-        "batchnorm='error', and layers average: use microbatch_size=None or batchnorm='disable'": (
-            "batchnorm='error', and layers average: use microbatch_size=null or batchnorm=disable"
-        ),
-        "too few; use drop_last=True in the loader": "too few; use drop_last=True in the loader",
-        "it averages; pass batchnorm=\"ignore\", or loss_average='none'": (
-            "it averages; pass batchnorm=ignore, or loss_average=none"
-        ),
-        "with loss_fn a batch is a pair": "with loss a batch is a pair",
-    }.items(),
-)
-def test_advice_is_given_in_the_words_of_a_config(text: str, as_written: str) -> None:
-    assert as_yaml(text) == as_written

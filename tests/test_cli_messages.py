@@ -97,7 +97,7 @@ WRONG_USES = {
         "--template to print that config"
     ),
     ("eval", "job.yaml"): (
-        "job.yaml: eval_data is missing: write at the top level eval_data: {call: "
+        "job.yaml: eval_dataloader is missing: write at the top level eval_dataloader: {call: "
         "my_package.make_loader, args: {batch_size: 512}}"
     ),
     ("train", "job.yaml", "optimzer.call=x"): (
@@ -109,17 +109,17 @@ WRONG_USES = {
         "mean 'Linear'?): correct the path"
     ),
     ("train", "job.yaml", "optimizer.args.lr=-1"): (
-        "job.yaml + {override}: ValueError: Invalid learning rate: -1\n"
+        "job.yaml:4 + {override}: ValueError: Invalid learning rate: -1\n"
         "  while making optimizer (torch.optim.SGD) with lr=-1"
     ),
     (
         "train",
         "job.yaml",
-        "loss={call: cli_job.loss_of_kind, args: {kind: abc, weight: {call: torch.tensor, args: "
+        "loss_fn={call: cli_job.loss_of_kind, args: {kind: abc, weight: {call: torch.tensor, args: "
         "{data: 1}}}}",
     ): (
         "{override}: ValueError: no such kind\n"
-        "  while making loss (cli_job.loss_of_kind) with kind='abc', weight=a Tensor\n"
+        "  while making loss_fn (cli_job.loss_of_kind) with kind='abc', weight=a Tensor\n"
         "  at cli_job.py:30, in loss_of_kind"
     ),
     ("train", "job.yaml", "batchnorm=wran"): (
@@ -207,8 +207,8 @@ def test_a_mistake_ends_with_2_and_one_message(
 
 ALL_WRONG = """\
 model: {call: torch.nn.Linear, args: {in_featurs: 8, out_feature: 2}}
-train_data: {call: torch.utils.data.DataLoader, args: {dataset: [1], batch_size: "${sede}"}}
-loss: {call: nn.CrossEntropyLoss}
+train_dataloader: {call: torch.utils.data.DataLoader, args: {dataset: [1], batch_size: "${sede}"}}
+loss_fn: {call: nn.CrossEntropyLoss}
 optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
 metrics:
   accuracy: {cal: torchmetrics.MeanMetric}
@@ -231,25 +231,25 @@ def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
     assert [line.split(" (did you mean")[0] for line in lines] == [
         "  the override 'seed.x=1' goes below seed, which is 'many' and holds no keys: replace it "
         "as a whole with seed=VALUE",
-        "  wrong.yaml: metrics.accuracy has an unknown key 'cal'",
-        "  wrong.yaml: unknown key 'epochs'",
-        "  also.yaml: unknown key 'divice'",
-        "  wrong.yaml: seed='many' (text): expected a whole number or null",
-        "  wrong.yaml: train_data.args.batch_size refers to ${sede}, which does not exist",
+        "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
+        "  wrong.yaml:8: unknown key 'epochs'",
+        "  also.yaml:1: unknown key 'divice'",
+        "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
+        "  wrong.yaml:2: train_dataloader.args.batch_size refers to ${sede}, which does not exist",
         "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
         "memory: write a positive number and one of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, "
         "MB, GB, TB (powers of 1000), such as '24MiB'",
-        "  wrong.yaml: precision='bf61' is not known",
-        "  wrong.yaml: model: torch.nn.Linear takes no arguments 'in_featurs'",
-        "  wrong.yaml: loss.call='nn.CrossEntropyLoss': there is no module 'nn'",
+        "  wrong.yaml:10: precision='bf61' is not known",
+        "  wrong.yaml:1: model: torch.nn.Linear takes no arguments 'in_featurs'",
+        "  wrong.yaml:3: loss_fn.call='nn.CrossEntropyLoss': there is no module 'nn'",
         "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "
         "'rate': it takes lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, "
         "differentiable, fused",
-        "  wrong.yaml: metrics.mean.call='torchmetrics.MeanMetrics': 'torchmetrics' exists, but "
+        "  wrong.yaml:7: metrics.mean.call='torchmetrics.MeanMetrics': 'torchmetrics' exists, but "
         "has no 'MeanMetrics'",
     ]
     # What was put right is no mistake.
-    assert main(["train", "wrong.yaml", "also.yaml", "seed=1", "loss=null"]) == 2
+    assert main(["train", "wrong.yaml", "also.yaml", "seed=1", "loss_fn=null"]) == 2
     said = capsys.readouterr().err
     assert "seed=" not in said
     assert "CrossEntropyLoss" not in said
@@ -276,7 +276,7 @@ def test_several_processes_without_parallel_are_refused(
     assert main(["train", "job.yaml"]) == 2
     error = capsys.readouterr().err
     assert "there are 2 processes (this one is rank 0), and the model is not wrapped" in error
-    assert "parallel=ddp" in error
+    assert "parallel='ddp'" in error
 
 
 def test_a_world_without_a_rank_is_refused(

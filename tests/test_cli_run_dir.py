@@ -11,7 +11,7 @@ from torch import nn
 
 from automicro.cli import main
 from automicro.cli.config.load import load_config
-from automicro.cli.run_dir import Folder
+from automicro.cli.run_dir import RunDir
 from automicro.trainer.report import FitSummary
 from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
@@ -50,11 +50,11 @@ def test_by_default_nothing_is_written() -> None:
 
 
 def test_the_config_that_is_left_gives_the_same_run_again() -> None:
-    sizes = ["global_batch_size=8", "train_data.args.batch_size=${global_batch_size}"]
+    sizes = ["global_batch_size=8", "train_dataloader.args.batch_size=${global_batch_size}"]
     assert train("run_dir=a", *sizes, "accumulate_batches=2") == 0
     again = load_config("a/config.yaml")
-    assert again.train_data is not None
-    assert again.train_data.args == {"batch_size": 4}
+    assert again.train_dataloader is not None
+    assert again.train_dataloader.args == {"batch_size": 4}
     assert main(["train", "a/config.yaml", "run_dir=b"]) == 0
     first, second = (
         torch.load(f"{name}/weights.pt", weights_only=True)["weight"] for name in ("a", "b")
@@ -63,7 +63,7 @@ def test_the_config_that_is_left_gives_the_same_run_again() -> None:
 
 
 def test_the_weights_that_are_left_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
-    data = "eval_data=${train_data}"
+    data = "eval_dataloader=${train_dataloader}"
     assert train("run_dir=a", data, "max_duration=3ep", "--json") == 0
     trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
     assert main(["eval", "a/config.yaml", "weights=a/weights.pt", "--json"]) == 0
@@ -113,6 +113,24 @@ def test_an_interrupted_run_leaves_its_config_and_can_be_started_again(
     assert train("run_dir=a") == 0
 
 
+def test_a_run_whose_config_has_the_names_of_before_goes_on_in_its_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run_dir=a", "checkpoint={}") == 0
+    config = Path("a/config.yaml")
+    text = config.read_text(encoding="utf-8")
+    for now, before in {"loss_fn": "loss", "train_dataloader": "train_data"}.items():
+        assert f"\n{now}:" in text
+        text = text.replace(f"\n{now}:", f"\n{before}:")
+    config.write_text(text, encoding="utf-8")
+    assert train("run_dir=a", "checkpoint={}") == 0
+    assert "trained to its end" in capsys.readouterr().out
+    assert train("run_dir=a", "checkpoint={}", "loss_fn={call: torch.nn.MultiMarginLoss}") == 2
+    assert "loss_fn.call: torch.nn.CrossEntropyLoss → torch.nn.MultiMarginLoss" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_model_that_cannot_be_made_leaves_no_folder() -> None:
     assert train("run_dir=a", "model={call: cli_job.bug}") == 2
     assert not Path("a").exists()
@@ -122,7 +140,7 @@ def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     def run_out_of_disk(state: object, file: object) -> None:
         raise OSError(28, "No space left on device")
 
-    folder = Folder(Path("a"), {"seed": 0})
+    folder = RunDir("a", {"seed": 0})
     folder.begin()
     monkeypatch.setattr(torch, "save", run_out_of_disk)
     with pytest.raises(OSError, match="No space left"):
@@ -148,12 +166,12 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", replace)
-    Folder(Path("a"), {"seed": 0}).begin()
+    RunDir("a", {"seed": 0}).begin()
     assert order == ["file", "config.yaml", "folder"]
 
 
 def test_the_files_are_as_readable_as_any_other() -> None:
-    Folder(Path("a"), {"seed": 0}).begin()
+    RunDir("a", {"seed": 0}).begin()
     Path("other").touch()
     assert Path("a/config.yaml").stat().st_mode == Path("other").stat().st_mode
 

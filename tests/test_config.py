@@ -28,7 +28,7 @@ def test_nested_nodes_are_made_and_handed_over() -> None:
         "call": "torch.nn.CrossEntropyLoss",
         "args": {"weight": {"call": "torch.tensor", "args": {"data": [1.0, 2.0]}}},
     }
-    assert prepare(node, "loss")().weight.tolist() == [1.0, 2.0]
+    assert prepare(node, "loss_fn")().weight.tolist() == [1.0, 2.0]
 
 
 def test_nodes_inside_lists_and_mappings_are_made() -> None:
@@ -45,7 +45,7 @@ def test_each_making_gives_values_of_its_own() -> None:
 
 def test_a_function_can_be_handed_over_without_calling_it() -> None:
     node = {"call": "pkgutil.resolve_name", "args": {"name": "torch.nn.functional.mse_loss"}}
-    assert prepare(node, "loss")() is nn.functional.mse_loss
+    assert prepare(node, "loss_fn")() is nn.functional.mse_loss
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_overrides_set_nested_keys_replace_mappings_and_pick_from_lists() -> Non
         "model.args.bias=false",
         "scheduler.call=a.b",
         "metrics.loss.call=c.d",
-        "train_data.args.dataset.1=7",
+        "train_dataloader.args.dataset.1=7",
         "max_duration=3ep",
         "max_duration=4ep",
     )
@@ -73,12 +73,12 @@ def test_overrides_set_nested_keys_replace_mappings_and_pick_from_lists() -> Non
     assert config.scheduler is not None
     assert config.scheduler.call == "a.b"
     assert config.metrics["loss"].call == "c.d"
-    assert args_of(config, "train_data")["dataset"] == [1, 7, 3]
+    assert args_of(config, "train_dataloader")["dataset"] == [1, 7, 3]
     assert config.max_duration == "4ep"
 
 
 def test_null_removes_what_is_optional() -> None:
-    assert job("loss=null").loss is None
+    assert job("loss_fn=null").loss_fn is None
     assert job("metrics.loss={call: a.b}", "metrics.loss=null").metrics == {}
     assert job("metrics={loss: {call: a.b}}", "metrics=null").metrics == {}
     config = job("optimizer.args=null", "optimizer.args.foreach=true")
@@ -105,7 +105,7 @@ def test_a_node_can_make_the_loss_average() -> None:
 
 def test_the_digits_config_is_read() -> None:
     config = load_config(DIGITS)
-    assert args_of(config, "train_data") == {"split": "train", "batch_size": 512, "seed": 0}
+    assert args_of(config, "train_dataloader") == {"split": "train", "batch_size": 512, "seed": 0}
     assert config.microbatch_size == "auto"
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from automicro.cli.config.load import escape, load_config, read_config, to_yaml
 from automicro.cli.config.resolve import rows_to_load
 from automicro.cli.config.schema import CallConfig
-from automicro.cli.config.sources import merge, read_yaml
+from automicro.cli.config.sources import merge, read_file
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, args_of, job
 
@@ -28,10 +28,10 @@ def write(name: str, text: str) -> str:
 
 
 def test_later_files_change_single_keys_and_arguments() -> None:
-    other = write("gpu.yaml", "optimizer: {args: {momentum: 0.9}}\ndevice: cuda\nloss: null\n")
+    other = write("gpu.yaml", "optimizer: {args: {momentum: 0.9}}\ndevice: cuda\nloss_fn: null\n")
     config = load_config(["base.yaml", other], ["device=cpu"])
     assert config.optimizer == CallConfig(call="torch.optim.SGD", args={"lr": 0.1, "momentum": 0.9})
-    assert config.loss is None
+    assert config.loss_fn is None
     assert config.device == "cpu"
 
 
@@ -40,9 +40,9 @@ def test_a_node_that_calls_another_class_keeps_no_arguments_of_the_earlier_one()
     assert args_of(load_config(["base.yaml", other]), "optimizer") == {}
     same = write("same.yaml", "optimizer: {call: torch.optim.SGD, args: {momentum: 0.9}}\n")
     assert args_of(load_config(["base.yaml", same]), "optimizer") == {"lr": 0.1, "momentum": 0.9}
-    nested = {"loss": {"call": "a.B", "args": {"weight": {"call": "c.D", "args": {"x": 1}}}}}
-    merged = merge(nested, {"loss": {"args": {"weight": {"call": "e.F"}}}})
-    assert merged["loss"]["args"]["weight"] == {"call": "e.F"}
+    nested = {"loss_fn": {"call": "a.B", "args": {"weight": {"call": "c.D", "args": {"x": 1}}}}}
+    merged = merge(nested, {"loss_fn": {"args": {"weight": {"call": "e.F"}}}})
+    assert merged["loss_fn"]["args"]["weight"] == {"call": "e.F"}
 
 
 def test_merging_changes_neither_side() -> None:
@@ -55,8 +55,10 @@ def test_merging_changes_neither_side() -> None:
 
 def test_interpolations_reach_across_files() -> None:
     other = write("sizes.yaml", "global_batch_size: 8\n")
-    config = load_config(["base.yaml", other], ["train_data.args.batch_size=${global_batch_size}"])
-    assert args_of(config, "train_data")["batch_size"] == 8
+    config = load_config(
+        ["base.yaml", other], ["train_dataloader.args.batch_size=${global_batch_size}"]
+    )
+    assert args_of(config, "train_dataloader")["batch_size"] == 8
 
 
 def test_now_is_one_instant() -> None:
@@ -67,8 +69,8 @@ def test_now_is_one_instant() -> None:
 
 
 BATCH_SIZES = [
-    "train_data.args.batch_size=${global_batch_size}",
-    "eval_data={call: a.b, args: {batch_size: '${global_batch_size}'}}",
+    "train_dataloader.args.batch_size=${global_batch_size}",
+    "eval_dataloader={call: a.b, args: {batch_size: '${global_batch_size}'}}",
     "optimizer.args.lr=${global_batch_size}",
     "global_batch_size=24",
 ]
@@ -79,10 +81,10 @@ def test_the_global_batch_size_is_shared_out_in_the_data_alone() -> None:
     more = ["accumulate_batches=2"]
     one = load_config("job.yaml", BATCH_SIZES)
     three = load_config("job.yaml", [*BATCH_SIZES, *more], num_devices=3)
-    assert args_of(one, "train_data")["batch_size"] == 24
-    assert args_of(three, "train_data")["batch_size"] == 4
+    assert args_of(one, "train_dataloader")["batch_size"] == 24
+    assert args_of(three, "train_dataloader")["batch_size"] == 4
     # Evaluation accumulates nothing.
-    assert args_of(three, "eval_data")["batch_size"] == 8
+    assert args_of(three, "eval_dataloader")["batch_size"] == 8
     # Everything else means the optimization batch.
     assert args_of(three, "optimizer") == {"lr": 24}
     assert three.global_batch_size == 24
@@ -92,12 +94,12 @@ def test_evaluation_may_have_a_global_batch_size_of_its_own() -> None:
     write("job.yaml", JOB)
     overrides = [
         *BATCH_SIZES,
-        "eval_data.args.batch_size=${eval_global_batch_size}",
+        "eval_dataloader.args.batch_size=${eval_global_batch_size}",
         "eval_global_batch_size=30",
     ]
     config = load_config("job.yaml", overrides, num_devices=3)
-    assert args_of(config, "eval_data")["batch_size"] == 10
-    assert args_of(config, "train_data")["batch_size"] == 8
+    assert args_of(config, "eval_dataloader")["batch_size"] == 10
+    assert args_of(config, "train_dataloader")["batch_size"] == 8
 
 
 @pytest.mark.parametrize(
@@ -155,26 +157,26 @@ def test_what_is_written_reads_back_as_the_same_config() -> None:
         *BATCH_SIZES,
         "accumulate_batches=3",
         "parameter_groups=[{params: ['*.bias'], weight_decay: 0.0}]",
-        r"train_data.args.dataset=['\${seed}', '1e3', 'on', 1e-5]",
+        r"train_dataloader.args.dataset=['\${seed}', '1e3', 'on', 1e-5]",
         "compile={mode: default}",
         "metrics.rate={call: a.b}",
     ]
     loaded = read_config(["job.yaml"], overrides)
-    assert args_of(loaded.config, "train_data")["dataset"] == ["${seed}", "1e3", "on", 1e-5]
+    assert args_of(loaded.config, "train_dataloader")["dataset"] == ["${seed}", "1e3", "on", 1e-5]
     for values in (loaded.written, loaded.everything):
         assert load_config(write("again.yaml", to_yaml(values))) == loaded.config
     # It follows when the batch size is changed, instead of contradicting it.
     again = write("again.yaml", to_yaml(loaded.written))
-    assert args_of(load_config(again), "train_data")["batch_size"] == 8
+    assert args_of(load_config(again), "train_dataloader")["batch_size"] == 8
     more = load_config(again, ["global_batch_size=48", "accumulate_batches=1"])
-    assert args_of(more, "train_data")["batch_size"] == 48
+    assert args_of(more, "train_dataloader")["batch_size"] == 48
 
 
 def test_only_what_is_set_is_written_and_nodes_without_arguments_are_short() -> None:
     write("job.yaml", JOB)
     written = read_config(["job.yaml"], ["seed=3"]).written
-    assert list(written) == ["model", "loss", "optimizer", "train_data", "seed"]
-    assert written["loss"] == {"call": "torch.nn.CrossEntropyLoss"}
+    assert list(written) == ["model", "loss_fn", "optimizer", "train_dataloader", "seed"]
+    assert written["loss_fn"] == {"call": "torch.nn.CrossEntropyLoss"}
 
 
 LEAVES: st.SearchStrategy[object] = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
@@ -194,5 +196,7 @@ def test_any_values_survive_being_written(values: Mapping[str, object]) -> None:
     if "???" in repr(values):
         return  # to be filled in, whoever wrote it
     Path("values.yaml").write_text(to_yaml(escape(values)), encoding="utf-8")
-    again = OmegaConf.to_container(OmegaConf.create(read_yaml(Path("values.yaml"))), resolve=True)
+    again = OmegaConf.to_container(
+        OmegaConf.create(read_file(Path("values.yaml"))[0]), resolve=True
+    )
     assert again == values

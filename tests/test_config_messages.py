@@ -26,6 +26,18 @@ WRONG_OVERRIDES = {
         "that there are; refer to a value where it stands, as ${model.args.width}, or take it from "
         "the environment with ${oc.env:NAME}"
     ),
+    "loss={call: torch.nn.MSELoss}": (
+        "unknown key 'loss' (did you mean 'loss_fn'?): keys have the names of the Trainer's "
+        "arguments: write loss_fn in its place"
+    ),
+    "train_data.args.batch_size=3": (
+        "unknown key 'train_data' (did you mean 'train_dataloader'?): keys have the names of the "
+        "Trainer's arguments: write train_dataloader in its place"
+    ),
+    "eval_data=null": (
+        "unknown key 'eval_data' (did you mean 'eval_dataloader'?): keys have the names of the "
+        "Trainer's arguments: write eval_dataloader in its place"
+    ),
     "lr=0.3": (
         "unknown key 'lr' (did you mean 'optimizer.args.lr'?): it is an argument of the optimizer: "
         "write optimizer.args.lr=0.3"
@@ -65,7 +77,7 @@ WRONG_OVERRIDES = {
         "halving) or null (the whole batch)"
     ),
     "grad_clip_norm=-1": (
-        "grad_clip_norm=-1.0 must be above 0; pass a number such as 1.0, or null"
+        "grad_clip_norm=-1.0 must be above 0; pass a number such as 1.0, or None"
     ),
     "memory_limit=lots": (
         "memory_limit: cannot read 'lots' as an amount of memory: write a positive number and one "
@@ -114,7 +126,7 @@ WRONG_OVERRIDES = {
     "compile=null": "compile=null: expected true, false or a mapping",
     "eval_interval=0ep": (
         "eval_interval='0ep' is not a whole number of epochs, batches, samples or tokens, at least "
-        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok', or null"
+        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok', or None"
     ),
     "max_duration=10xp": (
         "max_duration='10xp' is not a whole number of epochs, batches, samples or tokens, at least "
@@ -244,12 +256,12 @@ WRONG_OVERRIDES = {
         "model's parameters first: name a class or a function that takes them"
     ),
     # interpolations
-    "train_data.args.batch_size=${global_batch_size}": (
-        "train_data.args.batch_size refers to ${global_batch_size}, which is not set: write "
+    "train_dataloader.args.batch_size=${global_batch_size}": (
+        "train_dataloader.args.batch_size refers to ${global_batch_size}, which is not set: write "
         "global_batch_size: … at the top level"
     ),
-    "train_data.args.batch_size=${global_batch}": (
-        "train_data.args.batch_size refers to ${global_batch}, which does not exist "
+    "train_dataloader.args.batch_size=${global_batch}": (
+        "train_dataloader.args.batch_size refers to ${global_batch}, which does not exist "
         "(did you mean 'global_batch_size'?): use a key of the config, from its top level"
     ),
     "run_dir=${when:%Y}": (
@@ -265,9 +277,13 @@ WRONG_OVERRIDES = {
     "model.args.bias=???": (
         "model.args.bias is '???', to be filled in: write it there, or add model.args.bias=VALUE"
     ),
-    "eval_data=${model.args}": (
-        "eval_data has an unknown key 'in_features': arguments belong below it, as "
-        "eval_data.args.in_features=8"
+    "eval_dataloader=${model.args}": (
+        "eval_dataloader has an unknown key 'in_features': arguments belong below it, as "
+        "eval_dataloader.args.in_features=8"
+    ),
+    "model.args.in_features=${train_data.args.batch_size}": (
+        "model.args.in_features refers to ${train_data.args.batch_size}, which does not exist (did "
+        "you mean 'train_dataloader.args.batch_size'?): use a key of the config, from its top level"
     ),
     # overrides themselves
     "max_duration": (
@@ -285,10 +301,11 @@ WRONG_OVERRIDES = {
         "the override 'optimizer.args.lr.x=1' goes below optimizer.args.lr, which is 0.1 and holds "
         "no keys: replace it as a whole with optimizer.args.lr=VALUE"
     ),
-    "train_data.args.dataset.3=1": (
-        "the override 'train_data.args.dataset.3=1' asks for '3' in train_data.args.dataset, a "
-        "list of 3: use a number from 0 to 2, or replace the list with "
-        "'train_data.args.dataset=[…]'"
+    "train_dataloader.args.dataset.3=1": (
+        "the override 'train_dataloader.args.dataset.3=1' asks for '3' in "
+        "train_dataloader.args.dataset, a list of 3: use a number from 0 to 2, or replace the list "
+        "with "
+        "'train_dataloader.args.dataset=[…]'"
     ),
 }
 
@@ -296,7 +313,7 @@ WRONG_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
 def test_a_wrong_value_is_named_with_its_key_and_the_remedy(override: str, message: str) -> None:
     # What can be told of an override alone names it, the rest is told of the config.
-    source = rf"(the override {re.escape(repr(override))}: |job\.yaml: |)"
+    source = rf"(the override {re.escape(repr(override))}: |job\.yaml(:\d+)?: |)"
     assert re.fullmatch(source + re.escape(message), complaint(override))
 
 
@@ -305,7 +322,7 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
     Path("gpu.yaml").write_text("divice: cuda\n", encoding="utf-8")
     wrong = {
         ("base.yaml", "gpu.yaml"): (
-            "gpu.yaml: unknown key 'divice' (did you mean 'device'?): correct it"
+            "gpu.yaml:1: unknown key 'divice' (did you mean 'device'?): correct it"
         ),
         ("base.yaml", "sede=1"): (
             "the override 'sede=1': unknown key 'sede' (did you mean 'seed'?): correct it"
@@ -332,7 +349,7 @@ def test_an_unknown_option_of_the_compiler_is_answered_with_those_it_has() -> No
 
 def test_compiling_is_refused_where_memory_is_simulated_and_where_graphs_are_captured() -> None:
     message = complaint("compile=true", "memory_limit=1MiB", "device=cpu")
-    assert message.startswith("compile=true together with memory_limit='1MiB' on the CPU: ")
+    assert message.startswith("compile=True together with memory_limit='1MiB' on the CPU: ")
     message = complaint("compile={mode: reduce-overhead}")
     assert message.startswith("compile with mode='reduce-overhead' captures CUDA graphs, ")
 
@@ -350,14 +367,18 @@ def test_a_device_that_is_not_there_is_refused() -> None:
             "3 mistakes:\n"
             "  job.yaml: model is missing: write at the top level model: {call: "
             "my_package.MyModel, args: {width: 64}}\n"
-            "  job.yaml: train_data is missing: write at the top level train_data: {call: "
-            "my_package.make_loader, args: {batch_size: 512}}\n"
+            "  job.yaml: train_dataloader is missing: write at the top level train_dataloader: "
+            "{call: my_package.make_loader, args: {batch_size: 512}}\n"
             "  job.yaml: optimizer is missing: write at the top level optimizer: {call: "
             "torch.optim.AdamW, args: {lr: 0.001}}"
         ),
-        "model: {call: a.b}\ntrain_data: {call: a.b}": (
+        "model: {call: a.b}\ntrain_dataloader: {call: a.b}": (
             "job.yaml: optimizer is missing: write at the top level optimizer: {call: "
             "torch.optim.AdamW, args: {lr: 0.001}}"
+        ),
+        "model: {call: a.b}\ntrain_data: {call: a.b}\noptimizer: {call: a.b}": (
+            "job.yaml:2: unknown key 'train_data' (did you mean 'train_dataloader'?): keys have "
+            "the names of the Trainer's arguments: write train_dataloader in its place"
         ),
         "model: [1\nseed: 2": (
             "job.yaml:2:5: not valid YAML: did not find expected ',' or ']'; correct this line or "

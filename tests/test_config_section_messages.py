@@ -96,7 +96,7 @@ WRONG_OVERRIDES = {
         "or '3tok' (tokens)"
     ),
     "checkpoint={folder: a, keep_last: 0}": (
-        "checkpoint.keep_last=0 would leave nothing to go on from; give a number from 1, or null "
+        "checkpoint.keep_last=0 would leave nothing to go on from; give a number from 1, or None "
         "to keep all"
     ),
     "checkpoint={folder: a, best_mode: mni}": (
@@ -111,48 +111,56 @@ WRONG_OVERRIDES = {
         "use a key of the config, from its top level"
     ),
     # evaluations
-    "eval_data={cal: a.b}": f"eval_data has an unknown key 'cal' (did you mean 'call'?): {FORM}",
-    "eval_data={seen: {cal: a.b}}": (
-        f"eval_data.seen has an unknown key 'cal' (did you mean 'call'?): {FORM}"
+    "eval_dataloader={cal: a.b}": (
+        f"eval_dataloader has an unknown key 'cal' (did you mean 'call'?): {FORM}"
     ),
-    "eval_data={seen: a.b}": (
-        "eval_data.seen='a.b' (text) is not a mapping: write {call: a.b, args: {name: value}}"
+    "eval_dataloader={seen: {cal: a.b}}": (
+        f"eval_dataloader.seen has an unknown key 'cal' (did you mean 'call'?): {FORM}"
     ),
-    f"eval_data={{seen: {DATA}, new: 3}}": (
-        f"eval_data.new=3 (a whole number) is not a mapping: {FORM}"
+    "eval_dataloader={seen: a.b}": (
+        "eval_dataloader.seen='a.b' (text) is not a mapping: write {call: a.b, args: {name: value}}"
     ),
-    f"eval_data={{seen/all: {DATA}}}": (
-        "eval_data has the name 'seen/all' (text): names are text without '/', because values are "
+    f"eval_dataloader={{seen: {DATA}, new: 3}}": (
+        f"eval_dataloader.new=3 (a whole number) is not a mapping: {FORM}"
+    ),
+    f"eval_dataloader={{seen/all: {DATA}}}": (
+        "eval_dataloader has the name 'seen/all' (text): names are text without '/', because "
+        "values are "
         "logged as eval/name/loss"
     ),
-    "eval_data={seen: {max_batches: 3}}": (
-        "eval_data.seen.data is missing: write data: beside max_batches, with a node that makes "
+    "eval_dataloader={seen: {max_batches: 3}}": (
+        "eval_dataloader.seen.data is missing: write data: beside max_batches, with a node that "
+        "makes "
         "what to evaluate on ({call: dotted.path, args: {name: value}})"
     ),
-    f"eval_data={{data: {DATA}, max_batch: 3}}": (
-        "eval_data has an unknown key 'max_batch' (did you mean 'max_batches'?): use some of data, "
+    f"eval_dataloader={{data: {DATA}, max_batch: 3}}": (
+        "eval_dataloader has an unknown key 'max_batch' (did you mean 'max_batches'?): use some of "
+        "data, "
         "metrics, microbatch_size, max_batches, interval"
     ),
-    f"eval_data={{new: {{data: {DATA}, max_batches: all}}}}": (
-        "eval_data.new.max_batches='all' (text): expected a whole number or null"
+    f"eval_dataloader={{new: {{data: {DATA}, max_batches: all}}}}": (
+        "eval_dataloader.new.max_batches='all' (text): expected a whole number or null"
     ),
-    f"eval_data={{new: {{data: {DATA}, max_batches: 0}}}}": (
-        "eval_data.new.max_batches=0 must be at least 1; pass an int such as 1"
+    f"eval_dataloader={{new: {{data: {DATA}, max_batches: 0}}}}": (
+        "eval_dataloader.new.max_batches=0 must be at least 1; pass an int such as 1"
     ),
-    f"eval_data={{new: {{data: {DATA}, interval: 3}}}}": (
-        "eval_data.new.interval='3' has no unit; say '3ep' (epochs), '3ba' (batches), '3sp' "
+    f"eval_dataloader={{new: {{data: {DATA}, interval: 3}}}}": (
+        "eval_dataloader.new.interval='3' has no unit; say '3ep' (epochs), '3ba' (batches), '3sp' "
         "(samples) or '3tok' (tokens)"
     ),
-    f"eval_data={{data: {DATA}, microbatch_size: 0}}": (
-        "eval_data.microbatch_size=0 (a whole number): give a whole number of at least 1, auto "
+    f"eval_dataloader={{data: {DATA}, microbatch_size: 0}}": (
+        "eval_dataloader.microbatch_size=0 (a whole number): give a whole number of at least 1, "
+        "auto "
         "(found by halving) or null (the whole batch)"
     ),
-    f"eval_data={{new: {{data: {DATA}, metrics: [a]}}}}": (
-        "eval_data.new.metrics=['a'] (a list) is not a mapping: write {name: {call: dotted.path, "
+    f"eval_dataloader={{new: {{data: {DATA}, metrics: [a]}}}}": (
+        "eval_dataloader.new.metrics=['a'] (a list) is not a mapping: write {name: {call: "
+        "dotted.path, "
         "args: {…}}}, or {} for none"
     ),
-    "eval_data={new: {data: {call: torch.utils.data.DataLoadr}}}": (
-        "eval_data.new.data.call='torch.utils.data.DataLoadr': 'torch.utils.data' exists, but has "
+    "eval_dataloader={new: {data: {call: torch.utils.data.DataLoadr}}}": (
+        "eval_dataloader.new.data.call='torch.utils.data.DataLoadr': 'torch.utils.data' exists, "
+        "but has "
         "no 'DataLoadr' (did you mean 'DataLoader'?): correct the path"
     ),
 }
@@ -161,7 +169,7 @@ WRONG_OVERRIDES = {
 @pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
 def test_a_wrong_value_is_named_with_its_key_and_the_remedy(override: str, message: str) -> None:
     # What is made has no file in its message: the command line adds it.
-    source = rf"(the override {re.escape(repr(override))}: |job\.yaml: |)"
+    source = rf"(the override {re.escape(repr(override))}: |job\.yaml(:\d+)?: |)"
     assert re.fullmatch(source + re.escape(message), complaint(override))
 
 

@@ -70,8 +70,8 @@ def test_keys_inside_are_read_in_their_types_and_may_be_interpolations() -> None
 
 
 def test_one_evaluation_may_have_options_without_a_name() -> None:
-    config = job(f"eval_data={{data: {DATA}, max_batches: 1, interval: null}}")
-    made = Recipe(config).make("eval_data")
+    config = job(f"eval_dataloader={{data: {DATA}, max_batches: 1, interval: null}}")
+    made = Recipe(config).make("eval_dataloader")
     assert isinstance(made, Evaluator)
     assert (made.max_batches, made.interval, made.metrics) == (1, None, "inherited")
 
@@ -79,10 +79,10 @@ def test_one_evaluation_may_have_options_without_a_name() -> None:
 def test_evaluations_by_name_are_nodes_or_have_options() -> None:
     new = f"{{data: {DATA}, metrics: {{mean: {METRIC}}}, microbatch_size: 1, interval: 2ep}}"
     bare = f"{{data: {DATA}, metrics: null, microbatch_size: null}}"
-    config = job(f"eval_data={{seen: {DATA}, new: {new}, bare: {bare}}}")
-    assert isinstance(config.eval_data["seen"], CallConfig)
-    assert isinstance(config.eval_data["new"], EvaluatorConfig)
-    made = Recipe(config).make("eval_data")
+    config = job(f"eval_dataloader={{seen: {DATA}, new: {new}, bare: {bare}}}")
+    assert isinstance(config.eval_dataloader["seen"], CallConfig)
+    assert isinstance(config.eval_dataloader["new"], EvaluatorConfig)
+    made = Recipe(config).make("eval_dataloader")
     assert list(made) == ["seen", "new", "bare"]
     assert not isinstance(made["seen"], Evaluator)
     assert list(made["new"].metrics) == ["mean"]
@@ -91,37 +91,41 @@ def test_evaluations_by_name_are_nodes_or_have_options() -> None:
 
 
 def test_an_evaluation_is_dropped_changed_and_added_by_its_name() -> None:
-    both = f"eval_data={{seen: {DATA}, new: {DATA}}}"
-    assert list(job(both, "eval_data.new=null").eval_data) == ["seen"]
-    assert job(both, "eval_data.new=null", "eval_data.seen=null").eval_data is None
-    changed = job(both, "eval_data.new.args.batch_size=3", f"eval_data.more={DATA}").eval_data
+    both = f"eval_dataloader={{seen: {DATA}, new: {DATA}}}"
+    assert list(job(both, "eval_dataloader.new=null").eval_dataloader) == ["seen"]
+    assert (
+        job(both, "eval_dataloader.new=null", "eval_dataloader.seen=null").eval_dataloader is None
+    )
+    changed = job(
+        both, "eval_dataloader.new.args.batch_size=3", f"eval_dataloader.more={DATA}"
+    ).eval_dataloader
     assert changed["new"].args["batch_size"] == 3
     assert list(changed) == ["seen", "new", "more"]
 
 
 def test_one_evaluation_and_several_replace_each_other_in_later_files() -> None:
-    one = {"eval_data": {"call": "a.b", "args": {"x": 1}}}
-    several = {"eval_data": {"seen": {"call": "a.b"}}}
-    options = {"eval_data": {"data": {"call": "a.b"}}}
-    arguments = {"eval_data": {"args": {"x": 2}}}
+    one = {"eval_dataloader": {"call": "a.b", "args": {"x": 1}}}
+    several = {"eval_dataloader": {"seen": {"call": "a.b"}}}
+    options = {"eval_dataloader": {"data": {"call": "a.b"}}}
+    arguments = {"eval_dataloader": {"args": {"x": 2}}}
     assert merge(one, several) == several
     assert merge(several, one) == one
     assert merge(one, options) == options
-    assert merge(one, arguments) == {"eval_data": {"call": "a.b", "args": {"x": 2}}}
+    assert merge(one, arguments) == {"eval_dataloader": {"call": "a.b", "args": {"x": 2}}}
 
 
 def test_batch_sizes_are_shared_out_in_every_evaluation() -> None:
     Path("job.yaml").write_text(JOB, encoding="utf-8")
     data = DATA.replace("batch_size: 2", "batch_size: '${eval_global_batch_size}'")
-    overrides = [f"eval_data={{a: {{data: {data}}}}}", "eval_global_batch_size=30"]
-    evaluation = load_config("job.yaml", overrides, num_devices=3).eval_data["a"]
+    overrides = [f"eval_dataloader={{a: {{data: {data}}}}}", "eval_global_batch_size=30"]
+    evaluation = load_config("job.yaml", overrides, num_devices=3).eval_dataloader["a"]
     assert evaluation.data.args["batch_size"] == 10
 
 
 def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
     Path("job.yaml").write_text(JOB, encoding="utf-8")
     overrides = [
-        f"eval_data={{seen: {DATA}, new: {{data: {DATA}, max_batches: 3, interval: null}}}}",
+        f"eval_dataloader={{seen: {DATA}, new: {{data: {DATA}, max_batches: 3, interval: null}}}}",
         f"callbacks=[{STOPPING}]",
         f"loggers=[{LOGGER}]",
         "checkpoint={keep_last: 2}",
@@ -137,8 +141,8 @@ def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
         assert other.checkpoint["folder"] == "b/checkpoints"
         assert other.loggers[0].args == {"path": "b/log.jsonl"}
     assert loaded.written["checkpoint"] == {"keep_last": 2}
-    assert loaded.written["eval_data"]["new"]["max_batches"] == 3
-    assert "metrics" not in loaded.written["eval_data"]["new"]
+    assert loaded.written["eval_dataloader"]["new"]["max_batches"] == 3
+    assert "metrics" not in loaded.written["eval_dataloader"]["new"]
 
 
 def test_loggers_take_down_the_config_as_it_ran() -> None:
@@ -148,7 +152,9 @@ def test_loggers_take_down_the_config_as_it_ran() -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(".")
-        config = job("train_data={call: rows.loader}", f"loggers=[{LOGGER}]", "run_dir=a", "seed=4")
+        config = job(
+            "train_dataloader={call: rows.loader}", f"loggers=[{LOGGER}]", "run_dir=a", "seed=4"
+        )
         Path("a").mkdir()
         build_trainer(config).fit()
     first, *rest = map(json.loads, Path("a/log.jsonl").read_text().splitlines())

@@ -264,8 +264,8 @@ def test_what_is_left_is_told_from_the_second_time_on_and_by_the_latest_start() 
 
 JOB = """\
 model: {call: torch.nn.Linear, args: {in_features: 8, out_features: 2}}
-train_data: {call: make.batches}
-loss: {call: torch.nn.CrossEntropyLoss}
+train_dataloader: {call: make.batches}
+loss_fn: {call: torch.nn.CrossEntropyLoss}
 optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
 max_duration: 2ba
 """

@@ -45,8 +45,9 @@ IN_CONFIGS = {
     ),
     "batch_size=64": (
         "unknown key 'batch_size' (did you mean 'global_batch_size'?): write "
-        "global_batch_size=64, with batch_size: ${global_batch_size} under train_data.args; or "
-        "train_data.args.batch_size=64, the rows that one device loads"
+        "global_batch_size=64, with batch_size: ${global_batch_size} under train_dataloader.args; "
+        "or "
+        "train_dataloader.args.batch_size=64, the rows that one device loads"
     ),
     "epochs=3": f"unknown key 'epochs' (did you mean 'max_duration'?): {EPOCHS}",
     "max_epochs=3": f"unknown key 'max_epochs' (did you mean 'max_duration'?): {EPOCHS}",

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import linecache
 import os
 import re
 import select
@@ -10,23 +11,23 @@ import sys
 import textwrap
 import time
 import traceback
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from automicro.cli.output import complain, has_peers
-from automicro.cli.wording import as_yaml
-from automicro.errors import AutomicroError, ConfigError, DesyncError, PeerLostError, RankError
-
-if TYPE_CHECKING:
-    from automicro.trainer.processes import Place
-import linecache
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from automicro.cli.output import warn
-from automicro.errors import AutomicroWarning
+from automicro.cli.output import complain, has_peers, warn
+from automicro.errors import (
+    AutomicroError,
+    AutomicroWarning,
+    ConfigError,
+    DesyncError,
+    PeerFailedError,
+    PeerLostError,
+    RankError,
+    facts_of,
+)
 
 FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 TERMINATED = 128 + signal.SIGTERM
@@ -50,14 +51,30 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
         return code
     is_ours = is_bug_of_ours(error)
     if debug or is_ours:
-        shown = traceback.TracebackException.from_exception(error)
-        shown.__notes__ = None  # they come with the message
-        print("".join(shown.format()), end="", file=sys.stderr)
+        _print_traceback(error)
     complain(text)
     leave_for_torchrun(error, text)
     if not (debug or is_ours) and _has_more_to_show(error):
         print(DEBUG_HINT, file=sys.stderr)
     return code
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Without notes, which come with the message; in a terminal with the code of all but torch."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        from rich.traceback import Traceback
+
+        torch = [sys.modules["torch"]] if "torch" in sys.modules else []
+        shown = Traceback.from_exception(type(error), error, error.__traceback__, suppress=torch)
+        shown.trace.stacks[0].notes = []
+        console.print(shown)
+        return
+    plain = traceback.TracebackException.from_exception(error)
+    plain.__notes__ = None
+    print("".join(plain.format()), end="", file=sys.stderr)
 
 
 def summarize_error(error: BaseException) -> str:
@@ -67,7 +84,7 @@ def summarize_error(error: BaseException) -> str:
     "KeyError: 'x'"
     """
     if isinstance(error, AutomicroError) or is_refusal(error):
-        return as_yaml(_with_notes(error))
+        return _with_notes(error)
     return "\n  ".join([_headline(error), *_notes(error), *_at(users_place(error))])
 
 
@@ -146,20 +163,20 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
         if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
             complain(f"rank {place.rank} of {place.world_size}: {text}")
             return True
-    elif not isinstance(error, RankError) and not _is_end(error, place):
-        return False
+    elif not isinstance(error, RankError | KeyboardInterrupt | SystemExit) or (
+        place.is_first and not isinstance(error, RankError)
+    ):
+        return False  # the first rank tells all of what the run was asked to end by
     if isinstance(error, PeerLostError):
         # Whoever is left has it to say: nobody knows who that will be.
-        text = "; ".join(line.strip() for line in text.splitlines())
-        named = f"rank {place.rank} of {place.world_size} "
-        complain(re.sub(rf"^rank {place.rank} (of {place.world_size} )?", named, text))
+        complain("; ".join(line.strip() for line in text.splitlines()))
         return True
-    if " stopped after batch " in text and not place.is_first:
+    if facts_of(error).stopped is not None and not place.is_first:
         return True  # in order, which the first one says
-    said = _in_one_line(text)
-    short = said.removeprefix(f"rank {place.rank}")  # "rank 1 stops because …"
-    between = "" if short != said else ": "
-    complain(f"rank {place.rank} of {place.world_size}{between}{short}")
+    # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
+    said = textwrap.shorten(text, _SHORT, placeholder=" …")
+    is_named = isinstance(error, PeerFailedError)
+    complain(said if is_named else f"rank {place.rank} of {place.world_size}: {said}")
     leave_for_torchrun(error, text)
     return True
 
@@ -171,28 +188,17 @@ def _is_most_likely_of_all(error: BaseException) -> bool:
     return isinstance(error, ConfigError | SampleTooLargeError | DesyncError)
 
 
-def _is_end(error: BaseException, place: "Place") -> bool:
-    """Whether the run was asked to end, which the first rank tells all of."""
-    return not place.is_first and isinstance(error, KeyboardInterrupt | SystemExit)
-
-
-def _in_one_line(text: str) -> str:
-    """As much of a message as one line holds: the other ranks' share of one error."""
-    return textwrap.shorten(text, _SHORT, placeholder=" …")
-
-
 def _describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, _describe_end("interrupted", error)
     if is_sigterm(error):
         return TERMINATED, _describe_end("ended by SIGTERM", error)
     if isinstance(error, ConfigError):
-        # It may quote somebody else's error: nothing in it is rewritten.
         return MISUSED, _with_notes(error)
     from automicro.memory.oom import is_out_of_memory
 
     if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
-        return FAILED, as_yaml(_with_notes(error))
+        return FAILED, _with_notes(error)
     if is_bug_of_ours(error):
         bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
         return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
@@ -229,9 +235,9 @@ def _has_more_to_show(error: BaseException) -> bool:
 
 
 def _describe_end(what: str, error: BaseException) -> str:
-    """What ended a run; where it ended in order, its note says so in one line."""
-    in_order = [note for note in _notes(error) if ": stopped " in note]
-    return in_order[0] if in_order else " ".join([what, *_notes(error)])
+    """What ended a run; where it ended in order, in one line."""
+    stopped = facts_of(error).stopped
+    return str(stopped) if stopped is not None else " ".join([what, *_notes(error)])
 
 
 def _with_notes(error: BaseException) -> str:
@@ -332,9 +338,8 @@ def is_bug_of_ours(error: BaseException) -> bool:
         return False
     if isinstance(error, AssertionError | NameError):
         return True
-    from automicro.step.events import WHILE_UPDATING
-
-    is_metrics = any(note.startswith(WHILE_UPDATING) for note in getattr(error, "__notes__", ()))
+    beside = facts_of(error).bystander
+    is_metrics = beside is not None and beside.kind == "metric"
     return users_place(error) is None and not is_metrics and not _is_of_users_object(error)
 
 
@@ -473,7 +478,7 @@ def warnings_in_one_line() -> Iterator[None]:
             return
         shown.add(key)
         if is_ours:
-            warn(f"warning: {as_yaml(text)}")
+            warn(f"warning: {text}")
         else:
             warn(f"warning: {category.__name__}: {text} ({shorten(filename)}:{lineno})")
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from automicro.cli.arguments import split_inputs
@@ -10,7 +10,7 @@ from automicro.cli.config.build import Recipe
 from automicro.cli.config.keys import about, key_in, keys_of
 from automicro.cli.config.load import LoadedConfig, read_config
 from automicro.cli.config.schema import TO_TRAIN, RunConfig
-from automicro.cli.config.sources import ElsewhereError, Sources
+from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, summarize_error
 from automicro.errors import ConfigError
 from automicro.trainer.processes import place_in_environment
@@ -36,6 +36,7 @@ class Job:
         self._command = command
         self._for_ranks = for_ranks
         self.files, self._overrides = split_inputs(inputs, command=command)
+        self._origin: Callable[[Collection[str]], str] = lambda keys: " + ".join(self.files)
 
     @contextlib.contextmanager
     def reading(
@@ -65,13 +66,15 @@ class Job:
 
         num_processes = self._count_processes()
         with importing_beside(*self.files):
-            yield read_config(
+            loaded = read_config(
                 self.files,
                 self._overrides,
                 required=required,
                 num_devices=num_processes,
                 check=examine,
             )
+            self._origin = loaded.sources.origin
+            yield loaded
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
@@ -86,12 +89,7 @@ class Job:
             if is_bug_of_ours(error):
                 raise
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
-            sources = Sources(
-                files=tuple((each, {}) for each in self.files), overrides=self._overrides
-            )
-            raise ConfigError(
-                f"{sources.touching(keys_of(error) or key_in(text))}: {text}"
-            ) from error
+            raise ConfigError(f"{self._origin(keys_of(error) or key_in(text))}: {text}") from error
 
     def _count_processes(self) -> int:
         try:

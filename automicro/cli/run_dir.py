@@ -13,20 +13,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
+from automicro.cli.config.keys import RENAMED
 from automicro.cli.config.load import to_yaml
-from automicro.cli.config.nodes import items_inside
-from automicro.cli.config.sources import read_yaml
+from automicro.cli.config.nodes import leaves
+from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
-from automicro.errors import ConfigError, PeerLostError, add_note
+from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
-from automicro.trainer.signals import STOPPED, WITHOUT_CHECKPOINT, end_told_here
+from automicro.trainer.signals import end_told_here
 
 CONFIG, SUMMARY, WEIGHTS = "config.yaml", "summary.json", "weights.pt"
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
@@ -35,79 +36,35 @@ THE_SAME_RUN = frozenset({"run_dir", "progress", "max_time"})
 UNSET = object()
 
 
-class RunDir(Protocol):
-    """Where a run leaves what it was and what it came to."""
-
-    @property
-    def was_begun(self) -> bool:
-        """Whether this run was started here before."""
-
-    def finished(self) -> FitSummary | None:
-        """What the run came to, where it trained to its end and goes on from there."""
-
-    def begin(self) -> None:
-        """Leave what the run is."""
-
-    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Leave the results; return a line that says where, empty where there are none."""
-
-
-def open_run_dir(path: str | None, config: Mapping[str, Any], *, goes_on: bool = False) -> RunDir:
-    """The folder at a path, or one that keeps nothing. Nothing is written yet.
+class RunDir:
+    """The folder of a run; nothing is kept where there is none. Each file appears whole or not.
 
     Args:
-        path: of the folder; None for nowhere.
-        config: every key of the run.
-        goes_on: whether the run goes on from its checkpoints, where it has any.
-
-    Raises:
-        ConfigError: the folder holds another run, or a finished one.
-
-    >>> open_run_dir(None, {}).begin()
-    """
-    return Nowhere() if path is None else Folder(Path(path), config, goes_on=goes_on)
-
-
-class Nowhere:
-    """Keeps nothing."""
-
-    was_begun = False
-
-    def finished(self) -> FitSummary | None:
-        """Know of nothing."""
-        return None
-
-    def begin(self) -> None:
-        """Keep nothing."""
-
-    def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Keep nothing."""
-        return ""
-
-
-class Folder:
-    """A folder on disk. Each file appears whole or not at all.
-
-    Args:
-        path: of the folder; made where there is none.
+        path: of the folder, made where there is none; None to keep nothing.
         config: every key of the run.
         goes_on: whether the run goes on from its checkpoints, where it has any.
 
     Raises:
         ConfigError: the folder holds another run, or a finished one that does not go on. An
             interrupted run of the same config may be started again in its folder.
+
+    >>> RunDir(None, {}).was_begun
+    False
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], *, goes_on: bool = False) -> None:
-        self._path = path
+    def __init__(
+        self, path: str | None, config: Mapping[str, Any], *, goes_on: bool = False
+    ) -> None:
+        self._path = None if path is None else Path(path)
         self._config = config
         self._goes_on = goes_on
-        self._refuse_another_run()
+        if self._path is not None:
+            _refuse_another_run(self._path, config, goes_on=goes_on)
 
     @property
     def was_begun(self) -> bool:
         """Whether this run was started here before."""
-        return (self._path / CONFIG).exists()
+        return self._path is not None and (self._path / CONFIG).exists()
 
     def finished(self) -> FitSummary | None:
         """What the run came to, where it trained to its end and goes on from there.
@@ -115,11 +72,10 @@ class Folder:
         Raises:
             ConfigError: the summary cannot be read.
         """
-        path = self._path / SUMMARY
-        if not self._goes_on or not path.exists():
+        if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:
-            summary = read_summary(path.read_text(encoding="utf-8"))
+            summary = read_summary((self._path / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} holds a summary.json that cannot be read ({error}): "
@@ -134,74 +90,72 @@ class Folder:
         Raises:
             ConfigError: the folder cannot be written.
         """
+        if self._path is None:
+            return
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             text = to_yaml(self._config)
-            self._write(CONFIG, lambda file: file.write(text.encode()))
+            _write(self._path, CONFIG, lambda file: file.write(text.encode()))
         except OSError as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} cannot be written ({error}): give a folder that can"
             ) from error
 
     def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Write the weights, then the summary, whose presence says that the run is complete."""
-        self._write(WEIGHTS, lambda file: torch.save(weights, file))
+        """Write the weights, then the summary, whose presence says that the run is complete.
+
+        Returns:
+            A line that says where; empty where nothing is kept.
+        """
+        if self._path is None:
+            return ""
+        _write(self._path, WEIGHTS, lambda file: torch.save(weights, file))
         text = to_json(summary, indent=2) + "\n"
-        self._write(SUMMARY, lambda file: file.write(text.encode()))
+        _write(self._path, SUMMARY, lambda file: file.write(text.encode()))
         return f"wrote {CONFIG}, {SUMMARY} and {WEIGHTS} into {self._path}"
 
-    def _refuse_another_run(self) -> None:
-        where = f"run_dir={str(self._path)!r}"
-        path = self._path / CONFIG
-        if path.exists():
-            changes = _changes(read_yaml(path), self._config)
-            # One that failed before it left anything else is in nobody's way.
-            if changes and any(each.name != CONFIG for each in self._path.iterdir()):
-                saved = self._path / "checkpoints"
-                go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
-                raise ConfigError(
-                    f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}"
-                )
-        results = [name for name in (SUMMARY, WEIGHTS) if (self._path / name).exists()]
-        if results and not (self._goes_on and self.was_begun):
-            raise ConfigError(
-                f"{where} holds the {' and the '.join(results)} of a run already: {ANOTHER}"
-            )
 
-    def _write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
-        number, temporary = tempfile.mkstemp(dir=self._path, prefix=f".{name}.")
-        try:
-            with os.fdopen(number, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            # Temporary files are for their owner alone; these are as readable as any other.
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, self._path / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        _sync_folder(self._path)
+def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
+    where = f"run_dir={str(folder)!r}"
+    path = folder / CONFIG
+    if path.exists():
+        changes = _changes(read_file(path)[0], config)
+        # One that failed before it left anything else is in nobody's way.
+        if changes and any(each.name != CONFIG for each in folder.iterdir()):
+            saved = folder / "checkpoints"
+            go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
+            raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}")
+    results = [name for name in (SUMMARY, WEIGHTS) if (folder / name).exists()]
+    if results and not (goes_on and path.exists()):
+        raise ConfigError(
+            f"{where} holds the {' and the '.join(results)} of a run already: {ANOTHER}"
+        )
+
+
+def _write(folder: Path, name: str, write: Callable[[IO[bytes]], object]) -> None:
+    number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+    try:
+        with os.fdopen(number, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        # Temporary files are for their owner alone; these are as readable as any other.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, folder / name)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(folder)
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    before, after = _leaves(old), _leaves(new)
+    old = {RENAMED.get(key, key): value for key, value in old.items()}
+    before, after = leaves(old), leaves(new)
     return [
         f"{key}: {_show(before.get(key, UNSET))} → {_show(after.get(key, UNSET))}"
         for key in before | after
         if key not in THE_SAME_RUN and before.get(key, UNSET) != after.get(key, UNSET)
     ]
-
-
-def _leaves(value: Any, key: str = "") -> dict[str, Any]:
-    inside = items_inside(value)
-    if not inside:
-        return {key: value}
-    return {
-        name: leaf
-        for part, each in inside
-        for name, leaf in _leaves(each, f"{key}.{part}" if key else str(part)).items()
-    }
 
 
 def _show(value: object) -> str:
@@ -304,11 +258,11 @@ def telling_how_to_go_on(
         with end_told_here():
             yield
     except (KeyboardInterrupt, SystemExit) as error:
-        notes: list[str] = getattr(error, "__notes__", [])
-        for place, note in enumerate(notes):
-            if STOPPED in note:
-                is_saved = not note.endswith(WITHOUT_CHECKPOINT)
-                notes[place] = f"{note}: {_remedy(checkpoint, run_dir, inputs, is_saved=is_saved)}"
+        stopped = facts_of(error).stopped
+        if stopped is not None:
+            is_saved = stopped.checkpoint is not None
+            remedy = _remedy(checkpoint, run_dir, inputs, is_saved=is_saved)
+            remember(error, stopped=replace(stopped, remedy=remedy))
         raise
     except PeerLostError as error:
         add_note(error, _remedy(checkpoint, run_dir, inputs, is_saved=False))

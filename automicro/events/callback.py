@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from automicro.errors import add_note
+from automicro.errors import Bystander, add_note
 from automicro.events.run import Run
 from automicro.memory.oom import is_out_of_memory
 from automicro.showing import one_line
 from automicro.step.events import (
-    IN_CALLBACK,
     Attempt,
     Microbatch,
     Observer,
     OutOfMemory,
     Resize,
     Subject,
+    blame,
 )
 from automicro.step.results import EvalResult, StepResult
 
@@ -253,7 +253,7 @@ class Callbacks:
             try:
                 method(run, *subject)
             except BaseException as error:
-                add_note(error, f"{IN_CALLBACK}{type(callback).__name__}, at {event}")
+                _blame(error, f"{type(callback).__name__}, at {event}")
                 if event not in STEP_EVENTS:
                     _explain_shortage(error)
                 raise
@@ -264,7 +264,7 @@ class Callbacks:
             try:
                 batch = method(run, batch)
             except BaseException as error:
-                add_note(error, f"{IN_CALLBACK}{type(callback).__name__}, transform")
+                _blame(error, f"{type(callback).__name__}, transform")
                 _explain_shortage(error)
                 raise
             if batch is None:
@@ -283,6 +283,10 @@ class Callbacks:
             self.fire(event, run, subject)
 
         return observe
+
+
+def _blame(error: BaseException, where: str) -> None:
+    blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
 
 
 def _explain_shortage(error: BaseException) -> None:

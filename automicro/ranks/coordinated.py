@@ -20,6 +20,7 @@ from automicro.errors import (
     PeerStoppedError,
     RankError,
     describe_error,
+    facts_of,
 )
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_parallel, runs_collectives
@@ -44,7 +45,6 @@ from automicro.ranks.guards.fsdp import FsdpGuard
 from automicro.ranks.guards.guard import Commons, Guard, commons_of_group, opened_commons
 from automicro.ranks.heartbeat import RollCall, watch_peers
 from automicro.ranks.interface import (
-    TOLD,
     Agreement,
     OneRank,
     Proposal,
@@ -52,6 +52,7 @@ from automicro.ranks.interface import (
     Report,
     Status,
     StrayedError,
+    note_told,
 )
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use, WarmUp
@@ -356,11 +357,11 @@ class CoordinatedRanks:
         reasons = self._votes.explain(None if own is None else describe_error(own))
         if own is None:
             raise PeerFailedError(
-                f"rank {self.rank} stops because another rank failed:\n{reasons}\n"
-                f"{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
+                f"rank {self.rank} of {self.world_size} stops because another rank failed:\n"
+                f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that rank (its "
                 "log has the traceback), and start again from the last checkpoint."
             )
-        own.add_note(f"{TOLD} {self.rank} of {self.world_size}; the others were told and stop too")
+        note_told(own, self.rank, self.world_size, "the others were told and stop too")
 
 
 TIMEOUT_SECONDS = 600.0
@@ -396,8 +397,8 @@ def exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> li
     while not store.check(keys):
         if store.check([_FAILED]):
             raise PeerFailedError(
-                f"rank {rank} stops because another rank failed:\n{_read(store, _FAILED)}\nMend "
-                "the cause on that rank (its log has the traceback), and start again."
+                f"rank {rank} of {world_size} stops because another rank failed:\n"
+                f"{_read(store, _FAILED)}\nMend the cause on that rank (its log has the traceback), and start again."
             )
         if time.monotonic() > end:
             missing = ", ".join(key for key in keys if not store.check([key]))
@@ -472,15 +473,14 @@ def tell_of_absence(error: Exception) -> None:
     Args:
         error: why.
     """
-    notes = getattr(error, "__notes__", [])
-    if isinstance(error, RankError) or any(note.startswith(TOLD) for note in notes):
+    if isinstance(error, RankError) or facts_of(error).is_told:
         return
     commons = opened_commons()
     if commons is not None:
         CoordinatedRanks(commons.votes).fail(error)
         return
     say_failed(describe_error(error))
-    error.add_note(f"{TOLD} {dist.get_rank()} of {dist.get_world_size()}; the others were told")
+    note_told(error, dist.get_rank(), dist.get_world_size(), "the others were told")
 
 
 def wait_for_all(point: str) -> None:

@@ -29,8 +29,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-TOLD = "automicro: this happened on rank"
-"""How the note begins of an error that the other ranks were told of."""
+from automicro.errors import add_note, remember
+
 HIGHS = 6
 """How many highs one vote carries."""
 
@@ -352,3 +352,21 @@ def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int 
     pieces = min(num_microbatches, max(1, num_rows // min_rows)) if num_rows else 0
     sizes = [num_rows // pieces + (index < num_rows % pieces) for index in range(pieces)]
     return sizes + [0] * (num_microbatches - pieces)
+
+
+def note_told(error: BaseException, rank: int, world_size: int, told: str) -> None:
+    """Note of an error on which rank it was raised, and that the others know of it.
+
+    Args:
+        error: the error.
+        rank: on which it was raised.
+        world_size: how many ranks there are.
+        told: what the others do now, for people.
+
+    >>> error = ValueError()
+    >>> note_told(error, 1, 2, "the others were told")
+    >>> error.__notes__
+    ['automicro: this happened on rank 1 of 2; the others were told']
+    """
+    add_note(error, f"automicro: this happened on rank {rank} of {world_size}; {told}")
+    remember(error, is_told=True)

@@ -434,9 +434,9 @@ class Votes:
         else:
             who = f"all ranks are still there, so one was too late or the network failed ({error})"
         self._broken = PeerLostError(
-            f"rank {self.rank} could not go on at {point!r}: {who}. Nothing can be retried without "
-            "all ranks: start again from the last checkpoint; the log of the missing rank, or the "
-            "kernel's (out of memory on the host), has the cause"
+            f"rank {self.rank} of {self.world_size} could not go on at {point!r}: {who}. Nothing "
+            "can be retried without all ranks: start again from the last checkpoint; the log of "
+            "the missing rank, or the kernel's (out of memory on the host), has the cause"
         )
         raise self._broken from error
 

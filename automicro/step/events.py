@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from automicro.errors import add_note
+from automicro.errors import Bystander, add_note, facts_of, remember
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,33 +79,32 @@ class Resize:
     after: int
 
 
-IN_CALLBACK = "automicro: in the callback "
-"""How the note begins that names the callback in which an exception was raised."""
+def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
+    """Note what beside the step an exception was raised in; what lies inside of it knows better.
 
-WHILE_UPDATING = "automicro: while updating the metric "
-"""How the note begins that names the metric in whose update an exception was raised."""
+    Args:
+        error: the exception.
+        culprit: what it was raised in.
+        doing: what was done, for people.
 
-WHILE_JOINING = "automicro: while joining "
-"""How the note begins that names what of all rows is kept on the device."""
+    >>> error = MemoryError()
+    >>> blame(error, Bystander(kind="metric", name="'f1'"), "while updating the metric 'f1'")
+    >>> error.__notes__, bystander(error)
+    (["automicro: while updating the metric 'f1'"], "the metric 'f1'")
+    """
+    add_note(error, f"automicro: {doing}")
+    if facts_of(error).bystander is None:
+        remember(error, bystander=culprit)
 
 
 def bystander(error: BaseException) -> str | None:
-    """What beside the step an exception was raised in, as its notes say; None where in nothing.
+    """What beside the step an exception was raised in, in words; None where in nothing.
 
-    >>> error = MemoryError()
-    >>> error.add_note("automicro: in the callback Images, at forward_end")
-    >>> bystander(error)
-    'the callback Images, at forward_end'
+    >>> bystander(MemoryError()) is None
+    True
     """
-    for note in getattr(error, "__notes__", ()):
-        for begins, who in (
-            (IN_CALLBACK, "the callback "),
-            (WHILE_UPDATING, "the metric "),
-            (WHILE_JOINING, "the joining of "),
-        ):
-            if isinstance(note, str) and note.startswith(begins):
-                return who + note.removeprefix(begins)
-    return None
+    found = facts_of(error).bystander
+    return None if found is None else str(found)
 
 
 Subject: TypeAlias = Attempt | Microbatch | OutOfMemory | Resize
@@ -158,7 +157,8 @@ class Narrator:
         except BaseException as error:
             if bystander(error) is None:  # else it is known which of several callbacks it was
                 name = getattr(self._tell, "__qualname__", type(self._tell).__qualname__)
-                add_note(error, f"{IN_CALLBACK}{name} (the observer), at {event}")
+                where = f"{name} (the observer), at {event}"
+                blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
             raise
 
     def begin(self, cuts: Sequence[Sequence[int]], *, is_measuring: bool = False) -> None:

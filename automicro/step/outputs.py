@@ -13,10 +13,10 @@ from automicro.batch.cutting import concat_rows
 from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
-from automicro.errors import BatchError, LossError, add_note
+from automicro.errors import BatchError, Bystander, LossError
 from automicro.loss.conventions import Carried, Output, outputs_with_rows
 from automicro.memory.budget import active_budget
-from automicro.step.events import WHILE_JOINING, Microbatch
+from automicro.step.events import Microbatch, blame
 
 Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
@@ -108,7 +108,8 @@ class Kept:
                     self.outputs = concat_rows(self._outputs)
         except Exception as error:
             if not is_at_home:
-                add_note(error, f"{WHILE_JOINING}outputs of all rows (return_outputs='host')")
+                what = "outputs of all rows (return_outputs='host')"
+                blame(error, Bystander(kind="joining of", name=what), f"while joining {what}")
             raise
         if self._carries:
             self.carry = concat_rows(self._carries, self._row_dims)

@@ -15,10 +15,10 @@ from automicro.batch.tensors import map_tensors
 from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
 from automicro.errors import (
     BatchError,
+    Bystander,
     LossAverageWarning,
     LossError,
     MetricWarning,
-    add_note,
     warn,
 )
 from automicro.loss.conventions import Output
@@ -28,7 +28,7 @@ from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
-from automicro.step.events import WHILE_UPDATING, Tell
+from automicro.step.events import Tell, blame
 from automicro.torch_private import compiler_is_used
 from automicro.transaction.gradients import Gradients
 
@@ -362,7 +362,8 @@ class Passes:
             try:
                 self._update_metric(metric, outputs, microbatch, name)
             except Exception as error:
-                add_note(error, f"{WHILE_UPDATING}{name!r}")
+                metric_named = Bystander(kind="metric", name=repr(name))
+                blame(error, metric_named, f"while updating {metric_named}")
                 raise
 
 

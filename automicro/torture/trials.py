@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError
+from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError, facts_of
 from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
 from automicro.policy.halving import Halving
@@ -232,7 +232,6 @@ def _count_reservation(run: Run, mode: FaultMode) -> None:
     mode.ledger.see(run.microbatcher._setup.reservation._placeholders, [])
 
 
-COMMITTED = "automicro: the batch was committed"
 HALF_APPLIED = "half applied"
 
 # Functions of automicro that may go on without what failed in them.
@@ -272,7 +271,7 @@ def attempt(trials: Trials, plan: Sequence[Fault]) -> Verdict:
         return Verdict("not reached", [f"operation {plan[0].index} never ran"])
     if trial.raised is None:
         return _judge_success(trials, trial)
-    if any(COMMITTED in note for note in getattr(trial.raised, "__notes__", ())):
+    if facts_of(trial.raised).is_committed:
         return _judge_committed(trials, trial, trial.raised)
     return _judge_refusal(trials, trial, trial.raised)
 

@@ -325,7 +325,7 @@ def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) 
     if not place.is_first:
         store.set(f"{prefix}/hello/{place.rank}", own)
         name: str = store.get(f"{prefix}/answer/{own}").decode()
-        _require_present(name)
+        _require_present(name, place)
         store.set(f"{prefix}/{name}/{place.rank}", "here")
         return name
     answered: dict[int, bytes] = {}
@@ -344,7 +344,7 @@ def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) 
             if store.check([hello]) and (word := store.get(hello)) != answered.get(rank):
                 if (said := word.decode()).startswith(_ABSENT):
                     _answer_all(store, place, said, until=_PATIENCE)
-                    _require_present(said)
+                    _require_present(said, place)
                 store.set(f"{prefix}/answer/{word.decode()}", own)
                 answered[rank] = word
         absent = {rank for rank in absent if not store.check([f"{prefix}/{own}/{rank}"])}
@@ -391,10 +391,11 @@ def _answer_all(store: Store, place: Place, said: str, *, until: timedelta) -> N
     time.sleep(_HEAR_SECONDS)  # the store ends with this process
 
 
-def _require_present(said: str) -> None:
+def _require_present(said: str, place: Place) -> None:
     if said.startswith(_ABSENT):
         raise PeerFailedError(
-            "another rank will not come, because it failed:\n"
+            f"rank {place.rank} of {place.world_size} stops, for another rank failed and will not "
+            "come:\n"
             f"{said.removeprefix(_ABSENT)}\nMend the cause on that rank (its log has the "
             "traceback), and start all processes again."
         )

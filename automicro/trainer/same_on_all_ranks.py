@@ -14,17 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from automicro.callbacks import ExponentialMovingAverage
-from automicro.errors import DesyncError, describe_error
+from automicro.errors import DesyncError, describe_error, facts_of
 from automicro.events.callback import Callback
 from automicro.ranks.discovery import tell_of_construction
-from automicro.ranks.interface import TOLD, Ranks
+from automicro.ranks.interface import Ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import num_batches
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.processes import say_absent
 from automicro.trainer.resume.fits import GivenOptions
-from automicro.trainer.signals import STOPPED
 from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
@@ -217,8 +216,8 @@ def telling_once(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        notes = getattr(error, "__notes__", [])
-        if not any(note.startswith(TOLD) or STOPPED in note for note in notes):
+        known = facts_of(error)
+        if not known.is_told and known.stopped is None:
             ranks.fail(error)
         raise
 

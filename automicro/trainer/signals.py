@@ -12,16 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from automicro.errors import add_note
+from automicro.errors import Stopped, add_note, remember
 from automicro.ranks.interface import Ranks
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-STOPPED = ": stopped "
-"""What a note has that tells of an end in order."""
-
-WITHOUT_CHECKPOINT = "without a checkpoint"
-"""What a note has where nothing was saved."""
-
 _is_end_told = contextvars.ContextVar("is_end_told", default=False)
 _ONE_SIGNAL_SECONDS = 1.0
 
@@ -82,8 +76,11 @@ class Interruption:
         >>> interruption.describe(where="after batch 12", checkpoint="runs/a/00003-step-12")
         'SIGTERM: stopped after batch 12, saved in runs/a/00003-step-12'
         """
-        saved = WITHOUT_CHECKPOINT if checkpoint is None else f"saved in {checkpoint}"
-        return f"{self.name}{STOPPED}{where}, {saved}"
+        return str(self._end(where, checkpoint))
+
+    def _end(self, where: str, checkpoint: Path | str | None) -> Stopped:
+        saved = None if checkpoint is None else str(checkpoint)
+        return Stopped(by=str(self.name), where=where, checkpoint=saved)
 
     def raise_if_interrupted(self, *, where: str, checkpoint: Path | str | None = None) -> None:
         """End the program as the signal would have, now that all is in order.
@@ -101,7 +98,9 @@ class Interruption:
         error: BaseException = KeyboardInterrupt()
         if self._first is signal.SIGTERM:
             error = SystemExit(SIGTERM_EXIT_CODE)
-        add_note(error, f"automicro: {self.describe(where=where, checkpoint=checkpoint)}")
+        end = self._end(where, checkpoint)
+        add_note(error, f"automicro: {end}")
+        remember(error, stopped=end)
         raise error
 
 

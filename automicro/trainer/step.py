@@ -121,7 +121,8 @@ CountTokens = Callable[[Any], int]
 
 _HOW = (
     "pass count_tokens=…, a callable from a batch to its number of tokens, such as "
-    "count_tokens=lambda batch: batch['input_ids'].numel()"
+    "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
+    "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}"
 )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from automicro.errors import add_note
+from automicro.errors import add_note, remember
 
 
 class Part(Protocol):
@@ -84,6 +84,7 @@ class Transaction:
             del self._begun[0]
         if interruption is not None:
             add_note(interruption, "automicro: the batch was committed, its gradient is in .grad")
+            remember(interruption, is_committed=True)
             try:
                 raise interruption
             finally:

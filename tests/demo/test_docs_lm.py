@@ -219,7 +219,7 @@ def first_batch() -> tuple[Any, Mapping[str, Tensor]]:
     """The job's model in float64, and the first batch that it trains on."""
     recipe = job()
     model = in_float64(recipe.make_model())
-    return model, next(iter(recipe.make("train_data")))
+    return model, next(iter(recipe.make("train_dataloader")))
 
 
 def gradient(model: nn.Module) -> Tensor:

@@ -160,7 +160,7 @@ def test_the_digits_train_to_their_end(with_digits: Installed) -> None:
 
 
 def test_the_digits_are_found_exact(with_digits: Installed) -> None:
-    small = ["train_data.args.batch_size=9", "model.args.channels=8"]
+    small = ["train_dataloader.args.batch_size=9", "model.args.channels=8"]
     assert with_digits.say("automicro", "verify", "job.yaml", *small).startswith("exact")
 
 

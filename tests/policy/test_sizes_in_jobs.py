@@ -349,7 +349,7 @@ def test_an_evaluation_in_a_config_has_a_policy_of_its_own(
     monkeypatch.chdir(tmp_path)
     data = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
     size = "{call: automicro.Halving, args: {max_microbatch_size: 4}}"
-    evaluator = Recipe(job(f"eval_data={{data: {data}, microbatch_size: {size}}}")).make(
-        "eval_data"
+    evaluator = Recipe(job(f"eval_dataloader={{data: {data}, microbatch_size: {size}}}")).make(
+        "eval_dataloader"
     )
     assert evaluator.microbatch_size.propose(8) == 4

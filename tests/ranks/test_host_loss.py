@@ -148,7 +148,10 @@ class Hosts:
     def __init__(self, folder: Path, *, options: tuple[str, ...] = (), **env: str) -> None:
         (folder / "job.yaml").write_text(
             JOB.replace("wide.make_model", "wide.make_stopping_model")
-            .replace("train_data: {call: wide.loader", "train_data: {call: wide.stopping_loader")
+            .replace(
+                "train_dataloader: {call: wide.loader",
+                "train_dataloader: {call: wide.stopping_loader",
+            )
             .replace("torch.optim.SGD", "wide.StoppingOptimizer")
             .replace('"runs/${now:%H-%M-%S}"', "runs/one"),
             encoding="utf-8",

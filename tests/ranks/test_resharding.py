@@ -201,7 +201,7 @@ def test_a_config_with_a_global_batch_goes_on_with_fewer_processes(tmp_path: Pat
             folder,
             "parallel=ddp",
             "global_batch_size=24",
-            f"train_data={data}",
+            f"train_dataloader={data}",
             f"max_duration={duration}",
             f"checkpoint={checkpoint}",
             processes=processes,

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow  # each starts processes anew, which import torch
 JOB = """
 global_batch_size: 128
 model: {call: wide.make_model}
-train_data: {call: wide.loader, args: {batch_size: "${global_batch_size}", rows: 200}}
-eval_data: {call: wide.loader, args: {batch_size: 32, rows: 45}}
-loss: {call: torch.nn.CrossEntropyLoss}
+train_dataloader: {call: wide.loader, args: {batch_size: "${global_batch_size}", rows: 200}}
+eval_dataloader: {call: wide.loader, args: {batch_size: 32, rows: 45}}
+loss_fn: {call: torch.nn.CrossEntropyLoss}
 optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
 metrics:
   accuracy:

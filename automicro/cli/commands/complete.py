@@ -87,10 +87,10 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "checkpoint.resume": ("auto", "never"),
     "compile": _TRUTH,
     "deterministic": _TRUTH,
-    "eval_data.interval": ("null",),
-    "eval_data.max_batches": ("null",),
-    "eval_data.metrics": ("null",),
-    "eval_data.microbatch_size": _SIZES,
+    "eval_dataloader.interval": ("null",),
+    "eval_dataloader.max_batches": ("null",),
+    "eval_dataloader.metrics": ("null",),
+    "eval_dataloader.microbatch_size": _SIZES,
     "eval_microbatch_size": _SIZES,
     "gradient_sums": ("fp32", "native"),
     "loss_average": ("auto", "samples", "tokens", "none"),
@@ -106,7 +106,14 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             *("max_time", "eval_interval", "memory_limit", "grad_clip_norm", "seed", "weights"),
-            *("eval_data", "loss", "forward", "scheduler", "update_metric", "count_tokens"),
+            *(
+                "eval_dataloader",
+                "loss_fn",
+                "forward",
+                "scheduler",
+                "update_metric",
+                "count_tokens",
+            ),
             *("global_batch_size", "eval_global_batch_size", "run_dir"),
         ),
         ("null",),
@@ -115,7 +122,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 """The words that a key takes. What is free, such as a number, cannot be completed."""
 
 SECTION_KEYS: Mapping[str, tuple[str, ...]] = {
-    "eval_data": ("data", "metrics", "microbatch_size", "max_batches", "interval"),
+    "eval_dataloader": ("data", "metrics", "microbatch_size", "max_batches", "interval"),
     "checkpoint": (
         *("folder", "interval", "keep_last", "keep_best", "best_metric", "best_mode"),
         *("asynchronous", "resume"),

@@ -32,18 +32,18 @@ model:
   call: ???                  # import path of your module, such as my_module.MyModel
   args: {}                   # its arguments by name
 
-train_data:
+train_dataloader:
   call: ???                  # of a function that returns a DataLoader
   args: {batch_size: "${global_batch_size}"}
 
-loss:                        # called as loss(model(inputs), targets); without it, the
-  call: torch.nn.CrossEntropyLoss   # model computes its own loss
+loss_fn:                     # called as loss_fn(model(inputs), targets); without it,
+  call: torch.nn.CrossEntropyLoss   # the model computes its own loss
 
 optimizer:                   # is handed the model's parameters first
   call: torch.optim.AdamW
   args: {lr: 1e-3}
 
-eval_data: null              # as train_data
+eval_dataloader: null        # as train_dataloader
 scheduler: null              # {call: torch.optim.lr_scheduler.StepLR, args: {step_size: 100}}
 metrics: {}                  # {name: {call: torchmetrics.…, args: {…}}}
 
@@ -58,7 +58,7 @@ callbacks: []                # [{call: automicro.callbacks.EarlyStopping, args: 
 """
 
 NODE_IN_WORDS = """\
-call and args: how a config names whatever is to be made, under model, train_data and others
+call and args: how a config names whatever is to be made, under model, train_dataloader and others
 
 call: text, required
     the dotted import path of a class or a function, such as torch.optim.AdamW. It is called once

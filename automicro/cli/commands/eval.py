@@ -9,10 +9,10 @@ from automicro.cli.arguments import Command, add_inputs, look_for_files
 from automicro.cli.output import importing, results_alone, to_json, warn
 
 DESCRIPTION = """\
-Evaluate a config's model on its eval_data, and print the loss and the metrics, one
-per line. weights names a file with the model's state dict, such as the weights.pt
-that train leaves in run_dir, or a folder of checkpoints, of which the newest good
-one counts. What only training needs is neither made nor looked at.
+Evaluate a config's model on its eval_dataloader, and print the loss and the
+metrics, one per line. weights names a file with the model's state dict, such as the
+weights.pt that train leaves in run_dir, or a folder of checkpoints, of which the
+newest good one counts. What only training needs is neither made nor looked at.
 """
 
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = Job(arguments.inputs, command="eval", for_ranks=True)
     # How it goes is no result: it is for whoever watches.
     check = partial(Recipe, without=ONLY_FOR_TRAINING)
-    reading = job.reading(required=("model", "eval_data"), check=check)
+    reading = job.reading(required=("model", "eval_dataloader"), check=check)
     with reading as loaded, results_alone(True) as results:
         config = replace(loaded.config, progress=loaded.config.progress and sys.stderr.isatty())
         with job.making():
@@ -55,13 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="eval",
-    brief="evaluate a config's model on its eval_data",
+    brief="evaluate a config's model on its eval_dataloader",
     description=DESCRIPTION,
     examples=(
         "automicro eval job.yaml weights=runs/first/weights.pt",
         "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
         "automicro eval job.yaml weights=runs/first/checkpoints",
-        "automicro eval job.yaml eval_data.args.batch_size=90 memory_limit=null",
+        "automicro eval job.yaml eval_dataloader.args.batch_size=90 memory_limit=null",
         "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
     ),
     exit_codes={0: "evaluated", 1: "the run failed"},

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         from automicro.cli.config.build import Recipe
         from automicro.cli.config.load import to_yaml
         from automicro.cli.job import Job
-        from automicro.cli.run_dir import goes_on, open_run_dir, telling_how_to_go_on
+        from automicro.cli.run_dir import RunDir, goes_on, telling_how_to_go_on
         from automicro.trainer.parallel import whole_state_dict
         from automicro.trainer.processes import place_in_environment
 
@@ -50,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         making = saying("making the model and the data", is_silent=not config.progress)
         with making, job.making():
             recipe = Recipe(config)
-            run_dir = open_run_dir(
-                config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint)
-            )
+            run_dir = RunDir(config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint))
             finished = run_dir.finished()
             if finished is None:
                 model, trainer = _make(recipe, was_begun=run_dir.was_begun)

@@ -20,7 +20,7 @@ whole batch with those of splits, in float64 where possible.
 """
 
 # What the gradient of one batch does not depend on.
-UNUSED = frozenset({"eval_data", "optimizer", "scheduler", "checkpoint", *LISTS})
+UNUSED = frozenset({"eval_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,12 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
         from automicro.cli.config.build import Recipe
         from automicro.cli.errors import is_refusal
         from automicro.cli.job import Job
-        from automicro.cli.wording import counting_as_node
         from automicro.errors import AutomicroError
 
     job = Job(arguments.inputs, command="verify")
     check = partial(Recipe, without=UNUSED)
-    with job.reading(required=("model", "train_data"), check=check) as loaded:
+    with job.reading(required=("model", "train_dataloader"), check=check) as loaded:
         with job.making():
             examine = _make(check(loaded.config))
         try:
@@ -45,7 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             with job.making():  # the config asks for what makes no sense
                 raise
-        print(counting_as_node(str(report)))
+        print(report)
+        if report.loss_average.startswith("lambda batch: "):
+            count = report.loss_average.removeprefix("lambda batch: ")
+            print(
+                "  in a config: loss_average: {call: pkgutil.resolve_name, args: {name: "
+                f"my_data.count}}}}, with `def count(batch): return {count}` in my_data.py"
+            )
     return report.exit_code
 
 
@@ -61,7 +66,7 @@ def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
     model = recipe.make_model()
     check_model(model)
     model.to(device)
-    loss_fn = recipe.make("loss")
+    loss_fn = recipe.make("loss_fn")
     options = {
         "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
         "forward": recipe.make("forward"),
@@ -69,14 +74,16 @@ def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
         "batch_layout": recipe.config.batch_layout,
         "device": device,
     }
-    data = recipe.make("train_data")
+    data = recipe.make("train_dataloader")
 
     def examine() -> "VerifyReport":
-        with noting(lambda: "while taking the first batch of train_data"):
+        with noting(lambda: "while taking the first batch of train_dataloader"):
             batch = next(iter(data), None)
         if batch is None:
-            raise DataLoaderError("train_data gave no batch; check its dataset and its sampler")
-        with noting(lambda: "in verification, on the first batch of train_data"):
+            raise DataLoaderError(
+                "train_dataloader gave no batch; check its dataset and its sampler"
+            )
+        with noting(lambda: "in verification, on the first batch of train_dataloader"):
             return verify(model, batch, **options)
 
     return examine
@@ -88,7 +95,7 @@ COMMAND = Command(
     description=DESCRIPTION,
     examples=(
         "automicro verify job.yaml",
-        "automicro verify job.yaml train_data.args.batch_size=9 loss_average=none",
+        "automicro verify job.yaml train_dataloader.args.batch_size=9 loss_average=none",
     ),
     exit_codes={
         0: "splitting is exact as configured",

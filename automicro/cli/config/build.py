@@ -38,7 +38,7 @@ PROTOCOLS: Mapping[str, tuple[type, str]] = {
 }
 # What evaluating has no use for, so what it names need not exist.
 ONLY_FOR_TRAINING = frozenset(
-    {"train_data", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
+    {"train_dataloader", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
 )
 
 
@@ -63,13 +63,17 @@ class Recipe:
         check_values(config)
         self.config = config
         self._makers = {
-            key: (_prepare_data if key == "train_data" else _prepare)(getattr(config, key), key)
+            key: (_prepare_data if key == "train_dataloader" else _prepare)(
+                getattr(config, key), key
+            )
             for key in KEYS
             if key not in without and isinstance(getattr(config, key), CallConfig)
         }
         self._metrics = _prepare_all(config.metrics, "metrics")
-        if "eval_data" not in without and config.eval_data is not None:
-            self._makers["eval_data"] = _prepare_eval_data(config.eval_data, "eval_data")
+        if "eval_dataloader" not in without and config.eval_dataloader is not None:
+            self._makers["eval_dataloader"] = _prepare_eval_data(
+                config.eval_dataloader, "eval_dataloader"
+            )
         for key in LISTS:
             named = {} if key in without else dict(enumerate(getattr(config, key)))
             self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
@@ -112,9 +116,9 @@ class Recipe:
             plain["parameter_groups"] = ()
         return Trainer(
             model,
-            self.make("train_data"),
-            eval_dataloader=self.make("eval_data"),
-            loss_fn=self.make("loss"),
+            self.make("train_dataloader"),
+            eval_dataloader=self.make("eval_dataloader"),
+            loss_fn=self.make("loss_fn"),
             forward=self.make("forward"),
             optimizer=self._makers.get("optimizer"),
             scheduler=self._makers.get("scheduler"),
@@ -225,10 +229,10 @@ def checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[...
     Raises:
         ConfigError: once it is called, there is nothing, or a dataset that gives single rows.
 
-    >>> checking_data(lambda: None, "my_data.loader", "train_data")()
+    >>> checking_data(lambda: None, "my_data.loader", "eval_dataloader")()
     Traceback (most recent call last):
         ...
-    automicro.errors.ConfigError: train_data: my_data.loader returned None: return a DataLoader
+    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
     """
 
     def made() -> Any:

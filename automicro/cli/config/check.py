@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.batch.layout import BatchLayout
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, LISTS, about, as_override, did_you_mean
+from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about, as_override, did_you_mean
 from automicro.cli.config.nodes import (
     FORM,
     NODE_KEYS,
@@ -30,7 +30,6 @@ from automicro.cli.config.schema import (
     keys_inside,
     wrong_type,
 )
-from automicro.cli.wording import as_yaml
 from automicro.compilation import check_compile
 from automicro.errors import ConfigError
 from automicro.migration import synonym_of
@@ -103,8 +102,13 @@ def _check_shape(value: Any, key: str) -> None:
         raise wrong_type(key, value)
 
 
-def _unknown_key(key: object, tree: Mapping[str, Any]) -> str:
-    value = tree[key]  # type: ignore[index]
+def _unknown_key(key: str, tree: Mapping[str, Any]) -> str:
+    value = tree[key]
+    if key in RENAMED:
+        return (
+            f"unknown key {key!r} (did you mean {RENAMED[key]!r}?): keys have the names of the "
+            f"Trainer's arguments: write {RENAMED[key]} in its place"
+        )
     meant = synonym_of(key)
     if meant is not None:
         meant = meant.with_value(value)
@@ -186,7 +190,7 @@ def check_checkpoint(value: object) -> None:
     read_section(value, "checkpoint")
 
 
-def check_eval_data(value: object, key: str = "eval_data") -> None:
+def check_eval_data(value: object, key: str = "eval_dataloader") -> None:
     """Refuse what is no node, no evaluation with options, and no mapping from names to these.
 
     Raises:
@@ -237,7 +241,7 @@ def check_size(value: object, key: str) -> None:
     if isinstance(value, Mapping):
         check_node(value, key)
     elif isinstance(value, bool) or not isinstance(value, int | str | None):
-        known = "eval_data.microbatch_size" if key.startswith("eval_data") else key
+        known = "eval_dataloader.microbatch_size" if key.startswith("eval_dataloader") else key
         raise wrong_type(key, value, known)
 
 
@@ -301,7 +305,7 @@ def read_eval_data(value: Any) -> Any:
     """Return a node, an evaluation with options, or a mapping from names to these, typed.
 
     Args:
-        value: of ``eval_data``, interpolations resolved.
+        value: of ``eval_dataloader``, interpolations resolved.
 
     >>> read_eval_data({"seen": {"data": {"call": "a.b"}, "interval": "2ep"}})["seen"].interval
     '2ep'
@@ -312,7 +316,7 @@ def read_eval_data(value: Any) -> Any:
         return {name: read_eval_data(each) for name, each in value.items()}
     if is_node(value):
         return _call(value)
-    values = read_section(value, "eval_data")
+    values = read_section(value, "eval_dataloader")
     if isinstance(values["metrics"], Mapping):
         metrics = {name: _call(each) for name, each in values["metrics"].items()}
     else:
@@ -325,7 +329,7 @@ def _call(node: Mapping[str, Any]) -> CallConfig:
 
 
 def _check_evaluation(value: object, key: str) -> None:
-    known = keys_inside("eval_data")
+    known = keys_inside("eval_dataloader")
     options = [name for name in known if isinstance(value, Mapping) and name in value]
     if not isinstance(value, Mapping) or is_node(value) or not options:
         check_node(value, key)
@@ -340,14 +344,14 @@ def _check_evaluation(value: object, key: str) -> None:
         check_metrics(metrics, f"{key}.metrics")
     check_node(value["data"], f"{key}.data")
     check_size(value.get("microbatch_size"), f"{key}.microbatch_size")
-    read_section(value, "eval_data", key)
+    read_section(value, "eval_dataloader", key)
 
 
 def _is_by_name(value: object) -> bool:
     """Whether this maps names to evaluations, and is not one itself, mistyped perhaps."""
     if not isinstance(value, Mapping) or not value:
         return False
-    if any(name in value for name in (*NODE_KEYS, *keys_inside("eval_data"))):
+    if any(name in value for name in (*NODE_KEYS, *keys_inside("eval_dataloader"))):
         return False
     return all(isinstance(each, Mapping) for each in value.values()) or any(
         _is_meant_as_evaluation(each)
@@ -375,7 +379,7 @@ def check_values(config: RunConfig) -> None:
         if value is not None:
             _check(key, value, read)
     _check("compile", config, _check_compile)
-    _check_evaluations(config.eval_data, "eval_data")
+    _check_evaluations(config.eval_dataloader, "eval_dataloader")
 
 
 def read_checkpoint(config: RunConfig) -> CheckpointConfig | None:
@@ -401,7 +405,7 @@ def read_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     try:
         return CheckpointConfig(**values)
     except ValueError as error:
-        said = f"checkpoint.{as_yaml(str(error))}"
+        said = f"checkpoint.{error}"
         with about(said.partition("=")[0]):
             raise ConfigError(said) from error
 
@@ -423,7 +427,7 @@ def _check_one(key: str, value: Any, read: Callable[[Any], object]) -> None:
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
                 f"halving) or null (the whole batch)"
             ) from error
-        text = as_yaml(str(error))
+        text = str(error)
         raise ConfigError(text if text.startswith(key) else f"{key}: {text}") from error
 
 
@@ -506,7 +510,7 @@ def _check_limit(value: Any) -> None:
 
 
 OF_SECTIONS: Mapping[str, Callable[[object], None]] = {
-    "eval_data": check_eval_data,
+    "eval_dataloader": check_eval_data,
     "checkpoint": check_checkpoint,
 }
 # Where their own errors do not say which key they mean, the key is put before them.

@@ -10,12 +10,14 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
+from automicro.errors import ConfigError, facts_of, remember
+
 # In the order in which a reader wants them.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is made": (
         "model",
         "weights",
-        "loss",
+        "loss_fn",
         "forward",
         "optimizer",
         "parameter_groups",
@@ -26,8 +28,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "count_tokens",
     ),
     "Data and batches": (
-        "train_data",
-        "eval_data",
+        "train_dataloader",
+        "eval_dataloader",
         "global_batch_size",
         "eval_global_batch_size",
         "accumulate_batches",
@@ -64,12 +66,16 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "checkpoint",
     ),
 }
+RENAMED: Mapping[str, str] = {
+    "loss": "loss_fn",
+    "train_data": "train_dataloader",
+    "eval_data": "eval_dataloader",
+}
+"""What keys were called before they had the names of the Trainer's arguments."""
+
 # Keys that hold a list of nodes.
 LISTS = ("callbacks", "loggers")
 KEYS = tuple(key for keys in GROUPS.values() for key in keys)
-
-
-ABOUT = "__automicro_keys__"
 
 
 @contextlib.contextmanager
@@ -88,9 +94,19 @@ def about(*keys: object) -> Iterator[None]:
         yield
     except Exception as error:
         if not keys_of(error):
-            with contextlib.suppress(Exception):  # some refuse to be changed
-                setattr(error, ABOUT, tuple(map(str, keys)))
+            remember(error, keys=tuple(map(str, keys)))
         raise
+
+
+def mistake(text: str, *keys: object) -> ConfigError:
+    """An error about some keys of the config, to be raised.
+
+    >>> keys_of(mistake("no such argument", "model.args.widht"))
+    ('model.args.widht',)
+    """
+    error = ConfigError(text)
+    remember(error, keys=tuple(map(str, keys)))
+    return error
 
 
 def keys_of(error: BaseException) -> tuple[str, ...]:
@@ -99,8 +115,7 @@ def keys_of(error: BaseException) -> tuple[str, ...]:
     >>> keys_of(ValueError())
     ()
     """
-    keys: tuple[str, ...] = getattr(error, ABOUT, ())
-    return keys
+    return facts_of(error).keys
 
 
 def key_in(text: str) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """From YAML files and overrides to a `RunConfig`, and back to YAML."""
 
 import re
-import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.cli.config.check import check_shapes, read_checkpoint_section, read_eval_data
-from automicro.cli.config.keys import KEYS, LISTS, about
-from automicro.cli.config.nodes import items_inside
+from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about
+from automicro.cli.config.nodes import leaves
 from automicro.cli.config.resolve import first_line, resolve, rows_to_load
 from automicro.cli.config.schema import (
     EXAMPLES,
@@ -25,11 +24,12 @@ from automicro.cli.config.schema import (
     is_made,
     wrong_type,
 )
-from automicro.cli.config.sources import load_or_tell, read_sources, read_yaml
+from automicro.cli.config.sources import Sources, load_or_tell
 from automicro.errors import ConfigError
 
 # An unset one is no null: what refers to it has nothing to stand for.
 BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
+DATA = ("train_dataloader", "eval_dataloader")
 # Nobody's config holds these.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
 
@@ -40,6 +40,7 @@ class LoadedConfig:
 
     Attributes:
         config: every key, typed.
+        sources: what it was read from.
         written: the keys that files and overrides set, in the order of the reference. The only
             interpolations left are the batch sizes in the arguments of the data, and ``run_dir``
             in what is made, so that they follow when these are changed. Read again, it is the
@@ -48,6 +49,7 @@ class LoadedConfig:
 
     config: RunConfig
     written: Mapping[str, Any]
+    sources: Sources
 
     @property
     def everything(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def load_config(
         ConfigError: anything wrong, with file, key, value and remedy.
 
     >>> config = load_config("configs/digits.yaml", ["max_duration=2ba"])
-    >>> config.max_duration, config.train_data.args["batch_size"]
+    >>> config.max_duration, config.train_dataloader.args["batch_size"]
     ('2ba', 512)
     """
     several = [paths] if isinstance(paths, str | Path) else paths
@@ -111,29 +113,33 @@ def read_config(
         ConfigError: all that is wrong, with file or override, key, value and remedy.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
-    ['eval_data', 'eval_interval', 'eval_microbatch_size']
+    ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']
     """
-    sources = read_sources(paths, overrides, lambda path: read_yaml(Path(path)))
+    sources = Sources(paths, overrides, _drop_nulls)
 
     def load(tree: dict[str, Any], without: Collection[str]) -> LoadedConfig:
-        _typed(tree)
-        _require(tree, [key for key in required if key not in without])
-        loaded = _load(tree, num_devices)
-        check(loaded.config)
-        return loaded
+        typed = _typed(tree)
+        left_out = {RENAMED.get(key, key) for key in without}
+        _require(tree, [key for key in required if key not in left_out])
+        config, written = _load(tree, typed, num_devices)
+        check(config)
+        return LoadedConfig(config=config, written=written, sources=sources)
 
-    return load_or_tell(sources, load, _drop_nulls)
+    return load_or_tell(sources, load)
 
 
-def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
-    values = _resolve(tree)
+def _load(
+    tree: dict[str, Any], typed: DictConfig, num_devices: int
+) -> tuple[RunConfig, dict[str, Any]]:
+    # With the defaults: an interpolation may stand for a key that the file does not set.
+    unresolved = cast(dict[str, Any], OmegaConf.to_container(typed))
+    values = _resolve(unresolved)
     # Again: what stood behind an interpolation is known only now.
-    sizes = typing.cast(RunConfig, OmegaConf.to_object(_typed(escape(values))))
-    data = _resolve_data(tree, sizes, num_devices)
-    values |= data
     typed = _typed(escape(values))
-    plain = typing.cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
-    shown = _as_written(tree, values, data)
+    data = _resolve_data(unresolved, typed, num_devices)
+    typed = cast(DictConfig, OmegaConf.merge(typed, escape(data)))
+    plain = cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
+    shown = values | data | _following(unresolved, values, [key for key in tree if key in MARKS])
     written = {
         key: escape(brief(shown[key]) if is_made(key) or key == "checkpoint" else plain[key])
         for key in KEYS
@@ -141,58 +147,56 @@ def _load(tree: dict[str, Any], num_devices: int) -> LoadedConfig:
     }
     for key, mark in MARKS.items():
         written = _replace(written, mark, f"${{{key}}}")
-    config = typing.cast(RunConfig, OmegaConf.to_object(typed))
-    with about("eval_data"):
-        eval_data = read_eval_data(config.eval_data)
+    config = cast(RunConfig, OmegaConf.to_object(typed))
+    with about("eval_dataloader"):
+        evaluation = read_eval_data(config.eval_dataloader)
     with about("checkpoint"):
         checkpoint = read_checkpoint_section(config.checkpoint, config.run_dir)
-    config = replace(config, eval_data=eval_data, checkpoint=checkpoint)
-    return LoadedConfig(config=config, written=written)
+    return replace(config, eval_dataloader=evaluation, checkpoint=checkpoint), written
 
 
-def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    # With the defaults: an interpolation may stand for a key that the file does not set.
-    values = resolve(typing.cast(dict[str, Any], OmegaConf.to_container(_typed(tree))))
+def _resolve(unresolved: dict[str, Any], **instead: Any) -> dict[str, Any]:
+    values = resolve({**unresolved, **instead})
     return {key: None if value == "???" else value for key, value in values.items()}
 
 
-def _resolve_data(tree: dict[str, Any], config: RunConfig, num_devices: int) -> dict[str, Any]:
+def _resolve_data(unresolved: dict[str, Any], typed: DictConfig, devices: int) -> dict[str, Any]:
     """The data once more, the batch sizes being what one device loads at a time."""
-    train, evaluation = dict(tree), dict(tree)
-    rows, eval_rows = config.global_batch_size, config.eval_global_batch_size
-    if rows is not None:
+    train, evaluation = {}, {}
+    for key in BATCH_SIZES:
+        if not OmegaConf.is_missing(typed, key) and typed[key] is not None:
+            with about(key):
+                evaluation[key] = rows_to_load(typed[key], num_devices=devices, key=key)
+    if "global_batch_size" in evaluation:
         with about("global_batch_size"):
             train["global_batch_size"] = rows_to_load(
-                rows, num_devices=num_devices, accumulate_batches=config.accumulate_batches
-            )
-            evaluation["global_batch_size"] = rows_to_load(rows, num_devices=num_devices)
-    if eval_rows is not None:
-        with about("eval_global_batch_size"):
-            evaluation["eval_global_batch_size"] = rows_to_load(
-                eval_rows, num_devices=num_devices, key="eval_global_batch_size"
+                typed.global_batch_size,
+                num_devices=devices,
+                accumulate_batches=typed.accumulate_batches,
             )
     return {
-        "train_data": _resolve(train)["train_data"],
-        "eval_data": _resolve(evaluation)["eval_data"],
+        "train_dataloader": _resolve(unresolved, **train)["train_dataloader"],
+        "eval_dataloader": _resolve(unresolved, **evaluation)["eval_dataloader"],
     }
 
 
-def _as_written(
-    tree: dict[str, Any], values: dict[str, Any], data: Mapping[str, Any]
+def _following(
+    unresolved: dict[str, Any], values: Mapping[str, Any], changeable: Sequence[str]
 ) -> dict[str, Any]:
     """The values with marks where they follow other keys, where nothing is computed from these."""
-    shown = {**values, **data}
-    follows = ["run_dir"] if values["run_dir"] is not None else []
-    marked = _with_marks(tree, follows)
-    shown |= {key: marked[key] for key in marked if key not in data}
-    marked = _with_marks(tree, [*follows, *(key for key in BATCH_SIZES if key in tree)])
-    return shown | {key: marked[key] for key in data if key in marked}
+    run_dir = [key for key in changeable if key == "run_dir" and values[key] is not None]
+    sizes = [key for key in changeable if key in BATCH_SIZES]
+    marked = _with_marks(unresolved, run_dir)
+    of_data = _with_marks(unresolved, [*run_dir, *sizes])
+    return {
+        **{key: value for key, value in marked.items() if key not in DATA},
+        **{key: value for key, value in of_data.items() if key in DATA},
+    }
 
 
-def _with_marks(tree: dict[str, Any], follows: Sequence[str]) -> dict[str, Any]:
-    container = typing.cast(dict[str, Any], OmegaConf.to_container(_typed(tree)))
+def _with_marks(unresolved: dict[str, Any], follows: Sequence[str]) -> dict[str, Any]:
     try:
-        return resolve({**container, **{key: MARKS[key] for key in follows}})
+        return _resolve(unresolved, **{key: MARKS[key] for key in follows})
     except ConfigError:  # something else is computed from them
         return {}
 
@@ -209,7 +213,7 @@ def _typed(tree: dict[str, Any]) -> DictConfig:
     check_shapes(tree)
     schema = OmegaConf.structured(RunConfig)
     try:
-        return typing.cast(DictConfig, OmegaConf.merge(schema, tree))
+        return cast(DictConfig, OmegaConf.merge(schema, tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
         with about(*([key] if key else [])):
@@ -222,7 +226,8 @@ def _typed(tree: dict[str, Any]) -> DictConfig:
 
 
 def _drop_nulls(tree: dict[str, Any]) -> None:
-    """Take away what null stands for nothing in."""
+    """Take away what null stands for nothing in; None, as messages for Python have it, is null."""
+    tree |= {key: _with_nulls(tree[key]) for key in KEYS if key in tree}
     for key in BATCH_SIZES:
         if key in tree and tree[key] is None:
             del tree[key]
@@ -231,12 +236,19 @@ def _drop_nulls(tree: dict[str, Any]) -> None:
             tree[key] = {} if key == "metrics" else []
     if isinstance(tree.get("metrics"), dict):
         tree["metrics"] = _without_nulls(tree["metrics"])
-    eval_data = tree.get("eval_data")
-    if isinstance(eval_data, dict) and not {"call", "data"} & eval_data.keys():  # by name
-        tree["eval_data"] = _without_nulls(eval_data) or None
+    evaluation = tree.get("eval_dataloader")
+    if isinstance(evaluation, dict) and not {"call", "data"} & evaluation.keys():  # by name
+        tree["eval_dataloader"] = _without_nulls(evaluation) or None
     checkpoint = tree.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("folder", "") is None:
         del checkpoint["folder"]
+
+
+def _with_nulls(value: Any) -> Any:
+    """A value in which None is null, but for the arguments of nodes, which are not ours."""
+    if isinstance(value, Mapping) and "call" not in value:
+        return {name: _with_nulls(each) for name, each in value.items()}
+    return None if isinstance(value, str) and value == "None" else value
 
 
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,7 +262,7 @@ def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
                 raise ConfigError(
                     f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}"
                 )
-    open_keys = list(_to_fill_in(tree, ""))
+    open_keys = [key for key, value in leaves(tree).items() if value == "???"]
     if open_keys:
         are = "is" if len(open_keys) == 1 else "are"
         them = "it" if len(open_keys) == 1 else "them"
@@ -259,13 +271,6 @@ def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
                 f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
                 f"{' '.join(f'{key}=VALUE' for key in open_keys)}"
             )
-
-
-def _to_fill_in(value: Any, key: str) -> Iterator[str]:
-    if value == "???":
-        yield key
-    for name, each in items_inside(value):
-        yield from _to_fill_in(each, f"{key}.{name}" if key else str(name))
 
 
 def brief(made: Any) -> Any:

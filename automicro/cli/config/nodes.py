@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any
 
-from automicro.cli.config.keys import about, as_override, did_you_mean
+from automicro.cli.config.keys import about, as_override, did_you_mean, mistake
 from automicro.cli.errors import is_users
 from automicro.errors import ConfigError, add_note
 from automicro.migration import synonym_of
@@ -38,35 +38,39 @@ def check_node(node: object, key: str) -> None:
         form = FORM
         if isinstance(node, str) and "." in node:
             form = FORM.replace("dotted.path", node)
-        raise ConfigError(f"{key}={show(node)} is not a mapping: {form}")
+        raise mistake(f"{key}={show(node)} is not a mapping: {form}", key)
     for name, value in node.items():
         if name not in NODE_KEYS:
             hint = did_you_mean(str(name), NODE_KEYS)
             below = as_override(f"{key}.args.{name}", value)
             form = FORM if hint else f"arguments belong below it, as {below}"
-            raise ConfigError(f"{key} has an unknown key {name!r}{hint}: {form}")
+            raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
     if "call" not in node:
-        raise ConfigError(
+        raise mistake(
             f"{key}.call is missing: write call: and the dotted path of a class or a function "
-            f"directly under {key}:"
+            f"directly under {key}:",
+            key,
         )
     call, args = node["call"], node.get("args")
     if not isinstance(call, str):
-        raise ConfigError(
-            f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW"
+        raise mistake(
+            f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW",
+            f"{key}.call",
         )
     if args is None or is_interpolation(args):
         return
     if not isinstance(args, Mapping):
-        raise ConfigError(
+        raise mistake(
             f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
-            f"those of the arguments of {call}"
+            f"those of the arguments of {call}",
+            f"{key}.args",
         )
     for name, value in args.items():
         if not isinstance(name, str):
-            raise ConfigError(
+            raise mistake(
                 f"{key}.args has the name {show(name)}, which is not text: use the name of an "
-                f"argument of {call}"
+                f"argument of {call}",
+                f"{key}.args.{name}",
             )
         _check_inside(value, f"{key}.args.{name}")
 
@@ -160,6 +164,22 @@ def items_inside(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list) else []
+
+
+def leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """What lies at the ends of mappings and lists, by its dotted key; empty ones are ends, too.
+
+    >>> leaves({"model": {"args": {"sizes": [1, 2]}}, "metrics": {}})
+    {'model.args.sizes.0': 1, 'model.args.sizes.1': 2, 'metrics': {}}
+    """
+    inside = items_inside(value)
+    if not inside:
+        return {key: value} if key else {}
+    return {
+        name: leaf
+        for part, each in inside
+        for name, leaf in leaves(each, f"{key}.{part}" if key else str(part)).items()
+    }
 
 
 def _make(
@@ -390,7 +410,7 @@ def _class_of_that_name(found: Any, path: str) -> str:
 
 
 # Keys for functions that are called later, with what only training knows.
-TAKE_DATA = ("loss", "forward", "update_metric", "count_tokens", "loss_average")
+TAKE_DATA = ("loss_fn", "forward", "update_metric", "count_tokens", "loss_average")
 
 
 def check_arguments(
@@ -426,9 +446,10 @@ def check_arguments(
     ]
     kinds = {each.kind for each in parameters}
     if len(positional) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise ConfigError(
+        raise mistake(
             f"{key}: {call} takes no argument without a name, but is handed {first[0]} first: name "
-            f"a class or a function that takes them"
+            f"a class or a function that takes them",
+            f"{key}.call",
         )
     taken = {each.name: words for each, words in zip(positional, first, strict=False)}
     accepted = [
@@ -441,15 +462,17 @@ def check_arguments(
     known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
     for name in args:
         if name in taken:
-            raise ConfigError(
+            raise mistake(
                 f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
-                f"remove it"
+                f"remove it",
+                f"{key}.args.{name}",
             )
     unknown = [name for name in args if name not in names]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         said = ", ".join(f"{name!r}{_meant(name, names)}" for name in unknown)
         arguments = "argument" if len(unknown) == 1 else "arguments"
-        raise ConfigError(f"{key}: {call} takes no {arguments} {said}: {known}")
+        given = [f"{key}.args.{name}" for name in unknown]
+        raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)
     required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
     missing = [name for name in required if name not in args]
     nameless = [
@@ -461,7 +484,8 @@ def check_arguments(
     ]
     if missing or nameless:
         needs = f"{key}: {call} needs {', '.join(map(repr, [*nameless, *missing]))}"
-        raise ConfigError(f"{needs}: {_remedy(target, call, key, missing, nameless, known)}")
+        remedy = _remedy(target, call, key, missing, nameless, known)
+        raise mistake(f"{needs}: {remedy}", f"{key}.call")
 
 
 def _meant(name: str, names: Sequence[str]) -> str:

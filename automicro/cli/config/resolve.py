@@ -3,7 +3,7 @@
 import datetime
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import OmegaConf
@@ -14,8 +14,8 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from automicro.cli.config.keys import KEYS, about, did_you_mean
-from automicro.cli.config.nodes import items_inside
+from automicro.cli.config.keys import KEYS, RENAMED, about, did_you_mean
+from automicro.cli.config.nodes import leaves
 from automicro.errors import ConfigError
 from automicro.trainer.processes import agreed_time
 
@@ -55,9 +55,13 @@ def _refuse(error: Exception, tree: dict[str, Any]) -> None:
         ) from error
     if isinstance(error, InterpolationKeyError):
         wanted = first_line(error).split("'")[1]
-        known = [*_all_keys(tree), *KEYS]
+        top, dot, below = wanted.partition(".")
+        if top in RENAMED:
+            hint = f" (did you mean '{RENAMED[top]}{dot}{below}'?)"
+        else:
+            hint = did_you_mean(wanted, [*_prefixes(leaves(tree)), *KEYS])
         raise ConfigError(
-            f"{key} refers to ${{{wanted}}}, which does not exist{did_you_mean(wanted, known)}: "
+            f"{key} refers to ${{{wanted}}}, which does not exist{hint}: "
             f"use a key of the config, from its top level"
         ) from error
     if isinstance(error, UnsupportedInterpolationType):
@@ -77,18 +81,19 @@ def _refuse(error: Exception, tree: dict[str, Any]) -> None:
         raise ConfigError(f"{key}: {first_line(error)}: correct it") from error
 
 
-def _all_keys(tree: Any, way: str = "") -> list[str]:
-    """Every key in a config, dotted, with those that lead to others."""
-    found = []
-    for name, value in items_inside(tree):
-        here = f"{way}.{name}" if way else str(name)
-        found += [here, *_all_keys(value, here)]
-    return found
+def _prefixes(keys: Iterable[str]) -> Iterator[str]:
+    """Keys, and those that they lie in."""
+    for key in keys:
+        yield from (key[: end.start()] for end in re.finditer(r"\.|$", key))
 
 
 def _circle(tree: dict[str, Any]) -> list[str]:
     """Keys that refer to each other, back to the first; empty where none do."""
-    refers = {key: REFERENCE.findall(value) for key, value in _texts(tree)}
+    refers = {
+        key: REFERENCE.findall(value)
+        for key, value in leaves(tree).items()
+        if isinstance(value, str)
+    }
     for start in refers:
         way = _way_back(start, start, refers, [start])
         if way:
@@ -107,14 +112,6 @@ def _way_back(
             if found:
                 return found
     return None
-
-
-def _texts(tree: Any, way: str = "") -> list[tuple[str, str]]:
-    found = []
-    for name, value in items_inside(tree):
-        here = f"{way}.{name}" if way else str(name)
-        found += [(here, value)] if isinstance(value, str) else _texts(value, here)
-    return found
 
 
 def first_line(error: Exception) -> str:

@@ -44,7 +44,7 @@ class EvaluatorConfig:
     """One evaluation with options of its own. What is ``inherited`` is what the run has.
 
     Attributes:
-        data: makes what gives whole batches, as ``train_data`` does.
+        data: makes what gives whole batches, as ``train_dataloader`` does.
         metrics: in place of ``metrics``: names and nodes, or None for none.
         microbatch_size: in place of ``eval_microbatch_size``; found on its own.
         max_batches: how many batches to evaluate on; None for all.
@@ -61,7 +61,7 @@ class EvaluatorConfig:
     interval: str | None = INHERITED
 
 
-SECTIONS: Mapping[str, type] = {"eval_data": EvaluatorConfig, "checkpoint": CheckpointConfig}
+SECTIONS: Mapping[str, type] = {"eval_dataloader": EvaluatorConfig, "checkpoint": CheckpointConfig}
 """Keys that hold further keys, and what says which."""
 
 
@@ -75,16 +75,16 @@ class RunConfig(TrainerConfig):
             of checkpoints, of which the model of the newest good one is taken. Loaded into the
             model after it is made; all names and shapes have to fit. A run that goes on from a
             checkpoint has the weights from there.
-        train_data: makes what gives full optimization batches: a ``DataLoader``, or any iterable
-            that can be passed over once per epoch.
-        eval_data: the same for evaluation, or a mapping of the keys below, or a mapping from
+        train_dataloader: makes what gives full optimization batches: a ``DataLoader``, or any
+            iterable that can be passed over once per epoch.
+        eval_dataloader: the same for evaluation, or a mapping of the keys below, or a mapping from
             names to either: ``{seen: {call: …}, new: {data: {call: …}, max_batches: 10}}``. Values
             are then called ``seen/loss``, and logged as ``eval/seen/loss``. A name with null is
             dropped.
-        loss: makes the loss, called as ``loss(model(inputs), targets)`` on batches of
+        loss_fn: makes the loss, called as ``loss_fn(model(inputs), targets)`` on batches of
             ``(inputs, targets)``. Without it and without ``forward``, the model computes its own
             loss.
-        forward: makes a function ``(model, microbatch) -> loss``, in place of ``loss``.
+        forward: makes a function ``(model, microbatch) -> loss``, in place of ``loss_fn``.
         optimizer: makes the optimizer; is handed the model's parameters first.
         scheduler: makes the learning rate scheduler; is handed the optimizer first. It is stepped
             once per optimizer step, unless ``scheduler_interval`` says otherwise.
@@ -94,13 +94,14 @@ class RunConfig(TrainerConfig):
             ``metric.update(outputs, targets)``. With a fourth parameter called ``name`` it is told
             the metric's name.
         count_tokens: makes a function ``batch -> number of tokens``, for tokens per second and
-            durations in tokens, where a batch does not tell.
-        global_batch_size: rows of an optimization batch in all. In ``train_data``,
+            durations in tokens, where a batch does not tell. One of your own is handed over as
+            ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.
+        global_batch_size: rows of an optimization batch in all. In ``train_dataloader``,
             ``${global_batch_size}`` is what one device loads at a time: this number divided by
-            devices and by ``accumulate_batches``, without a rest. In ``eval_data`` it is this
+            devices and by ``accumulate_batches``, without a rest. In ``eval_dataloader`` it is this
             number divided by devices alone.
-        eval_global_batch_size: rows of an evaluation batch over all devices. In ``eval_data``,
-            ``${eval_global_batch_size}`` is what one device loads.
+        eval_global_batch_size: rows of an evaluation batch over all devices. In
+            ``eval_dataloader``, ``${eval_global_batch_size}`` is what one device loads.
         callbacks: nodes that each make a callback, told of every event in this order; shipped ones
             are in ``automicro.callbacks``.
         loggers: nodes that each make a logger, such as
@@ -118,9 +119,9 @@ class RunConfig(TrainerConfig):
 
     model: CallConfig | None = None
     weights: str | None = None
-    train_data: CallConfig | None = None
-    eval_data: Any = None
-    loss: CallConfig | None = None
+    train_dataloader: CallConfig | None = None
+    eval_dataloader: Any = None
+    loss_fn: CallConfig | None = None
     forward: CallConfig | None = None
     optimizer: CallConfig | None = None
     scheduler: CallConfig | None = None
@@ -142,12 +143,12 @@ HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
 }
 """The types of all keys, those inside of others as ``checkpoint.folder``."""
 
-TO_TRAIN = ("model", "train_data", "optimizer")
+TO_TRAIN = ("model", "train_dataloader", "optimizer")
 # Required by a command, with something to copy for each.
 EXAMPLES = {
     "model": "{call: my_package.MyModel, args: {width: 64}}",
-    "train_data": "{call: my_package.make_loader, args: {batch_size: 512}}",
-    "eval_data": "{call: my_package.make_loader, args: {batch_size: 512}}",
+    "train_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
+    "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
     "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
 }
 LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
@@ -181,11 +182,11 @@ _IN_WORDS = {
     "compile": "true, false or a mapping",
     "parameter_groups": "a list of mappings",
     "metrics": "a mapping of nodes",
-    "eval_data": "a node, a mapping of the keys below, a mapping of these by name, or null",
-    "eval_data.data": "a node",
-    "eval_data.metrics": "a mapping of nodes, inherited or null",
-    "eval_data.microbatch_size": "a whole number, auto, a node, inherited or null",
-    "eval_data.interval": "text such as 1ep or 100ba, inherited or null",
+    "eval_dataloader": "a node, the keys below, a mapping of these by name, or null",
+    "eval_dataloader.data": "a node",
+    "eval_dataloader.metrics": "a mapping of nodes, inherited or null",
+    "eval_dataloader.microbatch_size": "a whole number, auto, a node, inherited or null",
+    "eval_dataloader.interval": "text such as 1ep or 100ba, inherited or null",
     "max_time": "text such as 2h30m, 45m or 90s, or null",
     "callbacks": "a list of nodes",
     "loggers": "a list of nodes",
@@ -224,7 +225,7 @@ def is_made(key: str) -> bool:
     >>> is_made("metrics"), is_made("weights")
     (True, False)
     """
-    return key in ("metrics", "eval_data", *LISTS) or CallConfig in alternatives(key)
+    return key in ("metrics", "eval_dataloader", *LISTS) or CallConfig in alternatives(key)
 
 
 def type_in_words(key: str) -> str:
@@ -254,7 +255,7 @@ def defaults() -> dict[str, Any]:
 def keys_inside(key: str) -> tuple[str, ...]:
     """The keys that a key may hold.
 
-    >>> keys_inside("eval_data")[:2], keys_inside("seed")
+    >>> keys_inside("eval_dataloader")[:2], keys_inside("seed")
     (('data', 'metrics'), ())
     """
     return tuple(each.name for each in fields(SECTIONS[key])) if key in SECTIONS else ()

@@ -47,8 +47,8 @@ def model():
 """
 JOB = """\
 model: {call: resume_job.model}
-train_data: {call: resume_job.loader}
-loss: {call: resume_job.Waiting}
+train_dataloader: {call: resume_job.loader}
+loss_fn: {call: resume_job.Waiting}
 loss_average: samples
 probe: false
 remember_sizes: false
