@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import KILLED
 from tests.trainer.resume.lives import live, warm_up
-from tests.trainer.resume.processes import KILLED
 from tests.trainer.resume.subjects import Subject
 from tests.trainer.resume.trials import assert_same, check_logs, kill_and_resume
 
