@@ -10,6 +10,8 @@ from tests.trainer.resume.lives import live, warm_up
 from tests.trainer.resume.subjects import Subject
 from tests.trainer.resume.trials import assert_same, check_logs, kill_and_resume
 
+pytestmark = pytest.mark.sweep
+
 # One kill of each of these kinds, and in some runs more in a row.
 SAMPLE = {
     101: "write",

@@ -16,6 +16,8 @@ from tests.processes import end, start
 from tests.trainer.resume.lives import warm_up
 from tests.trainer.resume.trials import assert_same
 
+pytestmark = pytest.mark.sweep
+
 # The fifth batch waits until the file "go" is there.
 MODULE = """\
 import time
