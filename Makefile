@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
+.PHONY: job help train test test-quick sweeps test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -21,7 +21,7 @@ train: $(INSTALLED)  ## train the digits example on a device too small for its b
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 9,700 tests, in 8 minutes on two idle cores (make test-quick: the core of them, in one)"
+	@echo "about 7,000 tests, in two minutes on two idle cores (make test-quick: the core of them)"
 	$(PYTEST) --dist loadfile
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
@@ -35,6 +35,10 @@ test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
 	@echo "the core of the tests, in less than a minute on two idle cores"
 	$(PYTEST) -q $(QUICK)
 
+# With the seeds that are always the same; all of them by make torture, search and so on.
+sweeps: $(INSTALLED)  ## run samples of the torture, the search, the kills and the walks of collectives
+	$(PYTEST) --dist loadfile -q -m 'sweep and not slow and not gpu and not standin' tests
+
 # Some gigabytes are downloaded and go again: nobody's cache may stand in for the index.
 test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both
 	@echo "downloads the newest torch: 5 minutes on two idle cores, more on a slow line"
@@ -45,7 +49,7 @@ dist: $(INSTALLED)  ## build what an index gets; REPOSITORY=https://… is where
 	rm -rf dist
 	AUTOMICRO_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m hatchling build
 
-check: format-check lint types standin gpu-rehearsal test  ## everything CI runs: format, lint, types, tests
+check: format-check lint types standin gpu-rehearsal sweeps test  ## everything CI runs: format, lint, types, tests
 
 format-check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -24,6 +24,7 @@ import json
 import multiprocessing.forkserver
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -458,9 +459,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="mistakes in the core that the tests notice")
     parser.add_argument("--seed", type=int, default=15)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument(
-        "--tests", nargs="+", default=[], help="what pytest is given; all by default"
-    )
+    parser.add_argument("--tests", default="", help="what pytest is given, as in a shell")
     parser.add_argument("--mutants", type=Path, help="a saved list in place of a seed")
     parser.add_argument("--save-mutants", type=Path, help="write the list and end")
     parser.add_argument("--only-survivors", type=Path, help="of an earlier --json")
@@ -481,7 +480,7 @@ def main() -> None:
         given.save_mutants.write_text(text + "\n")
         return
     left_out = [option for name in LEFT_OUT for option in ("--ignore", name)]
-    tests = given.tests or ["tests", *left_out]
+    tests = shlex.split(given.tests) or ["tests", *left_out]
     verdicts = measure(mutants, tests, root=root, seconds=given.seconds)
     print(table(verdicts))
     if given.json:

@@ -48,7 +48,10 @@ def fixed_seeds() -> None:
     """Start every test from the same random state, whatever ran before."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # it keeps a traceback for each kind of device that is not there: a millisecond
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,11 @@
-"""The gradient of microbatches is the whole batch's, whatever the model, structure, loss or size.
+"""The gradient of microbatches is the whole batch's: any model, structure, loss, wiring and size.
 
 The reference is always plain torch on the whole batch. Warnings are errors in the tests, so every
 case here also shows that no false alarm is raised.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,148 @@ def test_the_gradient_and_the_loss_are_those_of_the_whole_batch(name: str, size:
     assert result.num_microbatches == -(-ROWS // size)
     assert result.microbatch_size == -(-ROWS // result.num_microbatches)
     assert (result.attempts, result.ooms) == (1, 0)
+
+
+# Wirings: each job put together otherwise
+
+Wiring = Callable[[Case, nn.Module, Any, int], None]
+
+
+def overlapping_modules(case: Case, model: nn.Module, batch: Any, size: int) -> None:
+    modules = [model, *model.children()]
+    case.microbatcher(model, size, modules=modules).backward(batch)
+
+
+class Owner(nn.Module):
+    """A loss, or a forward, that has the model among its own modules."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.call(*arguments)
+
+
+def a_loss_that_owns_the_model(case: Case, model: nn.Module, batch: Any, size: int) -> None:
+    (name,) = {"loss_fn", "forward"} & case.options.keys()
+    call = case.options[name]
+    if isinstance(call, nn.Module):  # what it averages over is still read off its class
+        call = copy.deepcopy(call)
+        call.add_module("owned", model)
+    else:
+        call = Owner(model, call)
+    case.microbatcher(model, size, **{name: call}).backward(batch)
+
+
+def two_calls_without_clearing(case: Case, model: nn.Module, batch: Any, size: int) -> None:
+    microbatcher = case.microbatcher(model, size)
+    microbatcher.backward(batch)
+    microbatcher.backward(batch)
+
+
+def two_microbatchers_by_turns(case: Case, model: nn.Module, batch: Any, size: int) -> None:
+    one, other = case.microbatcher(model, size), case.microbatcher(model, size + 1)
+    for microbatcher in (one, other, one):
+        microbatcher.backward(batch)
+
+
+WIRINGS: dict[str, tuple[Wiring, int]] = {  # and how often each trains on the batch
+    "overlapping modules": (overlapping_modules, 1),
+    "a loss that owns the model": (a_loss_that_owns_the_model, 1),
+    "two calls without clearing": (two_calls_without_clearing, 2),
+    "two Microbatchers by turns": (two_microbatchers_by_turns, 3),
+}
+# Whose loss is the model's, or is known by itself and not by what calls it.
+CANNOT_OWN = {
+    "model: Composer's interface",
+    *(f"Hugging Face: {name}" for name in HUGGING_FACE),
+    *(f"loss: {name}" for name in ("a function of torch", "a partial", "a partial sum")),
+}
+
+
+def gap_of(case: Case, wiring: Wiring, calls: int, size: int) -> float:
+    torch.manual_seed(1)
+    model = case.model()
+    reference = copy.deepcopy(model)
+    wiring(case, model, case.batch(), size)
+    for _ in range(calls):
+        case.loss(reference, case.batch()).backward()
+    return difference(gradients(model), gradients(reference))
+
+
+def wrong_in(name: str, jobs: list[tuple[str, int]]) -> dict[str, Any]:
+    """The jobs, each with a size, whose gradients are others than plain torch's."""
+    wiring, calls = WIRINGS[name]
+    wrong: dict[str, Any] = {}
+    for job, size in jobs:
+        case = CASES[job]
+        if wiring is a_loss_that_owns_the_model and job in CANNOT_OWN:
+            continue
+        try:
+            gap = gap_of(case, wiring, calls, size)
+        except Exception as error:
+            wrong[f"{job}, {size}"] = error
+        else:
+            wrong |= {} if gap < calls * case.tolerance else {f"{job}, {size}": gap}
+    return wrong
+
+
+# Each job in each wiring, and each wiring at each size; the product of all by `make job`.
+@pytest.mark.parametrize("name", WIRINGS)
+def test_every_job_is_exact_in_every_wiring(name: str) -> None:
+    jobs = [(job, [1, 3, 8][number % 3]) for number, job in enumerate(CASES)]
+    assert wrong_in(name, jobs) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIRINGS)
+def test_every_job_is_exact_in_every_wiring_at_every_size(name: str) -> None:
+    assert wrong_in(name, list(itertools.product(CASES, SIZES))) == {}
+
+
+class Twice(nn.Module):
+    """Takes two inputs that may be one tensor."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, one: Tensor, again: Tensor) -> Any:
+        return self.net(0.3 * one + 0.7 * again)
+
+
+def takes_numbers_in_pairs(case: Case) -> bool:
+    batch = case.batch()
+    return (
+        "loss_fn" in case.options
+        and isinstance(batch, tuple | list)
+        and type(batch[0]) is Tensor
+        and batch[0].is_floating_point()
+        and batch[0].layout is torch.strided
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_one_leaf_twice_in_a_batch_gets_the_gradient_of_both(size: int) -> None:
+    wrong, jobs = {}, [job for job, case in CASES.items() if takes_numbers_in_pairs(case)]
+    assert len(jobs) >= 20
+    for job in jobs:
+        case = CASES[job]
+        found: list[dict[str, Any]] = []
+        for whole in (True, False):
+            torch.manual_seed(1)
+            model, (leaf, targets) = Twice(case.model()), case.batch()
+            leaf.requires_grad_()
+            inputs = {"one": leaf, "again": leaf}
+            if whole:
+                case.options["loss_fn"](model(**inputs), targets).backward()
+            else:
+                case.microbatcher(model, size).backward((inputs, targets))
+            found.append({**gradients(model), "leaf": leaf.grad})
+        gap = difference(*found)
+        wrong |= {} if gap < case.tolerance else {job: gap}
+    assert wrong == {}
 
 
 WITHOUT_EVALUATION_LOSS = {"batch: detection", "model: Composer's interface"}

@@ -19,6 +19,8 @@ from benchmarks.gpu_report import NOT_STARTED, PARTS, Part, Report
 from tests.gpu.journal import read_journal
 from tests.gpu.traces import idle_share
 
+pytestmark = pytest.mark.sweep
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 TESTS = """

@@ -1,11 +1,10 @@
-"""What a user sees who uses the library wrongly: docs/messages.md holds every message.
+"""What a user sees who uses the library wrongly: tests/messages.md holds every message.
 
-After changing a message, read it with a user's eyes (what is wrong, the values, what to do), then
-write the page anew with ``python -m tests.test_wrong_uses``.
+After changing a message, write the table anew with ``python -m tests.test_wrong_uses``, and read
+the difference with a user's eyes: what is wrong, the values, what to do.
 """
 
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from automicro import (
     verify,
 )
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "messages.md"
+TABLE = Path(__file__).with_name("messages.md")
 
 X = torch.zeros(6, 4)
 Y = torch.zeros(6, dtype=torch.long)
@@ -282,11 +281,11 @@ def message(use: Callable[[], object]) -> str:
     return "no error"
 
 
-def page() -> str:
+def table() -> str:
     parts = [
         "# What you see when something is wrong\n",
-        "Every message says what is wrong, with the values, and ends with what to do. This page is",
-        "written by `python -m tests.test_wrong_uses`, and a test holds it to the code.\n",
+        "Every message says what is wrong, with the values, and ends with what to do. This table",
+        "is written by `python -m tests.test_wrong_uses`, and a test holds it to the code.\n",
     ]
     for title, uses in CASES.items():
         parts.append(f"## {title}\n")
@@ -294,26 +293,28 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def documented() -> dict[str, str]:
-    text = PAGE.read_text(encoding="utf-8")
+def kept() -> dict[str, str]:
+    text = TABLE.read_text(encoding="utf-8")
     return dict(re.findall(r"\*\*(.+?)\*\*\n\n```text\n(.*?)\n```", text, flags=re.DOTALL))
 
 
 @pytest.mark.parametrize(
     ("name", "use"), [each for uses in CASES.values() for each in uses.items()]
 )
-def test_a_wrong_use_gets_the_documented_message(name: str, use: Callable[[], object]) -> None:
+def test_a_wrong_use_gets_the_message_that_the_table_has(
+    name: str, use: Callable[[], object]
+) -> None:
     seen = message(use)
     assert seen != "no error"
-    assert seen == documented()[name]
+    assert seen == kept()[name]
 
 
-def test_the_page_of_messages_holds_these_and_no_others() -> None:
+def test_the_table_holds_these_messages_and_no_others() -> None:
     names = [name for uses in CASES.values() for name in uses]
     assert len(names) == len(set(names))
-    assert list(documented()) == names
+    assert list(kept()) == names
     assert len(names) >= 30
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    TABLE.write_text(table(), encoding="utf-8")

@@ -30,7 +30,8 @@ _DEPTH = 5
 
 def foreign_states() -> tuple[Any, Any]:
     """What Python's and numpy's generators are at, to be compared."""
-    return random.getstate(), repr(np.random.get_state())
+    name, numbers, *rest = np.random.get_state()
+    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
 class Surroundings:

@@ -319,7 +319,8 @@ def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
         named = value.dtype.names
         columns = [value] if named is None else [value[name] for name in named]
         return [torch.tensor(np.asarray(column).astype(float)).flatten() for column in columns]
-    if isinstance(value, TensorDictBase):
+    # By its name: a Microbatcher looks into all classes that its forward names, this one has many.
+    if type(value).__module__.startswith("tensordict."):
         leaves = value.values(include_nested=True, leaves_only=True)
         return [leaf.flatten().double() for leaf in leaves]
     if isinstance(value, Mapping):

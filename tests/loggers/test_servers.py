@@ -1,8 +1,10 @@
 """W&B, MLflow and Lightning's loggers: what they have after kills and resumes, each value once."""
 
 import csv
+import importlib
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -17,35 +19,12 @@ from pytest_mock import MockerFixture
 
 from automicro.cli import main
 from automicro.loggers import LightningLogger, LoggerGroup, MLflowLogger, WandbLogger
+from automicro.loggers.logger import Logger
 from automicro.loggers.servers import GivenOnce
 from tests.cli_jobs import enter_folder_with_job
+from tests.processes import KILLED, end, start
 
 Rows = list[tuple[int, str, float]]
-
-# One life of a process that logs: it dies after a step, or closes in order.
-LIFE = """\
-import os, signal, sys, warnings
-warnings.simplefilter("ignore")
-from pathlib import Path
-from automicro.loggers import LightningLogger, MLflowLogger, WandbLogger
-import lightning.pytorch.loggers as theirs
-
-kind, folder, resumed, last, dies = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
-logger = {
-    "wandb": lambda: WandbLogger(folder, project="tests", mode="offline", tags=["test"]),
-    "mlflow": lambda: MLflowLogger(folder, experiment="tests"),
-    "lightning": lambda: LightningLogger(theirs.CSVLogger(folder, name=None), folder),
-}[kind]()
-run = {"seed": 0, "config": {"optimizer": {"args": {"lr": 0.1}}}}
-logger.start(run, resume_step=resumed or None)
-for step in range(resumed + 1, last + 1):
-    logger.log({"train/loss": resumed + 1 / 2**step}, step=step)
-    if step % 4 == 0:
-        logger.log({"eval/loss": resumed + 1 / 2**step}, step=step)
-if dies:
-    os.kill(os.getpid(), signal.SIGKILL)
-logger.close()
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +36,47 @@ class Place:
 
 
 def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> None:
-    command = [sys.executable, "-c", LIFE, kind, str(folder), str(resumed), str(last)]
-    done = subprocess.run(
-        [*command, str(int(dies))], capture_output=True, text=True, env=os.environ, check=False
-    )
-    assert done.returncode == (-9 if dies else 0), done.stderr[-4000:]
+    """One life of a process that logs: it dies after a step, or closes in order."""
+
+    def work() -> None:
+        warnings.simplefilter("ignore")
+        logger: Logger = LOGGERS[kind](folder)
+        run = {"seed": 0, "config": {"optimizer": {"args": {"lr": 0.1}}}}
+        logger.start(run, resume_step=resumed or None)
+        for step in range(resumed + 1, last + 1):
+            logger.log({"train/loss": resumed + 1 / 2**step}, step=step)
+            if step % 4 == 0:
+                logger.log({"eval/loss": resumed + 1 / 2**step}, step=step)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        logger.close()
+
+    # Forked, since to import these packages takes many times as long as such a life.
+    log = folder / "said.txt"
+    assert end(start(work, log=log), log=log) == (KILLED if dies else 0), log.read_text()
+
+
+def lightning_logger(folder: Path) -> LightningLogger:
+    import lightning.pytorch.loggers as theirs
+
+    return LightningLogger(theirs.CSVLogger(folder, name=None), folder)
+
+
+LOGGERS: dict[str, Callable[[Path], Logger]] = {
+    "wandb": lambda folder: WandbLogger(folder, project="tests", mode="offline", tags=["test"]),
+    "mlflow": lambda folder: MLflowLogger(folder, experiment="tests"),
+    "lightning": lightning_logger,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def packages() -> None:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning would, for good
+        warnings.simplefilter("ignore")
+        importlib.import_module("wandb")
+        importlib.import_module("mlflow")
+        importlib.import_module("lightning.pytorch.loggers")
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:

@@ -221,7 +221,7 @@ def weighted_rows(model: nn.Module, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=str
+    "seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("size", ["auto", 16])
 @pytest.mark.parametrize("num_classes", [2, 5])

@@ -10,6 +10,8 @@ from tests.ranks.jobs import compare
 from tests.ranks.plans import random_plan
 from tests.ranks.world import world_of
 
+pytestmark = pytest.mark.sweep
+
 SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
 # Kind, ranks, plans: 320 in all.
 RUNS = [("ddp", 2, 80), ("fsdp", 2, 80), ("ddp", 3, 60), ("fsdp", 3, 60), ("hsdp", 4, 40)]

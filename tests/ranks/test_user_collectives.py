@@ -16,6 +16,8 @@ from automicro import Policy
 from tests.ranks.user_collectives import OPERATIONS, PLACES, end_of, operations_of_torch
 from tests.ranks.world import World, WorldStuckError, world_of
 
+pytestmark = pytest.mark.sweep
+
 SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
 CASES_OF_A_WORLD = 60
 IN_AN_ATTEMPT = ("forward", "loss", "metric")

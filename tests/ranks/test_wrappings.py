@@ -11,6 +11,8 @@ from tests.ranks.wrappings import (
     plain_error,
 )
 
+pytestmark = pytest.mark.sweep
+
 SMOKE = ("all in children", "nested, nothing of their own", "pairs", "no root", "tied in children")
 
 

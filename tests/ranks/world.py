@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import signal
@@ -119,6 +120,7 @@ def work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # all that was imported: running out of memory collects cycles
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

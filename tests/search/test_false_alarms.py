@@ -23,6 +23,8 @@ from tests.search.exact_jobs import CLASSES, LAYERS, LOSSES, ExactJob, in_precis
 from tests.search.exact_transformers import TRANSFORMERS
 from tests.search.oracle import relative_error
 
+pytestmark = pytest.mark.sweep
+
 JOBS = {**LOSSES, **LAYERS, **TRANSFORMERS}
 PRECISIONS = {
     "float64": (torch.float64, "fp32"),

@@ -16,6 +16,8 @@ from tests.search.models import MODELS
 from tests.search.oracle import Verdict, judge_combination
 from tests.search.search import cause, simplified
 
+pytestmark = pytest.mark.sweep
+
 
 def combination(**changes: Any) -> Combination:
     simple: dict[str, Any] = {**SIMPLE, "size": 3, "second_size": 2, "num_rows": (7, 8, 5, 10)}

@@ -1,7 +1,11 @@
 """The first seeds of the search, in every run of the tests."""
 
+import pytest
+
 from tests.search.oracle import BAD, Verdict
 from tests.search.search import search_valid
+
+pytestmark = pytest.mark.sweep
 
 COMBINATIONS = 60
 

@@ -8,6 +8,8 @@ import torch
 from automicro.torture.torture import quiet
 from tests.search.trainer_jobs import TrainerJob, by_loop, by_trainer, draw_trainer_job
 
+pytestmark = pytest.mark.sweep
+
 JOBS = [draw_trainer_job(seed) for seed in range(40)]
 
 

@@ -19,6 +19,8 @@ from automicro.torture.torture import (
 from automicro.torture.trials import Scene, Trials, attempt
 from tests.torture.more_subjects import SUBJECTS
 
+pytestmark = pytest.mark.sweep
+
 KINDS = ["oom", "boom", "interrupt"]
 LEFT_AS_BEFORE = {
     "state as before: Boom",

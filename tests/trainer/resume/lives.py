@@ -19,8 +19,8 @@ from automicro.checkpoints.rng import rng_state
 from automicro.errors import CheckpointWarning
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from tests.processes import end, start
 from tests.trainer.resume.points import Points, PointsOfEvents
-from tests.trainer.resume.processes import end, start
 from tests.trainer.resume.subjects import Job, Subject
 
 

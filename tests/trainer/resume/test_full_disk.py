@@ -20,6 +20,8 @@ from tests.trainer.resume.lives import ending_of
 from tests.trainer.resume.subjects import Job, Subject
 from tests.trainer.resume.trials import assert_same
 
+pytestmark = pytest.mark.sweep
+
 SUBJECT = Subject(seed=7, num_rows=32, max_duration="2ep", interval="1ba", evaluators=0)
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import KILLED
 from tests.trainer.resume.lives import live, warm_up
-from tests.trainer.resume.processes import KILLED
 from tests.trainer.resume.subjects import Subject
 from tests.trainer.resume.trials import assert_same, check_logs, kill_and_resume
+
+pytestmark = pytest.mark.sweep
 
 # One kill of each of these kinds, and in some runs more in a row.
 SAMPLE = {

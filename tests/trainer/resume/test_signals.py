@@ -12,9 +12,11 @@ import pytest
 
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.cli import main
+from tests.processes import end, start
 from tests.trainer.resume.lives import warm_up
-from tests.trainer.resume.processes import end, start
 from tests.trainer.resume.trials import assert_same
+
+pytestmark = pytest.mark.sweep
 
 # The fifth batch waits until the file "go" is there.
 MODULE = """\

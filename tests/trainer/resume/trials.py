@@ -13,9 +13,9 @@ from torch import Tensor
 from automicro.checkpoints.files import verify
 from automicro.checkpoints.writing import list_checkpoints
 from tests.loggers.logged import Rows, read_csv, read_json_lines
+from tests.processes import KILLED
 from tests.trainer.resume.lives import Life, live
 from tests.trainer.resume.points import DISK, LOG_WRITE, STEP
-from tests.trainer.resume.processes import KILLED
 from tests.trainer.resume.subjects import Subject, draw
 
 # What takes time, or counts bytes since the process began, is another in every process.
