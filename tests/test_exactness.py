@@ -257,7 +257,8 @@ def takes_numbers_in_pairs(case: Case) -> bool:
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_one_leaf_twice_in_a_batch_gets_the_gradient_of_both(size: int) -> None:
-    wrong, jobs = {}, [job for job, case in CASES.items() if takes_numbers_in_pairs(case)]
+    wrong: dict[str, Any] = {}
+    jobs = [job for job, case in CASES.items() if takes_numbers_in_pairs(case)]
     assert len(jobs) >= 20
     for job in jobs:
         case = CASES[job]

@@ -358,8 +358,8 @@ class CoordinatedRanks:
         if own is None:
             raise PeerFailedError(
                 f"rank {self.rank} of {self.world_size} stops because another rank failed:\n"
-                f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on that "
-                "rank (its log has the traceback), and start again from the last checkpoint."
+                f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on "
+                "that rank (its log has the traceback), and start again from the last checkpoint."
             )
         note_told(own, self.rank, self.world_size, "the others were told and stop too")
 
@@ -398,8 +398,8 @@ def exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> li
         if store.check([_FAILED]):
             raise PeerFailedError(
                 f"rank {rank} of {world_size} stops because another rank failed:\n"
-                f"{_read(store, _FAILED)}\nMend the cause on that rank (its log has the traceback), "
-                "and start again."
+                f"{_read(store, _FAILED)}\nMend the cause on that rank (its log has the "
+                "traceback), and start again."
             )
         if time.monotonic() > end:
             missing = ", ".join(key for key in keys if not store.check([key]))

@@ -59,7 +59,8 @@ def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> Non
 def lightning_logger(folder: Path) -> LightningLogger:
     import lightning.pytorch.loggers as theirs
 
-    return LightningLogger(theirs.CSVLogger(folder, name=None), folder)
+    logger: Any = theirs.CSVLogger(folder, name=None)
+    return LightningLogger(logger, folder)
 
 
 LOGGERS: dict[str, Callable[[Path], Logger]] = {
