@@ -6,6 +6,7 @@ transaction, commit or roll back, and try smaller slices after running out of me
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
 from automicro.step.phase import Phase, Recollection, Shared
 from automicro.step.plan import ReadBatch, Step
-from automicro.step.results import EvalResult, StepResult, unevaluated, untrained
+from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
@@ -403,7 +404,8 @@ class Microbatcher:
             work = TrainingWork(self._setup, self._train, step, metrics, kept, accept)
             finished = run(step, work, self._train)
         if finished.result is None:
-            return untrained(stops=finished.plan.stops)
+            nothing = torch.tensor(math.nan)
+            return StepResult(loss=nothing, is_committed=False, **finished.counts)
         loss, losses = finished.result
         return StepResult(
             loss=loss,
@@ -484,7 +486,7 @@ class Microbatcher:
             work = EvaluationWork(self._setup, self._eval, step, metrics, kept, predicts=predicts)
             finished = run(step, work, self._eval)
         if finished.result is None:
-            return unevaluated(stops=finished.plan.stops)
+            return EvalResult(loss=None, **finished.counts)
         loss, losses, denominators = finished.result
         return EvalResult(
             loss=loss,

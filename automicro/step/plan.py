@@ -10,6 +10,7 @@ from automicro.errors import BatchError
 from automicro.memory.meter import Measured
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
+from automicro.step.results import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ class Finished(Generic[T]):
         return self.plan.size
 
     @property
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Counts:
         """What results tell of rows, slices and attempts, by the names of their fields."""
         plan = self.plan
         return {

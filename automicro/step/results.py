@@ -1,12 +1,25 @@
 """What a training step and an evaluation give back."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
+
+
+class Counts(TypedDict):
+    """What both results tell of rows, slices and attempts; see `StepResult`."""
+
+    num_samples: int
+    num_global_samples: int
+    microbatch_size: int
+    num_microbatches: int
+    attempts: int
+    failed_sizes: tuple[int, ...]
+    recalled_size: int | None
+    is_measuring: bool
+    grown_from: int | None
+    stops: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -113,29 +126,6 @@ class EvalResult:
 
     def __repr__(self) -> str:
         return _one_line(self)
-
-
-def untrained(*, stops: bool) -> StepResult:
-    """The result of a step for which no rank had any row.
-
-    >>> untrained(stops=False).num_global_samples
-    0
-    """
-    return StepResult(loss=torch.tensor(math.nan), is_committed=False, **_nothing(stops))
-
-
-def unevaluated(*, stops: bool) -> EvalResult:
-    """The same of an evaluation.
-
-    >>> unevaluated(stops=False).loss is None
-    True
-    """
-    return EvalResult(loss=None, **_nothing(stops))
-
-
-def _nothing(stops: bool) -> dict[str, Any]:
-    names = ("num_samples", "num_global_samples", "microbatch_size", "num_microbatches", "attempts")
-    return {**dict.fromkeys(names, 0), "stops": stops}
 
 
 def _one_line(result: StepResult | EvalResult) -> str:

@@ -250,12 +250,15 @@ def _plan(step: Step, phase: Phase) -> Plan:
 
 
 def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
-    measured = {} if done.measured is None else vars(done.measured)
-    left_out = {"has_waited", "seconds"} if repeatable else {"has_waited"}
+    took = done.measured
     return Outcome(
         num_rows=plan.num_rows,
         microbatch_size=plan.size,
         fits=done.verdict is not Verdict.OUT_OF_MEMORY,
         cost=plan.cost,
-        **{name: value for name, value in measured.items() if name not in left_out},
+        peak_bytes=None if took is None else took.peak_bytes,
+        resident_bytes=None if took is None else took.resident_bytes,
+        capacity_bytes=None if took is None else took.capacity_bytes,
+        seconds=None if took is None or repeatable else took.seconds,
+        alloc_retries=None if took is None else took.alloc_retries,
     )
