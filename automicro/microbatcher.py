@@ -39,8 +39,8 @@ from automicro.options import (
 )
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Policy
-from automicro.ranks.discovery import find_ranks, telling_of_failure
-from automicro.ranks.interface import Ranks, telling
+from automicro.ranks.discovery import announcing_failed_construction, find_ranks
+from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.step.events import Observer
@@ -54,7 +54,7 @@ from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
-from automicro.transaction.gradients import GradientMemory
+from automicro.transaction.gradients import GradientHistory
 
 
 class Microbatcher:
@@ -128,7 +128,7 @@ class Microbatcher:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
     """
 
-    @telling_of_failure
+    @announcing_failed_construction
     def __init__(
         self,
         model: nn.Module,
@@ -249,7 +249,7 @@ class Microbatcher:
             off=not probe or self._ranks.rank != 0,
             is_alone=not self._ranks.communicates_in_forward,
         )
-        gradients = GradientMemory(
+        gradients = GradientHistory(
             self._modules,
             sums_in_float32=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS) == "fp32",
             is_alone=self._ranks.is_alone,
@@ -390,7 +390,7 @@ class Microbatcher:
         """
         kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), self._split_guard.explaining_memory():
-            with telling(self._ranks):
+            with announcing_failure(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
                 self._carrying.refuse_several(batches)
                 self._index.refresh()
@@ -473,7 +473,7 @@ class Microbatcher:
     ) -> EvalResult:
         kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
-            with telling(self._ranks):
+            with announcing_failure(self._ranks):
                 self._index.refresh()
                 self._ranks.settle()
                 batches = self._spare.given(batch)

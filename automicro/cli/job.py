@@ -13,7 +13,7 @@ from automicro.cli.config.schema import TO_TRAIN, RunConfig
 from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, summarize_error
 from automicro.errors import ConfigError
-from automicro.trainer.processes import place_in_environment
+from automicro.trainer.processes import process_in_environment
 
 
 class Job:
@@ -93,7 +93,7 @@ class Job:
 
     def _count_processes(self) -> int:
         try:
-            number = place_in_environment().world_size
+            number = process_in_environment().world_size
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if number > 1 and not self._for_ranks:

@@ -21,7 +21,7 @@ from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
 from automicro.torch_private import AnyBatchNorm
-from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
@@ -122,7 +122,7 @@ class ExtraPasses:
             modules = self._modules
             self._again = Transaction(
                 [
-                    Buffers(BufferMemory(ModuleIndex(modules))),
+                    Buffers(BufferHistory(ModuleIndex(modules))),
                     RandomState(
                         devices_of(modules, self.computation.device),
                         self.computation.reach.generators,

@@ -42,8 +42,8 @@ from automicro.ranks.guards.collectives import (
 )
 from automicro.ranks.guards.ddp import DdpGuard
 from automicro.ranks.guards.fsdp import FsdpGuard
-from automicro.ranks.guards.guard import Commons, Guard, commons_of_group, opened_commons
-from automicro.ranks.heartbeat import RollCall, watch_peers
+from automicro.ranks.guards.guard import GroupState, Guard, opened_state, state_of_group
+from automicro.ranks.heartbeat import MissingRanks, watch_peers
 from automicro.ranks.interface import (
     Agreement,
     OneRank,
@@ -457,18 +457,18 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
         return OneRank()
     if not is_parallel(modules):
         return OneRank()  # every rank trains a model of its own
-    commons = commons_of_group(_open_votes)
-    guards = find_guards(modules, commons)
+    group = state_of_group(_open_votes)
+    guards = find_guards(modules, group)
     size = _data_parallel_size(modules)
     if size is not None:
         _refuse_uncovered(modules)
-    copies = commons.votes.world_size // (size or 1)
-    name = f"Microbatcher {commons.count()} ({type(modules[0]).__name__})"
-    warm_up = WarmUp(_uses(modules, guards), commons.connected)
-    return CoordinatedRanks(commons.votes, guards, warm_up=warm_up, copies=copies, name=name)
+    copies = group.votes.world_size // (size or 1)
+    name = f"Microbatcher {group.count()} ({type(modules[0]).__name__})"
+    warm_up = WarmUp(_uses(modules, guards), group.connected)
+    return CoordinatedRanks(group.votes, guards, warm_up=warm_up, copies=copies, name=name)
 
 
-def tell_of_absence(error: Exception) -> None:
+def announce_absence(error: Exception) -> None:
     """Tell the other ranks that this one does not come to what they wait for, once.
 
     Args:
@@ -476,9 +476,9 @@ def tell_of_absence(error: Exception) -> None:
     """
     if isinstance(error, RankError) or facts_of(error).is_told:
         return
-    commons = opened_commons()
-    if commons is not None:
-        CoordinatedRanks(commons.votes).fail(error)
+    group = opened_state()
+    if group is not None:
+        CoordinatedRanks(group.votes).fail(error)
         return
     say_failed(describe_error(error))
     note_told(error, dist.get_rank(), dist.get_world_size(), "the others were told")
@@ -493,11 +493,11 @@ def wait_for_all(point: str) -> None:
     Raises:
         RankError: some rank does not come.
     """
-    commons = opened_commons()
-    if commons is None:
+    group = opened_state()
+    if group is None:
         exchange_words(point)
     else:
-        CoordinatedRanks(commons.votes).ready(point)
+        CoordinatedRanks(group.votes).ready(point)
 
 
 def _open_votes() -> Votes:
@@ -506,7 +506,7 @@ def _open_votes() -> Votes:
     return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
 
 
-def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:
+def find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
     """A guard for each wrapper among modules, the one that it has or a new one.
 
     Raises:
@@ -518,13 +518,13 @@ def find_guards(modules: Sequence[nn.Module], commons: Commons) -> list[Guard]:
             "the model is wrapped by FullyShardedDataParallel, which cannot go on after running "
             "out of memory; use fully_shard (FSDP2)"
         )
-    votes = commons.votes
+    votes = group.votes
     guards: list[Guard] = []
     for each in everything:
         if isinstance(each, DistributedDataParallel):
-            guards.append(commons.guard_of([each], functools.partial(DdpGuard, each, votes)))
+            guards.append(group.guard_of([each], functools.partial(DdpGuard, each, votes)))
     for root, sharded in _sharded_parts(modules):
-        guards.append(commons.guard_of(sharded, functools.partial(FsdpGuard, [root], votes)))
+        guards.append(group.guard_of(sharded, functools.partial(FsdpGuard, [root], votes)))
     if runs_collectives(modules):
         guards.append(CollectivesGuard(modules))
     if len(guards) > 1:
@@ -615,5 +615,5 @@ def open_exchange() -> Exchange:
     return TreeExchange(own, height=len(levels), rank=rank, world_size=world_size)
 
 
-def _roll_call() -> RollCall:
-    return RollCall(default_store(), rank=dist.get_rank(), world_size=dist.get_world_size())
+def _roll_call() -> MissingRanks:
+    return MissingRanks(default_store(), rank=dist.get_rank(), world_size=dist.get_world_size())

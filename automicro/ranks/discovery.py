@@ -39,7 +39,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
     return ranks
 
 
-def telling_of_failure(
+def announcing_failed_construction(
     construct: Callable[P, None],
 ) -> Callable[P, None]:
     """Let a constructor that fails on this rank tell the others, who would wait for it.
@@ -50,17 +50,17 @@ def telling_of_failure(
     """
 
     @functools.wraps(construct)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+    def announcing_failure(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             construct(*args, **kwargs)
         except Exception as error:
-            tell_of_construction(args[1] if len(args) > 1 else kwargs.get("model"), error)
+            announce_failed_construction(args[1] if len(args) > 1 else kwargs.get("model"), error)
             raise
 
-    return telling
+    return announcing_failure
 
 
-def tell_of_construction(model: Any, error: Exception, *, is_shared: bool = False) -> None:
+def announce_failed_construction(model: Any, error: Exception, *, is_shared: bool = False) -> None:
     """Tell the other ranks, if there are any, that this one could not make what all of them make.
 
     Args:
@@ -71,7 +71,7 @@ def tell_of_construction(model: Any, error: Exception, *, is_shared: bool = Fals
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
 
-    from automicro.ranks.coordinated import tell_of_absence
+    from automicro.ranks.coordinated import announce_absence
 
     if is_shared or (isinstance(model, nn.Module) and is_parallel([model])):
-        tell_of_absence(error)
+        announce_absence(error)

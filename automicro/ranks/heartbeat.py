@@ -35,7 +35,7 @@ _LATE_BEATS = 3
 _BEATS_OF_A_GAP = 2
 
 
-class Attendance:
+class Liveness:
     """What one rank knows of the others' beats, which are texts that differ from one to the next.
 
     Each rank watches the next two in a ring of those that have not ended, so what it asks for does
@@ -55,12 +55,12 @@ class Attendance:
         now: the time by any clock that does not go back.
 
     Example:
-        >>> attendance = Attendance(
+        >>> liveness = Liveness(
         ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
         ... )
         >>> for second in range(8):
-        ...     attendance.note(float(second), {1: "1", 2: f"{second}"})
-        >>> attendance.lost()
+        ...     liveness.note(float(second), {1: "1", 2: f"{second}"})
+        >>> liveness.lost()
         [1]
     """
 
@@ -199,7 +199,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 2.0
 
 
-class RollCall:
+class MissingRanks:
     """Names the ranks that do not answer.
 
     Args:
@@ -243,7 +243,7 @@ class RollCall:
         return f"automicro/still_here/{rank}"
 
 
-class NoRollCall:
+class NoMissingRanks:
     """Where there is no store to sign in."""
 
     def missing(self) -> list[int] | None:
@@ -349,7 +349,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._attendance = Attendance(
+        self._attendance = Liveness(
             rank=self._rank,
             world_size=self._world_size,
             timeout_seconds=self._timeout_seconds,

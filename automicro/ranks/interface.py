@@ -96,7 +96,7 @@ class Agreement:
         num_batches: the most that count as one on a rank.
         cost: the highest of a row, None where nobody knows one.
         stops: whether any rank wants to end the run.
-        lender: the lowest rank that has rows, where another lacks any to run fillers on; else None.
+        donor: the lowest rank that has rows, where another lacks any to run fillers on; else None.
     """
 
     microbatch_size: int
@@ -107,7 +107,7 @@ class Agreement:
     num_batches: int
     cost: float | None
     stops: bool
-    lender: int | None = None
+    donor: int | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -315,10 +315,10 @@ class OneRank:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def telling(ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+def announcing_failure(ranks: Ranks) -> contextlib.AbstractContextManager[None]:
     """Tell the other ranks of an error of this one, before it has begun to agree with them.
 
-    >>> with telling(OneRank()):
+    >>> with announcing_failure(OneRank()):
     ...     pass
     """
     return _NOTHING if ranks.is_alone else _telling(ranks)

@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
 from automicro.ranks.exchange import SLOTS, Ballot, Exchange, failed, healthy, padded_highs
 from automicro.ranks.guards.collectives import Call
-from automicro.ranks.heartbeat import NoRollCall, NoWatch, Watch
+from automicro.ranks.heartbeat import NoMissingRanks, NoWatch, Watch
 from automicro.ranks.interface import Agreement, Proposal, Report, Status
 
 COUNT = 4
@@ -132,7 +132,7 @@ class Votes:
         self.count = 0
         self.is_over = False
         self._exchange = exchange
-        self._roll_call = roll_call or NoRollCall()
+        self._roll_call = roll_call or NoMissingRanks()
         self._watch = watch or NoWatch()
         self._agreements = 0
         self._trained = 0  # of these
@@ -226,7 +226,7 @@ class Votes:
             num_batches=int(together.highs[0]),
             cost=together.highs[1] if together.highs[1] > -math.inf else None,
             stops=together.flag > 0,
-            lender=_lender(together.highs),
+            donor=_donor(together.highs),
         )
 
     def commit(
@@ -453,7 +453,7 @@ def _highs(proposal: Proposal, rank: int) -> list[float]:
     return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as]
 
 
-def _lender(highs: Sequence[float]) -> int | None:
+def _donor(highs: Sequence[float]) -> int | None:
     _, _, lacks_rows, lowest_with_rows, *_ = highs
     return int(-lowest_with_rows) if lacks_rows > 0 and lowest_with_rows > -math.inf else None
 

@@ -234,7 +234,7 @@ def _them(failures: list[tuple[Path, Exception]]) -> str:
     return "remove it" if len(failures) == 1 else "remove them"
 
 
-class SizeMemory:
+class RememberedSizes:
     """What a run remembers: asked once at its first batch, written when its size changed.
 
     Args:
@@ -250,10 +250,10 @@ class SizeMemory:
     ...     shapes={"0": "float32[8]"}, world_size=1, automicro="0.1.0", torch="2.13.0",
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     first = SizeMemory(SizeCache(folder), key)
+    ...     first = RememberedSizes(SizeCache(folder), key)
     ...     first.recalled
     ...     first.settle(RememberedSize(microbatch_size=16), rows=64)
-    ...     SizeMemory(SizeCache(folder), key).recalled.microbatch_size
+    ...     RememberedSizes(SizeCache(folder), key).recalled.microbatch_size
     16
     """
 

@@ -9,7 +9,7 @@ from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
 from automicro.errors import BatchError, describe_error
-from automicro.ranks.interface import Ranks, telling
+from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.phase import Phase
 from automicro.step.plan import Plan
 from automicro.transaction.transaction import Transaction
@@ -74,18 +74,18 @@ class SpareRows:
         """Whether this rank has no rows and has never had any."""
         return self._kept is None
 
-    def pass_on(self, lender: int) -> None:
+    def pass_on(self, donor: int) -> None:
         """Give the rows of one rank to all that have never had any. All ranks call it.
 
         Args:
-            lender: the rank, which has some.
+            donor: the rank, which has some.
 
         Raises:
             BatchError: they cannot be sent.
         """
-        with telling(self._ranks):
-            message = self._packed() if self._ranks.rank == lender else b""
-        message = self._ranks.from_rank(lender, message)
+        with announcing_failure(self._ranks):
+            message = self._packed() if self._ranks.rank == donor else b""
+        message = self._ranks.from_rank(donor, message)
         if self._kept is None:
             with on_host():
                 self._kept = pickle.loads(message)  # of a rank that runs the same program

@@ -18,15 +18,15 @@ from automicro.memory.device import use_libraries
 from automicro.memory.meter import Meter
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Policy
-from automicro.ranks.interface import OneRank, Ranks, telling
+from automicro.ranks.interface import OneRank, Ranks, announcing_failure
 from automicro.reach import Reach
-from automicro.remembered.cache import SizeCache, SizeMemory
+from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize
 from automicro.remembered.key import RunKey
 from automicro.step.events import Narrator, Observer
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.torch_private import is_uninitialized
-from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import TensorCopy
 from automicro.transaction.remembering import Growth
@@ -61,7 +61,7 @@ class Recollection:
         self._describe = describe
         self._shapes = shapes
         self._cache = cache or SizeCache()
-        self._memory: SizeMemory | None = None
+        self._memory: RememberedSizes | None = None
         self._has_asked = False
         self._row_cost: float | None = None
         self._size: int | None = None
@@ -98,7 +98,7 @@ class Recollection:
                     self._memory.see(self._shapes(batch.batch))
             return None
         self._row_cost = row_cost
-        with telling(ranks):
+        with announcing_failure(ranks):
             size, cost = 0.0, 0.0
             if ranks.rank == 0:
                 with self._going_on():
@@ -119,7 +119,7 @@ class Recollection:
         """Rows and cost of a row that are remembered; zeros where nothing is of use."""
         if batch is None:
             return 0.0, 0.0
-        self._memory = SizeMemory(
+        self._memory = RememberedSizes(
             self._cache, self._describe(self._shapes(batch.batch), rows=batch.num_rows)
         )
         recalled = self._memory.recalled
@@ -141,7 +141,7 @@ class Recollection:
 
     def _take_down(
         self,
-        memory: SizeMemory,
+        memory: RememberedSizes,
         finished: Finished[Any],
         costs: Sequence[float | None],
         size: int | None,
@@ -196,7 +196,7 @@ class Spare(Protocol):
     def is_lacking(self) -> bool:
         """Whether this rank has none."""
 
-    def pass_on(self, lender: int) -> None:
+    def pass_on(self, donor: int) -> None:
         """Give those of one rank to all that have none. All ranks call it."""
 
 
@@ -228,9 +228,9 @@ class Shared:
         return ModuleIndex(self.modules, self.reach.modules)
 
     @functools.cached_property
-    def buffers(self) -> BufferMemory:
+    def buffers(self) -> BufferHistory:
         """What is known of the modules' buffers."""
-        return BufferMemory(self.index)
+        return BufferHistory(self.index)
 
     @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
@@ -360,7 +360,7 @@ class Phase:
 
     def metrics(self, metrics: Any) -> Metrics:
         """What is updated with the rows of one step."""
-        with telling(self.ranks):
+        with announcing_failure(self.ranks):
             return Metrics(flatten_metrics(metrics), self._growth)
 
     def begin(self, step: Step) -> int | None:

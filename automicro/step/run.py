@@ -12,7 +12,7 @@ from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import empty_cache, first_line
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.policy import Outcome, Policy
-from automicro.ranks.interface import telling
+from automicro.ranks.interface import announcing_failure
 from automicro.step.attempt import Tried, Verdict, Work, try_once
 from automicro.step.events import bystander
 from automicro.step.phase import Phase
@@ -237,15 +237,15 @@ def _plan(step: Step, phase: Phase) -> Plan:
     ranks, rule, spare = phase.ranks, phase.rule, phase.spare
     if ranks.is_alone:
         return plan_alone(step, rule)
-    with telling(ranks):
+    with announcing_failure(ranks):
         lacks_rows = spare is not None and spare.is_lacking
         proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
     agreement = ranks.agree(proposal)
     if agreement.max_rows == 0:
         return nothing_to_run(stops=agreement.stops)
-    if agreement.lender is not None and spare is not None:
-        spare.pass_on(agreement.lender)
-    with telling(ranks):
+    if agreement.donor is not None and spare is not None:
+        spare.pass_on(agreement.donor)
+    with announcing_failure(ranks):
         return plan_together(step, rule, agreement, ranks)
 
 

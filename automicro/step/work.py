@@ -26,7 +26,7 @@ from automicro.step.passes import Keep, Losses, Passes
 from automicro.step.phase import Phase
 from automicro.step.plan import Plan, Step
 from automicro.step.split_guard import SplitGuard
-from automicro.transaction.gradients import GradientMemory, Gradients
+from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.surroundings import ChangingState
 from automicro.transaction.transaction import Part
@@ -55,7 +55,7 @@ def _like(losses: Losses, values: Iterable[Tensor]) -> Losses:
     return loss, dict(zip(parts, others, strict=True))
 
 
-class SharedLosses:
+class GlobalLoss:
     """Adds up the losses of all ranks, each of which has divided its own by what all count.
 
     On the host the vote to commit carries them. On an accelerator reading them would make the host
@@ -119,7 +119,7 @@ class Setup:
     split_guard: SplitGuard
     metric_guard: MetricGuard
     prober: Prober
-    gradients: GradientMemory
+    gradients: GradientHistory
     memory: OccupiedDevice
     reservation: OptimizerReservation
 
@@ -246,7 +246,7 @@ class TrainingWork(_Work):
         self._gradients = Gradients(
             setup.index.known, setup.gradients, inputs=self._watch.requiring_grad
         )
-        self._shared = SharedLosses(phase.device, at_once=accept is not None)
+        self._shared = GlobalLoss(phase.device, at_once=accept is not None)
 
     def parts(self) -> list[Part]:
         return [

@@ -32,11 +32,11 @@ from automicro.trainer.progress import (
     size_lines,
 )
 from automicro.trainer.same_on_all_ranks import (
+    announcing_once,
     compare_orders,
     of_all_ranks,
     outline_evaluations,
-    require_alike,
-    telling_once,
+    require_same,
 )
 from automicro.trainer.surroundings import noting
 from automicro.units import Duration, Unit, read_duration
@@ -191,7 +191,7 @@ class Evaluation:
         values = None
         try:
             context.tell("eval_start")
-            with telling_once(self.microbatcher.ranks), self.microbatcher.evaluating():
+            with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
                 found = self._pass(phase, progress, context, is_stopped, max_batches)
             if found is None:
                 context.recorder.forget()
@@ -330,7 +330,7 @@ class EvaluationFactory:
         dataloader = read_evaluations("dataloader", dataloader)
         given = read_evaluators("dataloader", dataloader)
         self._microbatcher.ranks.ready("evaluating on a loader of its own")
-        require_alike(self._device, partial(outline_evaluations, "dataloader", dataloader))
+        require_same(self._device, partial(outline_evaluations, "dataloader", dataloader))
         return self.make_all(given, loader_name="dataloader")
 
     def make_all(

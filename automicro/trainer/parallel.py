@@ -11,7 +11,7 @@ from automicro.modules import is_parallel, runs_collectives
 from automicro.options import check_choice, unwrapped
 from automicro.torch_private import is_compiled, is_uninitialized
 from automicro.torch_private_distributed import is_fsdp_module
-from automicro.trainer.processes import Place, copy_from_first
+from automicro.trainer.processes import Process, copy_from_first
 
 PARALLEL_MODES = ("ddp", "fsdp")
 
@@ -31,7 +31,7 @@ def read_parallel(parallel: str | None) -> str | None:
 def check_parallel(
     parallel: str | None,
     modules: Sequence[nn.Module],
-    place: Place,
+    place: Process,
     *,
     compiles: bool = False,
     channels_last: bool = False,
@@ -52,7 +52,7 @@ def check_parallel(
     Raises:
         ValueError: each with its remedy.
 
-    >>> check_parallel(None, [nn.Linear(2, 2)], Place())
+    >>> check_parallel(None, [nn.Linear(2, 2)], Process())
     """
     if parallel is None:
         if place.world_size > 1 and not is_parallel(modules):
@@ -109,7 +109,7 @@ def check_parallel(
 
 
 def wrap(
-    parallel: str, modules: Sequence[nn.Module], device: torch.device, place: Place
+    parallel: str, modules: Sequence[nn.Module], device: torch.device, place: Process
 ) -> nn.Module:
     """What the steps call in place of the model: DDP around it, or itself with its shards.
 

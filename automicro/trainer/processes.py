@@ -28,7 +28,7 @@ _ABSENT = "absent: "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Process:
     """Where a process stands among those of its run.
 
     Attributes:
@@ -47,14 +47,14 @@ class Place:
         return self.rank == 0
 
 
-def place_in_environment() -> Place:
+def process_in_environment() -> Process:
     """Who this process is by the variables that torchrun sets; alone without them.
 
     Raises:
         ValueError: variables that are no numbers, or not all of them.
 
-    >>> place_in_environment()
-    Place(rank=0, world_size=1, local_rank=0)
+    >>> process_in_environment()
+    Process(rank=0, world_size=1, local_rank=0)
     """
     world_size = _read("WORLD_SIZE", 1)
     if world_size > 1 and "RANK" not in os.environ:
@@ -67,37 +67,37 @@ def place_in_environment() -> Place:
         raise ValueError(
             f"RANK={rank} is not below WORLD_SIZE={world_size}; start the processes with torchrun"
         )
-    return Place(rank=rank, world_size=world_size, local_rank=_read("LOCAL_RANK", rank))
+    return Process(rank=rank, world_size=world_size, local_rank=_read("LOCAL_RANK", rank))
 
 
-def place_here() -> Place:
+def process_here() -> Process:
     """Who this process is: in the process group if there is one, else by the environment.
 
-    >>> place_here().is_first
+    >>> process_here().is_first
     True
     """
     if dist.is_available() and dist.is_initialized():
-        return Place(
+        return Process(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             local_rank=_read("LOCAL_RANK", dist.get_rank()),
         )
-    return place_in_environment()
+    return process_in_environment()
 
 
-def place_for_output() -> Place:
-    """As `place_here`; alone where the environment makes no sense, which others complain of.
+def place_for_output() -> Process:
+    """As `process_here`; alone where the environment makes no sense, which others complain of.
 
     >>> place_for_output().is_first
     True
     """
     try:
-        return place_here()
+        return process_here()
     except ValueError:
-        return Place()
+        return Process()
 
 
-def own_device(device: torch.device | str, place: Place) -> torch.device | str:
+def own_device(device: torch.device | str, place: Process) -> torch.device | str:
     """The device of a process: of several accelerators, the one with its local number.
 
     A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator,
@@ -112,7 +112,7 @@ def own_device(device: torch.device | str, place: Place) -> torch.device | str:
     Raises:
         ValueError: more processes on this machine than accelerators.
 
-    >>> own_device("cpu", Place(rank=1, world_size=2, local_rank=1))
+    >>> own_device("cpu", Process(rank=1, world_size=2, local_rank=1))
     'cpu'
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -131,7 +131,7 @@ def own_device(device: torch.device | str, place: Place) -> torch.device | str:
     return torch.device(accelerator.type, place.local_rank)
 
 
-def meet(device: torch.device, place: Place) -> None:
+def meet(device: torch.device, place: Process) -> None:
     """Make the process group, unless there is one. It lives as long as the process.
 
     It meets in a part of the store that is this start's alone: what processes of an earlier one
@@ -165,7 +165,7 @@ def meet(device: torch.device, place: Place) -> None:
     atexit.register(part)
 
 
-def require_own_device(store: Store, place: Place, identity: str | None, device: str) -> None:
+def require_own_device(store: Store, place: Process, identity: str | None, device: str) -> None:
     """Refuse a device that two processes have, on all ranks. All ranks call it.
 
     NCCL refuses it too, but as an invalid usage, and after it has connected.
@@ -180,7 +180,7 @@ def require_own_device(store: Store, place: Place, identity: str | None, device:
         ValueError: two processes are on one device.
         PeerLostError: some did not come.
 
-    >>> require_own_device(HashStore(), Place(), "GPU-1", "cuda:0")
+    >>> require_own_device(HashStore(), Process(), "GPU-1", "cuda:0")
     """
     if place.world_size == 1:
         return
@@ -222,7 +222,7 @@ def agreed_time(now: str) -> str:
     >>> agreed_time("12:00")
     '12:00'
     """
-    place = place_in_environment()
+    place = process_in_environment()
     if place.world_size == 1 or "MASTER_ADDR" not in os.environ:
         return now
     store, key = _tcp_store(place), "automicro/begun at"
@@ -296,14 +296,14 @@ def said_by_first(value: int, device: torch.device) -> int:
     return int(tensor.item())
 
 
-def _store(place: Place) -> Store:
+def _store(place: Process) -> Store:
     if place.world_size == 1:
         return HashStore()
     store = _tcp_store(place)
     return PrefixStore(f"automicro/start {name_of_start(store, place)}", store)
 
 
-def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) -> str:
+def name_of_start(store: Store, place: Process, *, timeout: timedelta = _MEETING) -> str:
     """A name that all processes of this start know, and none of an earlier one in the same store.
 
     torchrun's restart count is none: it starts at 0 on a node that came in for a lost one. So
@@ -317,7 +317,7 @@ def name_of_start(store: Store, place: Place, *, timeout: timedelta = _MEETING) 
     Raises:
         PeerLostError: some did not come.
 
-    >>> len(name_of_start(HashStore(), Place()))
+    >>> len(name_of_start(HashStore(), Process()))
     32
     """
     own = uuid.uuid4().hex
@@ -364,7 +364,7 @@ def say_absent(reason: str) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return
     try:
-        place = place_in_environment()
+        place = process_in_environment()
         if place.world_size == 1:
             return
         store = _tcp_store(place, _PATIENCE)
@@ -377,7 +377,7 @@ def say_absent(reason: str) -> None:
         return
 
 
-def _answer_all(store: Store, place: Place, said: str, *, until: timedelta) -> None:
+def _answer_all(store: Store, place: Process, said: str, *, until: timedelta) -> None:
     """Answer everybody who says hello that nobody meets, and why."""
     end = time.monotonic() + until.total_seconds()
     absent = set(range(1, place.world_size))
@@ -391,7 +391,7 @@ def _answer_all(store: Store, place: Place, said: str, *, until: timedelta) -> N
     time.sleep(_HEAR_SECONDS)  # the store ends with this process
 
 
-def _require_present(said: str, place: Place) -> None:
+def _require_present(said: str, place: Process) -> None:
     if said.startswith(_ABSENT):
         raise PeerFailedError(
             f"rank {place.rank} of {place.world_size} stops, for another rank failed and will not "
@@ -402,7 +402,7 @@ def _require_present(said: str, place: Place) -> None:
 
 
 @functools.cache
-def _tcp_store(place: Place, timeout: timedelta = _MEETING) -> TCPStore:
+def _tcp_store(place: Process, timeout: timedelta = _MEETING) -> TCPStore:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address is None or port is None:
         raise ValueError(

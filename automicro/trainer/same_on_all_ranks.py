@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, describe_error, facts_of
 from automicro.events.callback import Callback
-from automicro.ranks.discovery import tell_of_construction
+from automicro.ranks.discovery import announce_failed_construction
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import num_batches
@@ -204,13 +204,13 @@ def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
 
 
 @contextlib.contextmanager
-def telling_once(ranks: Ranks) -> Iterator[None]:
+def announcing_once(ranks: Ranks) -> Iterator[None]:
     """Tell the other ranks of an error of this one, unless they know of it.
 
     An end in order, which all ranks have agreed on, is none.
 
     >>> from automicro.ranks.interface import OneRank
-    >>> with telling_once(OneRank()):
+    >>> with announcing_once(OneRank()):
     ...     pass
     """
     try:
@@ -222,25 +222,25 @@ def telling_once(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def telling_of_failure(
+def announcing_failed_construction(
     construct: Callable[P, None],
 ) -> Callable[P, None]:
     """Let a Trainer that cannot be made on this rank tell the others, also before they have met."""
 
     @functools.wraps(construct)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+    def announcing_failure(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             construct(*args, **kwargs)
         except Exception as error:
             is_shared = kwargs.get("parallel") is not None
-            tell_of_construction(
+            announce_failed_construction(
                 args[1] if len(args) > 1 else kwargs.get("model"), error, is_shared=is_shared
             )
             if is_shared and not dist.is_initialized():
                 say_absent(describe_error(error))
             raise
 
-    return telling
+    return announcing_failure
 
 
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
@@ -313,7 +313,7 @@ _SHORT = 300  # letters
 _MISSING = "there is none"
 
 
-def require_alike(
+def require_same(
     device: torch.device, outline: Callable[[], Outline], *, what: str = "options"
 ) -> None:
     """Compare what ranks were given. All ranks call it; for one process it is free.
@@ -326,7 +326,7 @@ def require_alike(
     Raises:
         DesyncError: on all ranks, with each thing that differs and every rank's value.
 
-    >>> require_alike(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
+    >>> require_same(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

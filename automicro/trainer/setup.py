@@ -43,17 +43,21 @@ from automicro.trainer.optimizer import (
     place_modules,
 )
 from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
-from automicro.trainer.processes import Place, meet, own_device, place_here, said_by_first
+from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
 from automicro.trainer.progress import RunSettings
 from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
-from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_alike
+from automicro.trainer.same_on_all_ranks import (
+    outline_given,
+    outline_options,
+    require_same,
+)
 from automicro.trainer.step import NON_FINITE_MODES, FinitenessGuard, TokenCounter, TrainingStep
 from automicro.units import Duration
 
 
-class Primitives:
+class MicrobatcherFactory:
     """Makes microbatchers of one model, compiled where that is asked for.
 
     Args:
@@ -126,7 +130,7 @@ class Primitives:
         self.scaler.backward(loss)
 
 
-class Arrangement:
+class PlacedModel:
     """Where a model is, who else has it, and what of the data is for this rank.
 
     Args:
@@ -167,7 +171,7 @@ class Arrangement:
         self._parallel = read_parallel(parallel)
         everything = gather_modules(model, modules, loss_fn)
         is_wrapped = is_parallel(everything)
-        self.place: Place = place_here()
+        self.place: Process = process_here()
         check_parallel(
             self._parallel,
             everything,
@@ -211,7 +215,7 @@ class Arrangement:
         if self._parallel is not None:
             meet(self.device, self.place)
         # Before anything else that ranks do together, and where those would wait that differ.
-        require_alike(self.device, partial(outline_options, given))
+        require_same(self.device, partial(outline_options, given))
         if self._parallel is not None:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
@@ -297,7 +301,7 @@ def assemble_fit(
         count_batches=lambda: count_steps(num_batches(loader), accumulate_batches),
     )
     schedule = build_scheduler(scheduler, optimizer)
-    require_alike(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
+    require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
     tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)

@@ -17,7 +17,7 @@ from automicro.torch_private import (
     is_uninitialized,
     set_inductor_deterministic,
 )
-from automicro.trainer.processes import Place
+from automicro.trainer.processes import Process
 from automicro.trainer.progress import Progress, make_progress, recoveries_shown_here
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -171,7 +171,7 @@ def _has_channels(tensor: Tensor) -> bool:
     return tensor.dim() in FORMATS and tensor.layout is torch.strided
 
 
-class Session:
+class Surroundings:
     """Runs under one memory limit, with everything resident counted, and progress shown.
 
     Args:
@@ -191,7 +191,7 @@ class Session:
         self,
         *,
         shows_progress: bool,
-        place: Place,
+        place: Process,
         memory_limit: str | int | float | None,
         device: torch.device,
         residents: Sequence[nn.Module | torch.optim.Optimizer],

@@ -40,9 +40,13 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.progress import RunSettings, count_of, describe_parameters
 from automicro.trainer.recording import Recorder
 from automicro.trainer.report import FitSummary
-from automicro.trainer.same_on_all_ranks import require_alike, telling_of_failure, telling_once
-from automicro.trainer.setup import Arrangement, FitOptions, Primitives, assemble_fit
-from automicro.trainer.surroundings import Session, noting, prepare_cublas
+from automicro.trainer.same_on_all_ranks import (
+    announcing_failed_construction,
+    announcing_once,
+    require_same,
+)
+from automicro.trainer.setup import FitOptions, MicrobatcherFactory, PlacedModel, assemble_fit
+from automicro.trainer.surroundings import Surroundings, noting, prepare_cublas
 from automicro.units import Duration, read_duration
 
 
@@ -159,7 +163,7 @@ class Trainer:
         DesyncError: ranks were given different arguments.
     """
 
-    @telling_of_failure
+    @announcing_failed_construction
     def __init__(
         self,
         model: nn.Module,
@@ -218,7 +222,7 @@ class Trainer:
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
         if read_flag("deterministic", deterministic):
             prepare_cublas(device)  # while nothing has asked for the device
-        arranged = Arrangement(
+        placed = PlacedModel(
             model,
             modules,
             loss_fn,
@@ -228,9 +232,9 @@ class Trainer:
             channels_last=channels_last,
             optimizer=optimizer,
         )
-        device, place, modules = arranged.device, arranged.place, arranged.modules
+        device, place, modules = placed.device, placed.place, placed.modules
         residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
-        self._session = Session(
+        self._session = Surroundings(
             shows_progress=progress,
             place=place,
             memory_limit=memory_limit,
@@ -238,11 +242,11 @@ class Trainer:
             residents=residents,
             deterministic=deterministic,
         )
-        arranged.put_in_place(given)
-        optimizer = build_optimizer(optimizer, arranged.model, modules, parameter_groups, loss_fn)
+        placed.put_in_place(given)
+        optimizer = build_optimizer(optimizer, placed.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
-        primitives = Primitives(
-            [arranged.called, *modules[1:]],
+        factory = MicrobatcherFactory(
+            [placed.called, *modules[1:]],
             device=device,
             microbatch_size=microbatch_size,
             eval_microbatch_size=eval_microbatch_size,
@@ -266,7 +270,7 @@ class Trainer:
         state, callbacks = LoopState(), Callbacks(callbacks)
         self._run = Run(
             state=state,
-            model=arranged.model,
+            model=placed.model,
             modules=modules,
             optimizer=optimizer,
             device=device,
@@ -274,10 +278,10 @@ class Trainer:
             world_size=place.world_size,
             max_duration=duration,
             evaluations=list(evaluators),
-            make_microbatcher=primitives.make_for_callback,
+            make_microbatcher=factory.make_for_callback,
         )
         observer = callbacks.observer(self._run)
-        self._microbatcher = primitives.make(
+        self._microbatcher = factory.make(
             microbatch_size=microbatch_size,
             eval_microbatch_size=eval_microbatch_size,
             optimizer=optimizer,
@@ -290,10 +294,10 @@ class Trainer:
             recorder=Recorder(LoggerGroup(loggers if place.is_first else ()), self._run, callbacks),
             ranks=self._microbatcher.ranks,
         )
-        sharing = arranged.sharing(seed)
+        sharing = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
             self._microbatcher,
-            partial(primitives.make, observer=observer),
+            partial(factory.make, observer=observer),
             metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
             eval_microbatch_size=eval_microbatch_size,
             interval=every,
@@ -321,20 +325,20 @@ class Trainer:
                 max_time=max_time,
             ),
             microbatcher=self._microbatcher,
-            scaler=primitives.scaler,
+            scaler=factory.scaler,
             evaluations=self._evaluations,
             metrics=of_training,
             settings=RunSettings(
                 device=device,
                 memory_limit=memory_limit,
                 precision=precision,
-                policies=primitives.policies,
-                model=arranged.model,
+                policies=factory.policies,
+                model=placed.model,
                 max_duration=duration,
-                parallel=arranged.name,
+                parallel=placed.name,
             ),
         )
-        arranged.seed_apart(seed)
+        placed.seed_apart(seed)
 
     if not TYPE_CHECKING:  # to whom a name is there or not
 
@@ -406,12 +410,12 @@ class Trainer:
                 "Trainer"
             )
         if more is not None:
-            require_alike(self._run.device, lambda: {"duration": str(more)}, what="durations")
+            require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
             self._fit.extend(more)
         self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
         with (
-            telling_once(ranks),
+            announcing_once(ranks),
             ranks.guarding_calls(),
             self._session.open() as progress,
             noting(fit.loop.where),
@@ -449,7 +453,11 @@ class Trainer:
                 "loader to eval()"
             )
         phase, ranks = PhaseState(), self._microbatcher.ranks
-        with telling_once(ranks), ranks.guarding_calls(), self._session.open() as progress:
+        with (
+            announcing_once(ranks),
+            ranks.guarding_calls(),
+            self._session.open() as progress,
+        ):
             for evaluation in evaluations:
                 evaluation.run(phase, progress, self._context, max_batches=max_batches)
         return phase.metrics

@@ -21,7 +21,7 @@ from automicro.transaction.parameters import (
 )
 
 
-class BufferMemory:
+class BufferHistory:
     """What earlier attempts taught about the buffers of some modules.
 
     A buffer over 16 MiB is copied to the host. Once a committed attempt has shown by content that
@@ -76,7 +76,7 @@ class Buffers:
             `begin` need not look.
     """
 
-    def __init__(self, memory: BufferMemory, *, is_fresh: bool = False) -> None:
+    def __init__(self, memory: BufferHistory, *, is_fresh: bool = False) -> None:
         self._memory = memory
         self._is_fresh = is_fresh
         # Also of modules without buffers, for a forward may register some.

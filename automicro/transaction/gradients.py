@@ -35,7 +35,7 @@ class TouchedGradientsError(Exception):
     """The same attempt has to be made again, more carefully. It reaches nobody outside a step."""
 
 
-class GradientMemory:
+class GradientHistory:
     """What was learned of the gradients of one model.
 
     Args:
@@ -230,11 +230,11 @@ class Gradients:
     def __init__(
         self,
         parameters: Iterable[Tensor] | Mapping[int, Tensor],
-        memory: GradientMemory | None = None,
+        memory: GradientHistory | None = None,
         *,
         inputs: Iterable[Tensor] = (),
     ) -> None:
-        self._memory = memory or GradientMemory()
+        self._memory = memory or GradientHistory()
         self._parameters: Mapping[int, Tensor] = (
             parameters
             if isinstance(parameters, Mapping)

@@ -28,7 +28,7 @@ from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import OF_EVERY_MODULE, captured_modules, is_generator
 from automicro.step.split_guard import find_batchnorm
-from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.rng import OwnGenerators, RandomState, devices_of, state_of
 from automicro.transaction.surroundings import Surroundings
@@ -418,7 +418,7 @@ class Laboratory:
         modules += [each for root in self.subject.captured() for each in root.modules()]
         return [
             Gradients(p for module in modules for p in module.parameters(recurse=False)),
-            Buffers(BufferMemory(ModuleIndex(modules))),
+            Buffers(BufferHistory(ModuleIndex(modules))),
             Surroundings(modules),
             OwnGenerators([each for _, each in own_generators(self.subject.roots)]),
         ]
@@ -433,7 +433,7 @@ class Laboratory:
         generators.begin()
         resets += [generators.roll_back, generators.begin]
         if conditions.buffers:
-            buffers = Buffers(BufferMemory(ModuleIndex(roots.values())))
+            buffers = Buffers(BufferHistory(ModuleIndex(roots.values())))
             buffers.begin()
             resets += [buffers.roll_back, buffers.begin]
         if conditions.attributes:

@@ -9,7 +9,7 @@ from automicro.batch.tensors import tensor_leaves
 from automicro.loss.look import Measured
 from automicro.modules import ModuleIndex
 from automicro.step.split_guard import batchnorm_buffers, find_batchnorm
-from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.surroundings import foreign_states
 from automicro.verification.laboratory import (
     Conditions,
@@ -59,7 +59,7 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
     with laboratory.stage(conditions) as stage:
         roots = stage.roots
         batch = laboratory.on_device(laboratory.batch())
-        buffers = Buffers(BufferMemory(ModuleIndex(roots.values())))
+        buffers = Buffers(BufferHistory(ModuleIndex(roots.values())))
         buffers.begin()
         frozen = Frozen(batch)
         leaves = {path: Frozen(leaf) for path, leaf in tensor_leaves(batch)}

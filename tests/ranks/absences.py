@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Microbatcher, Trainer
 from automicro.policy.halving import Halving
-from automicro.ranks.guards import guard as commons
+from automicro.ranks.guards import guard
 
 
 def end_of(work: Callable[[], object]) -> dict[str, Any]:
@@ -78,12 +78,12 @@ def trainer(data: Any, **options: Any) -> Trainer:
 
 
 def fit_with_an_error(name: str) -> dict[str, Any]:
-    commons._opened = None
+    guard._opened = None
     return end_of(lambda: trainer(Broken(copy.copy(ERRORS[name]))).fit())
 
 
 def forward_with_an_error(name: str) -> dict[str, Any]:
-    commons._opened = None
+    guard._opened = None
     model = DistributedDataParallel(nn.Linear(4, 2))
 
     def forward(model: Any, batch: Any) -> Tensor:
@@ -105,7 +105,7 @@ def construct(what: str, options: dict[str, Any], *, rank: int, again: bool) -> 
         again: whether ranks have met before.
     """
     if not again:
-        commons._opened = None
+        guard._opened = None
     own = options if dist.get_rank() == rank else {}
 
     def work() -> None:
@@ -122,7 +122,7 @@ def construct(what: str, options: dict[str, Any], *, rank: int, again: bool) -> 
 
 def change_inside(kind: str, change: str) -> dict[str, Any]:
     """A model that changes after the first step, inside its wrapper."""
-    commons._opened = None
+    guard._opened = None
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     if change == "thaw":
@@ -141,7 +141,7 @@ def change_inside(kind: str, change: str) -> dict[str, Any]:
 
 def too_large(size: Any) -> dict[str, Any]:
     """One row does not fit on rank 1."""
-    commons._opened = None
+    guard._opened = None
     model = DistributedDataParallel(nn.Linear(4, 2))
 
     def forward(model: Any, batch: Any) -> Tensor:
@@ -157,7 +157,7 @@ def too_large(size: Any) -> dict[str, Any]:
 
 def without_gradients(order: str, options: dict[str, Any], size: int) -> float:
     """A layer that batches do not use, and a forward without gradients; off one process's."""
-    commons._opened = None
+    guard._opened = None
     torch.manual_seed(0)
 
     class Net(nn.Module):
@@ -217,7 +217,7 @@ def without_gradients(order: str, options: dict[str, Any], size: int) -> float:
 
 def on_nodes(sizes: list[int]) -> int:
     """How many rows all ranks have, where each is told of another number of processes."""
-    commons._opened = None
+    guard._opened = None
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[dist.get_rank()])
     try:
         model = DistributedDataParallel(nn.Linear(4, 2))
@@ -225,12 +225,12 @@ def on_nodes(sizes: list[int]) -> int:
         return found.backward(batch()).num_global_samples
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
-        commons._opened = None
+        guard._opened = None
 
 
 def evaluate_alone() -> dict[str, Any]:
     """Rank 0 evaluates, and the others train on."""
-    commons._opened = None
+    guard._opened = None
     model = DistributedDataParallel(nn.Linear(4, 2))
     found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
     found.backward(batch())
@@ -250,7 +250,7 @@ class BreaksAfterAgreement(Halving):
 
 def fail_after_agreement(rank: int) -> dict[str, Any]:
     """A rank fails between agreeing on a batch and its attempt; buffers have to be sent there."""
-    commons._opened = None
+    guard._opened = None
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     policy = BreaksAfterAgreement() if dist.get_rank() == rank else Halving()
     found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=policy)

@@ -15,7 +15,7 @@ import automicro.ranks.guards.fsdp
 from automicro.errors import DesyncError
 from automicro.ranks import warm_up
 from automicro.ranks.coordinated import coordinate
-from automicro.ranks.guards import guard as commons
+from automicro.ranks.guards import guard
 from automicro.torch_private_distributed import collectives_of
 from tests.ranks.faulty_models import Fault, Faults, Net, build
 from tests.ranks.steps import ROWS, Stepper, local
@@ -101,12 +101,12 @@ def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, An
 def compare_on_nodes(local_world_size: int, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
     """As `compare`, as torchrun would start it on several nodes."""
     os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
-    commons._opened = None  # for they have met already, on one node
+    guard._opened = None  # for they have met already, on one node
     try:
         return compare(kind, plan, {})
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
-        commons._opened = None
+        guard._opened = None
 
 
 def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:
@@ -142,7 +142,7 @@ def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> d
         warm_up.Use.takes_device_memory = property(lambda use: True)  # type: ignore[assignment]
     try:
         model = build(kind, [Faults()], {})
-        opened = commons.opened_commons()
+        opened = guard.opened_state()
         if opened is not None:
             opened.connected.clear()  # of earlier jobs
         before: list[int] = []

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automicro.ranks.heartbeat import ENDED, NEIGHBOURS, Attendance, interval_for
+from automicro.ranks.heartbeat import ENDED, NEIGHBOURS, Liveness, interval_for
 
 TIMEOUT = 60.0
 INTERVAL = interval_for(TIMEOUT)
 
 
-def attendance_of(rank: int, world_size: int) -> Attendance:
-    return Attendance(
+def attendance_of(rank: int, world_size: int) -> Liveness:
+    return Liveness(
         rank=rank,
         world_size=world_size,
         timeout_seconds=TIMEOUT,
@@ -21,16 +21,14 @@ def attendance_of(rank: int, world_size: int) -> Attendance:
 
 
 def watch(
-    attendance: Attendance, moments: list[float], last_beats: dict[int, float]
+    liveness: Liveness, moments: list[float], last_beats: dict[int, float]
 ) -> tuple[float, list[int]] | None:
     """When somebody is accused, and who: all ranks beat once a second until their last beat."""
     for now in moments:
-        beats = {
-            rank: str(int(min(now, last_beats.get(rank, now)))) for rank in attendance.wanted()
-        }
-        attendance.note(now, beats)
-        if attendance.lost():
-            return now, attendance.lost()
+        beats = {rank: str(int(min(now, last_beats.get(rank, now)))) for rank in liveness.wanted()}
+        liveness.note(now, beats)
+        if liveness.lost():
+            return now, liveness.lost()
     return None
 
 
@@ -65,53 +63,53 @@ def test_all_ranks_of_lost_hosts_are_found_in_time_and_nobody_else_is(
 def test_nobody_is_accused_by_a_rank_that_is_held_up_itself(
     gaps: list[float], lateness: list[float]
 ) -> None:
-    attendance = attendance_of(0, 3)
+    liveness = attendance_of(0, 3)
     now, beat, next_beat, turn = 0.0, 0, 0.0, 0
     for gap in gaps:
         now += gap
         while next_beat <= now:
             beat, turn = beat + 1, turn + 1
             next_beat += lateness[turn % len(lateness)]
-        attendance.wake(now)
-        attendance.note(now, dict.fromkeys(attendance.wanted(), str(beat)))
-        assert attendance.lost() == []
-        assert not attendance.has_lost_store
+        liveness.wake(now)
+        liveness.note(now, dict.fromkeys(liveness.wanted(), str(beat)))
+        assert liveness.lost() == []
+        assert not liveness.has_lost_store
 
 
 @given(stopped_for=st.floats(TIMEOUT, 10_000.0))
 def test_a_rank_that_stood_still_itself_accuses_nobody_when_it_wakes(stopped_for: float) -> None:
-    attendance = attendance_of(0, 2)
-    attendance.note(0.0, {1: "0"})
-    attendance.wake(stopped_for)
-    attendance.note(stopped_for, {1: "0"})  # it stood still too, and has not beaten yet
-    assert attendance.lost() == []
-    assert not attendance.has_lost_store
+    liveness = attendance_of(0, 2)
+    liveness.note(0.0, {1: "0"})
+    liveness.wake(stopped_for)
+    liveness.note(stopped_for, {1: "0"})  # it stood still too, and has not beaten yet
+    assert liveness.lost() == []
+    assert not liveness.has_lost_store
 
 
 def test_a_store_that_does_not_answer_is_found_in_time() -> None:
-    attendance = attendance_of(0, 2)
-    attendance.note(0.0, {1: "0"})
+    liveness = attendance_of(0, 2)
+    liveness.note(0.0, {1: "0"})
     found = []
     for now in evenly(100.0):
-        attendance.wake(now)
-        if attendance.has_lost_store:
+        liveness.wake(now)
+        if liveness.has_lost_store:
             found.append(now)
     assert TIMEOUT <= found[0] <= TIMEOUT + INTERVAL
 
 
 def test_ranks_that_ended_in_order_are_not_missed_and_those_behind_them_are_watched() -> None:
-    attendance = attendance_of(0, 5)
-    attendance.note(0.0, {1: "0", 2: "0"})
-    attendance.note(1.0, {1: ENDED, 2: ENDED})
-    assert attendance.wanted() == [3, 4]
-    assert watch(attendance, evenly(300.0), {}) is None
+    liveness = attendance_of(0, 5)
+    liveness.note(0.0, {1: "0", 2: "0"})
+    liveness.note(1.0, {1: ENDED, 2: ENDED})
+    assert liveness.wanted() == [3, 4]
+    assert watch(liveness, evenly(300.0), {}) is None
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 1000])
 def test_what_is_asked_for_does_not_grow_with_the_world(world_size: int) -> None:
-    attendance = attendance_of(0, world_size)
-    assert watch(attendance, evenly(300.0), {}) is None
-    assert len(attendance.wanted()) == min(world_size - 1, NEIGHBOURS)
+    liveness = attendance_of(0, world_size)
+    assert watch(liveness, evenly(300.0), {}) is None
+    assert len(liveness.wanted()) == min(world_size - 1, NEIGHBOURS)
 
 
 @settings(max_examples=20)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from automicro import Callback, Trainer
-from automicro.ranks.guards import guard as commons
+from automicro.ranks.guards import guard
 
 Operation = Callable[[Tensor], object]
 
@@ -307,7 +307,7 @@ def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any])
     """How a run ends: an error's kind and text, or the parameters and sizes that it ended with."""
     make_subgroups()
     # A run that ended in an error has no votes any more; all ranks begin anew.
-    commons._opened = None
+    guard._opened = None
     if nodes := options.get("nodes"):
         os.environ["LOCAL_WORLD_SIZE"] = str(nodes[dist.get_rank()])
     try:

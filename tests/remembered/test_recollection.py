@@ -230,9 +230,9 @@ def broken(*_: Any, **__: Any) -> Any:
     [
         ("automicro.microbatcher", "describe_run"),
         ("automicro.microbatcher", "describe_shapes"),
-        ("automicro.step.phase.SizeMemory", "settle"),
-        ("automicro.step.phase.SizeMemory", "see"),
-        ("automicro.step.phase.SizeMemory", "__init__"),
+        ("automicro.step.phase.RememberedSizes", "settle"),
+        ("automicro.step.phase.RememberedSizes", "see"),
+        ("automicro.step.phase.RememberedSizes", "__init__"),
     ],
 )
 def test_nothing_about_remembering_can_stop_a_run(

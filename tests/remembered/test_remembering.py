@@ -18,7 +18,7 @@ from torch import nn
 
 from automicro import Halving, MemoryBudget, Microbatcher, SizeCacheWarning
 from automicro.batch.layout import BatchLayout
-from automicro.remembered.cache import SizeCache, SizeMemory, sizes_folder
+from automicro.remembered.cache import RememberedSizes, SizeCache, sizes_folder
 from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.remembered.entry import RememberedSize
 from automicro.remembered.key import RunKey
@@ -527,12 +527,12 @@ def test_a_run_writes_when_its_size_changed_and_not_otherwise(
     cache: SizeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = counting(cache, monkeypatch)
-    memory = SizeMemory(cache, KEY)
+    memory = RememberedSizes(cache, KEY)
     assert memory.recalled is None
     for rows, size in ((64, 32), (64, 32), (64, 16), (10, 10), (64, 16)):
         memory.settle(RememberedSize(microbatch_size=size), rows=rows)
     assert written == [(KEY, 32), (KEY, 16)]
-    following = SizeMemory(cache, KEY)
+    following = RememberedSizes(cache, KEY)
     assert following.recalled == RememberedSize(microbatch_size=16)
     following.settle(RememberedSize(microbatch_size=16), rows=64)
     assert len(written) == 2
@@ -542,7 +542,7 @@ def test_a_run_whose_shapes_vary_remembers_for_any_shape(
     cache: SizeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = counting(cache, monkeypatch)
-    memory = SizeMemory(cache, KEY)
+    memory = RememberedSizes(cache, KEY)
     memory.see(KEY.shapes)
     memory.settle(SIZE, rows=64)
     memory.see({"0": "float32[1, 9, 9]", "1": "int64[]"})
@@ -552,11 +552,11 @@ def test_a_run_whose_shapes_vary_remembers_for_any_shape(
 
 
 def test_of_several_processes_one_writes(cache: SizeCache) -> None:
-    SizeMemory(cache, KEY, writes=False).settle(SIZE, rows=64)
+    RememberedSizes(cache, KEY, writes=False).settle(SIZE, rows=64)
     assert not cache.folder.exists()
 
 
-def train(policy: Halving, memory: Callable[[RunKey], SizeMemory], *, limit: str) -> list[int]:
+def train(policy: Halving, memory: Callable[[RunKey], RememberedSizes], *, limit: str) -> list[int]:
     """Train three steps, as a Microbatcher with a cache does; how many OOMs each had."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -584,18 +584,21 @@ def train(policy: Halving, memory: Callable[[RunKey], SizeMemory], *, limit: str
 
 
 def test_the_second_run_starts_with_the_size_of_the_first(cache: SizeCache) -> None:
-    first = train(Halving(refine=False), lambda key: SizeMemory(cache, key), limit="400KiB")
-    second = train(Halving(refine=False), lambda key: SizeMemory(cache, key), limit="400KiB")
+    first = train(Halving(refine=False), lambda key: RememberedSizes(cache, key), limit="400KiB")
+    second = train(Halving(refine=False), lambda key: RememberedSizes(cache, key), limit="400KiB")
     assert first[0] >= 2
     assert second == [0, 0, 0]
 
 
 def test_a_wrong_size_is_recovered_from_and_replaced(cache: SizeCache) -> None:
-    def whole_batch(key: RunKey) -> SizeMemory:
+    def whole_batch(key: RunKey) -> RememberedSizes:
         cache.remember(key, RememberedSize(microbatch_size=256))
-        return SizeMemory(cache, key)
+        return RememberedSizes(cache, key)
 
     assert train(Halving(refine=False), whole_batch, limit="400KiB")[0] >= 2
     (entry,) = cache.entries()
     assert entry.size.microbatch_size < 256
-    assert train(Halving(refine=False), lambda key: SizeMemory(cache, key), limit="400KiB")[0] == 0
+    assert (
+        train(Halving(refine=False), lambda key: RememberedSizes(cache, key), limit="400KiB")[0]
+        == 0
+    )

@@ -8,7 +8,7 @@ import torch
 
 from automicro.memory import device as memory
 from automicro.trainer.device import choose_device, describe_device
-from automicro.trainer.processes import Place, own_device
+from automicro.trainer.processes import Process, own_device
 from tests.standin import device as standin
 from tests.standin.hungry import MIB
 
@@ -140,10 +140,10 @@ def test_a_device_is_chosen_and_described() -> None:
 
 def test_each_process_of_several_has_the_device_with_its_number() -> None:
     for rank in range(standin.NUM_DEVICES):
-        place = Place(rank=rank, world_size=2, local_rank=rank)
+        place = Process(rank=rank, world_size=2, local_rank=rank)
         assert own_device("auto", place) == own_device("standin", place)
         assert own_device("auto", place) == torch.device("standin", rank)
-    beyond = Place(rank=2, world_size=3, local_rank=2)
+    beyond = Process(rank=2, world_size=3, local_rank=2)
     with pytest.raises(ValueError, match="LOCAL_RANK=2, and this machine has 2 standin devices"):
         own_device("auto", beyond)
     assert own_device("standin:0", beyond) == "standin:0"

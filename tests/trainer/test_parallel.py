@@ -28,14 +28,19 @@ from automicro.torch_private_distributed import HashStore
 from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
-from automicro.trainer.processes import Place, own_device, place_in_environment, require_own_device
+from automicro.trainer.processes import (
+    Process,
+    own_device,
+    process_in_environment,
+    require_own_device,
+)
 
 ROWS = TensorDataset(torch.arange(11))
-TWO = Place(rank=0, world_size=2)
+TWO = Process(rank=0, world_size=2)
 
 
 def share(loader: Any, rank: int, world_size: int, **options: Any) -> Any:
-    place = Place(rank=rank, world_size=world_size, local_rank=rank)
+    place = Process(rank=rank, world_size=world_size, local_rank=rank)
     sharing = LoaderSharing(place, seed=3, device=torch.device("cpu"))
     return sharing.share(loader, "train_dataloader", **options)
 
@@ -81,7 +86,7 @@ def test_a_build_for_cuda_trains_on_the_cpu_where_there_is_no_gpu(
 ) -> None:
     build_for_cuda(monkeypatch, count=0)
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
-    place = Place(rank=rank, world_size=2, local_rank=rank)
+    place = Process(rank=rank, world_size=2, local_rank=rank)
     assert choose_device(own_device("auto", place)) == torch.device("cpu")
     assert rng_state()["accelerators"] == []
     with pytest.raises(ValueError, match="device='cuda' cannot be used here"):
@@ -90,7 +95,7 @@ def test_a_build_for_cuda_trains_on_the_cpu_where_there_is_no_gpu(
 
 def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     build_for_cuda(monkeypatch, count=2)
-    places = [Place(rank=rank, world_size=3, local_rank=rank) for rank in range(3)]
+    places = [Process(rank=rank, world_size=3, local_rank=rank) for rank in range(3)]
     for device in ("auto", "cuda"):
         assert [str(own_device(device, each)) for each in places[:2]] == ["cuda:0", "cuda:1"]
         with pytest.raises(ValueError, match="this machine has 2 cuda devices; start at most 2"):
@@ -100,7 +105,7 @@ def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.Mon
 
 def test_a_process_that_sees_one_gpu_alone_takes_that(monkeypatch: pytest.MonkeyPatch) -> None:
     build_for_cuda(monkeypatch, count=1)
-    place = Place(rank=3, world_size=4, local_rank=3)
+    place = Process(rank=3, world_size=4, local_rank=3)
     assert [str(own_device(each, place)) for each in ("auto", "cuda")] == ["cuda:0", "cuda:0"]
 
 
@@ -115,7 +120,7 @@ def test_processes_on_one_gpu_are_told_so_before_their_communicator_is() -> None
     store = HashStore()
 
     def begin(rank: int, identity: str | None) -> None:
-        require_own_device(store, Place(rank=rank, world_size=4), identity, "cuda:0")
+        require_own_device(store, Process(rank=rank, world_size=4), identity, "cuda:0")
 
     two_nodes = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
     assert in_threads(4, lambda rank: begin(rank, two_nodes[rank])) == [None] * 4
@@ -258,7 +263,7 @@ def test_an_environment_that_makes_no_sense_is_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        place_in_environment()
+        process_in_environment()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from automicro import (
 )
 from automicro.modules import ModuleIndex, evaluation_mode
 from automicro.reach import Reach
-from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferHistory, Buffers
 
 GLOBAL_NOISE: Any = None
 GLOBAL_TEACHER: Any = None
@@ -412,7 +412,7 @@ def test_two_phases_share_what_is_known_of_large_buffers() -> None:
 
 def test_reached_modules_are_among_the_owners_of_buffers() -> None:
     extra = nn.BatchNorm1d(2)
-    memory = BufferMemory(ModuleIndex([nn.Linear(2, 2)], lambda: {"teacher": extra}))
+    memory = BufferHistory(ModuleIndex([nn.Linear(2, 2)], lambda: {"teacher": extra}))
     buffers = Buffers(memory)
     buffers.begin()
     extra(torch.randn(3, 2))

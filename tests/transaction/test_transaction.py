@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import RollbackError
 from automicro.modules import ModuleIndex
-from automicro.transaction.buffers import BufferMemory, Buffers
+from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.rng import RandomState, find_generators
@@ -137,7 +137,7 @@ def fill(module: nn.Module) -> None:
 def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], None]) -> None:
     module = Buffered()
     before = dict(module._buffers)
-    buffers = Buffers(BufferMemory(ModuleIndex([module])))
+    buffers = Buffers(BufferHistory(ModuleIndex([module])))
     buffers.begin()
     change(module)
     assert buffers.changed_names() != []
@@ -147,8 +147,8 @@ def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], Non
     assert torch.equal(module.get_buffer("in_place"), torch.zeros(3))
 
 
-def committed(module: nn.Module) -> BufferMemory:
-    memory = BufferMemory(ModuleIndex([module]))
+def committed(module: nn.Module) -> BufferHistory:
+    memory = BufferHistory(ModuleIndex([module]))
     buffers = Buffers(memory)
     buffers.begin()
     buffers.prepare()

@@ -41,12 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
         from automicro.cli.job import Job
         from automicro.cli.run_dir import RunDir, goes_on, telling_how_to_go_on
         from automicro.trainer.parallel import whole_state_dict
-        from automicro.trainer.processes import place_in_environment
+        from automicro.trainer.processes import process_in_environment
 
     job = Job(arguments.inputs, command="train", for_ranks=True)
     with job.reading() as loaded, results_alone(arguments.json) as results:
         config = loaded.config
-        is_first = place_in_environment().is_first
+        is_first = process_in_environment().is_first
         making = saying("making the model and the data", is_silent=not config.progress)
         with making, job.making():
             recipe = Recipe(config)

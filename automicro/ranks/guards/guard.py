@@ -167,7 +167,7 @@ def _communicates(model: nn.Module) -> bool:
     return collectives_of(model) is not None  # else all that it has lies in wrapped children
 
 
-class Commons:
+class GroupState:
     """The votes of one process group and the guards that vote with them.
 
     Args:
@@ -218,13 +218,13 @@ class Commons:
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
     group: object
-    commons: Commons
+    state: GroupState
 
 
 _opened: _Opened | None = None
 
 
-def commons_of_group(open_votes: Callable[[], Votes]) -> Commons:
+def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
     """What is shared in the present process group. All ranks call it.
 
     Args:
@@ -233,11 +233,11 @@ def commons_of_group(open_votes: Callable[[], Votes]) -> Commons:
     global _opened
     group = dist.group.WORLD
     if _opened is None or _opened.group is not group:
-        _opened = _Opened(group=group, commons=Commons(open_votes()))
-    return _opened.commons
+        _opened = _Opened(group=group, state=GroupState(open_votes()))
+    return _opened.state
 
 
-def opened_commons() -> Commons | None:
+def opened_state() -> GroupState | None:
     """What is shared in the present process group; None where nobody has opened it."""
     is_here = _opened is not None and _opened.group is dist.group.WORLD
-    return _opened.commons if _opened is not None and is_here else None
+    return _opened.state if _opened is not None and is_here else None

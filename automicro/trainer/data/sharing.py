@@ -24,7 +24,7 @@ from automicro.trainer.data.loading import (
     num_batches,
     restore_generators,
 )
-from automicro.trainer.processes import Place
+from automicro.trainer.processes import Process
 from automicro.values import as_text
 
 Indices = Iterable[Any]
@@ -250,7 +250,7 @@ class LoaderSharing:
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
-        >>> second = Place(rank=1, world_size=2)
+        >>> second = Process(rank=1, world_size=2)
         >>> sharing = LoaderSharing(second, seed=0, device=torch.device("cpu"))
         >>> [rows.tolist() for (rows,) in sharing.share(loader, "train_dataloader")]
         [[2, 3]]
@@ -258,7 +258,7 @@ class LoaderSharing:
 
     def __init__(
         self,
-        place: Place,
+        place: Process,
         *,
         seed: int,
         device: torch.device,
@@ -352,7 +352,7 @@ class LoaderSharing:
             restore_generators(loader, mine[0])
 
 
-def _not_shared(loader: object, name: str, place: Place) -> str:
+def _not_shared(loader: object, name: str, place: Process) -> str:
     dataset = getattr(loader, "dataset", None)
     what = "an iterable data set" if isinstance(dataset, IterableDataset) else "no DataLoader"
     owner = type(loader if dataset is None else dataset).__name__

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from automicro.errors import CheckpointError
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.sharing import LoaderSharing
-from automicro.trainer.processes import Place
+from automicro.trainer.processes import Process
 from tests.ranks.resharding_runs import PER_BATCH, SAMPLERS, make_loader
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def feeds_of(world_size: int, make: Any, *, seed: int = 0) -> list[Feed]:
     """Of each rank."""
     return [
         Feed(
-            LoaderSharing(Place(rank=rank, world_size=world_size), seed=seed, device=CPU).share(
+            LoaderSharing(Process(rank=rank, world_size=world_size), seed=seed, device=CPU).share(
                 make(world_size), "train_dataloader"
             ),
             "train_dataloader",
