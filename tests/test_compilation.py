@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.batch.layout import BatchLayout
 from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
+from automicro.step.plan import Cut
 from automicro.torch_private import compiler_is_loaded
 
 CPU = torch.device("cpu")
@@ -124,10 +125,10 @@ def test_nothing_is_marked_for_a_compiler_that_an_optimizer_has_loaded() -> None
     torch.optim.AdamW(model.parameters())
     passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
     assert compiler_is_loaded()
-    passes.cut([batch_of(16)], [[8, 8]])
+    passes.cut([batch_of(16)], [Cut([8, 8])])
     assert not passes._row_dims
     torch.compile(torch.sin, backend="eager")
-    passes.cut([batch_of(16)], [[8, 8]])
+    passes.cut([batch_of(16)], [Cut([8, 8])])
     assert passes._row_dims
 
 
@@ -136,7 +137,7 @@ def test_fixed_sizes_are_compiled_as_they_are() -> None:
     counter = compiled(model)
     passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
     for sizes_change, compilations in ((False, 1), (True, 2)):
-        (cut,) = passes.cut([batch_of(16)], [[8, 8]], sizes_change=sizes_change)
+        (cut,) = passes.cut([batch_of(16)], [Cut([8, 8])], sizes_change=sizes_change)
         passes.evaluate(cut.microbatches[0], None)
         assert counter.frame_count == compilations
         is_symbolic = any(

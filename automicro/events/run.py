@@ -16,12 +16,12 @@ from automicro.units import Duration, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class Sizes:
     """How a batch was cut into microbatches.
 
-    >>> str(Cut(num_rows=512, microbatch_size=128, num_microbatches=4))
+    >>> str(Sizes(num_rows=512, microbatch_size=128, num_microbatches=4))
     '4 × 128 of 512'
-    >>> str(Cut(num_rows=10, microbatch_size=4, num_microbatches=3))
+    >>> str(Sizes(num_rows=10, microbatch_size=4, num_microbatches=3))
     '3 × up to 4 of 10'
     """
 
@@ -30,7 +30,7 @@ class Cut:
     num_microbatches: int
 
     @classmethod
-    def of(cls, result: StepResult | EvalResult) -> "Cut":
+    def of(cls, result: StepResult | EvalResult) -> "Sizes":
         """The cut of the attempt that succeeded."""
         return cls(
             num_rows=result.num_samples,
@@ -55,7 +55,7 @@ class PhaseState:
     """
 
     ooms: int = 0
-    cut: Cut | None = None
+    cut: Sizes | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -65,7 +65,7 @@ class PhaseState:
         if result.is_measuring and self.cut is not None:
             return
         if self.cut is None or result.ooms or result.num_samples >= self.cut.num_rows:
-            self.cut = Cut.of(result)
+            self.cut = Sizes.of(result)
 
 
 @dataclass(kw_only=True)

@@ -228,7 +228,7 @@ def _status(error: BaseException, plan: Plan, *, can_recut: bool) -> Status:
 
 def _leaves_one_alone(plan: Plan) -> bool:
     # Fillers have one row as well.
-    return plan.num_fillers > 0 or any(sizes[-1] == 1 < sum(sizes) for sizes in plan.cuts)
+    return plan.num_fillers > 0 or any(cut.leaves_one_alone for cut in plan.cuts)
 
 
 def _explain(error: BaseException, plan: Plan) -> None:
@@ -247,7 +247,8 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     if not needs_two_rows(error):
         _explain_squeeze(error, plan)
         return
-    if sum(map(sum, plan.cuts)) == 1:
+    num_rows = sum(cut.num_rows for cut in plan.cuts)
+    if num_rows == 1:
         rows = plan.num_global_rows
         who = "the batch has" if rows == 1 else f"of {rows} rows of all ranks this one has"
         add_note(
@@ -261,7 +262,7 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     add_note(
         error,
         f"automicro: BatchNorm cannot train on one row, and slices of at most "
-        f"{plan.size} of {sum(map(sum, plan.cuts))} rows leave one alone; use "
+        f"{plan.size} of {num_rows} rows leave one alone; use "
         'another microbatch_size, or "auto", which leaves no row alone',
     )
 
@@ -269,12 +270,12 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
 def _explain_squeeze(error: BaseException, plan: Plan) -> None:
     """What works with several rows and not with one has lost the dimension of rows, most likely."""
     is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
-    alone = [sizes for sizes in plan.cuts if sizes[-1] == 1 < sum(sizes)]
+    alone = [cut for cut in plan.cuts if cut.leaves_one_alone]
     if alone and is_of_shapes and _SHAPES.search(text_of(error)):
-        which = "each microbatch has" if alone[0][0] == 1 else "the last microbatch has"
+        which = "each microbatch has" if alone[0].largest == 1 else "the last microbatch has"
         add_note(
             error,
-            f"automicro: {which} one of {sum(alone[0])} rows; where more rows do not fail, a "
+            f"automicro: {which} one of {alone[0].num_rows} rows; where more rows do not fail, a "
             ".squeeze() without a dimension may have taken away that of the rows, too: name the "
             "dimension, as in .squeeze(-1)",
         )

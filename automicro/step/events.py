@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from automicro.errors import Bystander, add_note, facts_of, remember
+from automicro.step.plan import Cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,15 +162,15 @@ class Narrator:
                 blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
             raise
 
-    def begin(self, cuts: Sequence[Sequence[int]], *, is_measuring: bool = False) -> None:
-        """An attempt begins, with slices of these rows of each batch."""
+    def begin(self, cuts: Sequence[Cut], *, is_measuring: bool = False) -> None:
+        """An attempt begins, with these cuts of each batch."""
         earlier = self._attempt
         attempt = Attempt(
             phase=self._phase,
             number=1 if earlier is None else earlier.number + 1,
-            num_rows=sum(map(sum, cuts)),
-            microbatch_size=max(sizes[0] for sizes in cuts),
-            num_microbatches=sum(map(len, cuts)),
+            num_rows=sum(cut.num_rows for cut in cuts),
+            microbatch_size=max(cut.largest for cut in cuts),
+            num_microbatches=sum(len(cut.sizes) for cut in cuts),
             is_measuring=is_measuring,
         )
         if earlier is not None and earlier.microbatch_size != attempt.microbatch_size:

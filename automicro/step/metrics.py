@@ -16,6 +16,7 @@ from torch import Tensor
 from automicro.batch.layout import BatchLayout
 from automicro.errors import MetricWarning, warn
 from automicro.memory.oom import Failure, classify
+from automicro.step.plan import Cut
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.transaction import Part, Transaction
 
@@ -88,13 +89,13 @@ class MetricGuard:
         self._looks: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
         self._warned: set[str] = set()
 
-    def expect(self, metrics: Any, cuts: Sequence[Sequence[int]]) -> None:
+    def expect(self, metrics: Any, cuts: Sequence[Cut]) -> None:
         """Say how the next batches are cut. Called inside the attempt.
 
         Warns:
             MetricWarning
         """
-        self._is_split = metrics is not None and any(len(sizes) > 1 for sizes in cuts)
+        self._is_split = metrics is not None and any(cut.is_split for cut in cuts)
         if not self._is_split:
             return
         for metric in flatten_metrics(metrics):

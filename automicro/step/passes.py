@@ -29,6 +29,7 @@ from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.step.events import Tell, blame
+from automicro.step.plan import Cut
 from automicro.torch_private import compiler_is_used
 from automicro.transaction.gradients import Gradients
 
@@ -100,7 +101,7 @@ class Passes:
     def cut(
         self,
         batches: Sequence[Any],
-        cuts: Sequence[Sequence[int]],
+        cuts: Sequence[Cut],
         *,
         sizes_change: bool = True,
     ) -> list[CutBatch]:
@@ -108,12 +109,12 @@ class Passes:
 
         Args:
             batches: of one step.
-            cuts: the rows of each batch's microbatches.
+            cuts: how each is cut.
             sizes_change: whether other sizes may come; code is then compiled for any size.
         """
         self._row_dims = {}
         is_compiled = sizes_change and compiler_is_used()
-        if not is_compiled and all(len(sizes) == 1 for sizes in cuts):
+        if not is_compiled and not any(cut.is_split for cut in cuts):
             return list(map(self._cut_one, batches, cuts))
         with on_host():
             if is_compiled:
@@ -125,9 +126,9 @@ class Passes:
                 doing="cutting the batch into microbatches",
             )
 
-    def _cut_one(self, batch: Any, sizes: Sequence[int]) -> CutBatch:
-        microbatches = self.layout.split(batch, sizes) if len(sizes) > 1 else [batch]
-        return CutBatch(batch=batch, microbatches=microbatches, sizes=sizes)
+    def _cut_one(self, batch: Any, cut: Cut) -> CutBatch:
+        microbatches = self.layout.split(batch, cut.sizes) if cut.is_split else [batch]
+        return CutBatch(batch=batch, microbatches=microbatches, sizes=cut.sizes)
 
     def weights(
         self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None

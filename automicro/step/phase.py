@@ -127,42 +127,40 @@ class Recollection:
             return 0.0, 0.0  # the whole batch comes first anyway, and longer rows may fit as well
         return float(recalled.microbatch_size), recalled.cost_per_row or 0.0
 
-    def take_down(self, finished: Finished[Any], costs: Sequence[float | None]) -> None:
+    def take_down(self, finished: Finished[Any]) -> None:
         """Remember the size of a step, once it is settled.
 
         While all batches have one shape, two in a row had it. Where lengths vary, it is the
         largest that fitted, in elements, until one of no more than these fails.
         """
         size, self._size = self._size, finished.microbatch_size
-        if self._memory is None or not finished.is_committed or not costs:
+        if self._memory is None or not finished.is_committed or not finished.cuts:
             return
         with self._going_on():
-            self._take_down(self._memory, finished, costs, size)
+            self._take_down(self._memory, finished, size)
 
     def _take_down(
         self,
         memory: RememberedSizes,
         finished: Finished[Any],
-        costs: Sequence[float | None],
         size: int | None,
     ) -> None:
-        index = max(range(len(costs)), key=lambda each: finished.cuts[each][0] * (costs[each] or 1))
-        rows, cost = finished.cuts[index][0], costs[index] or 1.0
+        widest = max(finished.cuts, key=lambda cut: cut.largest * (cut.row_cost or 1))
+        rows, cost = widest.largest, widest.row_cost or 1.0
         if memory.varies:
-            is_cut = len(finished.cuts[index]) > 1
             failed = [each * cost for each in finished.failed_sizes]
-            if not self._is_news(rows * cost, failed, is_cut=is_cut):
+            if not self._is_news(rows * cost, failed, is_cut=widest.is_split):
                 return
         elif size != self._size:
             return
         measured = finished.measured
         found = RememberedSize(
             microbatch_size=rows,
-            cost_per_row=costs[index] or None,
+            cost_per_row=widest.row_cost or None,
             peak_bytes=None if measured is None else measured.peak_bytes,
             seconds=measured.seconds if measured is not None and measured.has_waited else None,
         )
-        memory.settle(found, rows=sum(finished.cuts[index]))
+        memory.settle(found, rows=widest.num_rows)
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -378,8 +376,8 @@ class Phase:
         self.reach.step()
         return recalled
 
-    def end(self, step: Step, finished: Finished[Any]) -> None:
+    def end(self, finished: Finished[Any]) -> None:
         """It is done: learn from it."""
         self.size = finished.microbatch_size
         if self._recollection is not None and self.adapts:
-            self._recollection.take_down(finished, step.costs)
+            self._recollection.take_down(finished)

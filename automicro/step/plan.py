@@ -116,12 +116,49 @@ def _whole_units(num_rows: int, most_units: int, unit: int) -> list[int]:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one batch is cut: into slices of neighbouring rows.
+
+    Attributes:
+        sizes: rows of each slice, in order; the first is the largest.
+        row_cost: of one row, on average; None where it is not known.
+
+    >>> cut = Cut([4, 3, 3], 10.0)
+    >>> cut.num_rows, cut.largest, cut.is_split, cut.leaves_one_alone
+    (10, 4, True, False)
+    """
+
+    sizes: Sequence[int]
+    row_cost: float | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Of the batch."""
+        return sum(self.sizes)
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest slice."""
+        return self.sizes[0]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it has several slices."""
+        return len(self.sizes) > 1
+
+    @property
+    def leaves_one_alone(self) -> bool:
+        """Whether the last of several slices has a single row."""
+        return self.is_split and self.sizes[-1] == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one attempt will run.
 
     Attributes:
-        cuts: rows of each slice of each batch of this rank; none where no rank has any row.
+        cuts: of each batch of this rank; none where no rank has any row.
         size: rows of the largest slice, of any rank.
         num_microbatches: that every rank runs.
         num_rows: of the batch that speaks for the step: the one with the largest slice, or of
@@ -133,7 +170,7 @@ class Plan:
         agreement: with the other ranks; None where there are none.
     """
 
-    cuts: list[list[int]]
+    cuts: list[Cut]
     size: int
     num_microbatches: int
     num_rows: int
@@ -146,7 +183,7 @@ class Plan:
     @property
     def num_fillers(self) -> int:
         """Microbatches without any weight, which this rank runs because others have more."""
-        return self.num_microbatches - sum(map(len, self.cuts))
+        return self.num_microbatches - sum(len(cut.sizes) for cut in self.cuts)
 
     @property
     def totals(self) -> Mapping[str, float] | None:
@@ -179,8 +216,8 @@ class Finished(Generic[T]):
     grown_from: int | None = None
 
     @property
-    def cuts(self) -> list[list[int]]:
-        """Rows of each slice of each batch."""
+    def cuts(self) -> list[Cut]:
+        """Of each batch."""
         return self.plan.cuts
 
     @property
@@ -193,7 +230,7 @@ class Finished(Generic[T]):
         """What results tell of rows, slices and attempts, by the names of their fields."""
         plan = self.plan
         return {
-            "num_samples": sum(map(sum, plan.cuts)),
+            "num_samples": sum(cut.num_rows for cut in plan.cuts),
             "num_global_samples": plan.num_global_rows,
             "microbatch_size": plan.size,
             "num_microbatches": plan.num_microbatches,
@@ -218,7 +255,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         [batch] = step.batches
         sizes = rule.cut(batch.num_rows, _propose(batch, policy, rule), multiple_of=unit)
         return Plan(
-            cuts=[sizes],
+            cuts=[Cut(sizes, batch.cost)],
             size=sizes[0],
             num_microbatches=len(sizes),
             num_rows=batch.num_rows,
@@ -228,20 +265,17 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
             is_measuring=policy.is_measuring(batch.num_rows, batch.cost),
         )
     cuts = [
-        rule.cut(each.num_rows, _propose(each, policy, rule), multiple_of=unit)
+        Cut(rule.cut(each.num_rows, _propose(each, policy, rule), multiple_of=unit), each.cost)
         for each in step.batches
     ]
     # The batch with the largest slice, in elements, speaks for the step.
-    sizes, cost = max(
-        zip(cuts, step.costs, strict=True),
-        key=lambda each: (each[0][0] * (each[1] or 1), sum(each[0])),
-    )
+    widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
     return Plan(
         cuts=cuts,
-        size=max(sizes[0] for sizes in cuts),
-        num_microbatches=sum(map(len, cuts)),
-        num_rows=sum(sizes),
-        cost=cost,
+        size=max(cut.largest for cut in cuts),
+        num_microbatches=sum(len(cut.sizes) for cut in cuts),
+        num_rows=widest.num_rows,
+        cost=widest.row_cost,
         num_global_rows=sum(step.rows),
         stops=step.wants_to_stop,
         is_measuring=any(map(policy.is_measuring, step.rows, step.costs)),
@@ -293,14 +327,14 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         widest = rule.cut(agreement.max_rows, size, multiple_of=unit)
         size, count = widest[0], len(widest)
         if unit > 1 or rule.strict_divisible:
-            cuts = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
+            slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
-            cuts = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
+            slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
     else:
-        cuts = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
-        count = int(ranks.most(sum(map(len, cuts))))
+        slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
+        count = int(ranks.most(sum(map(len, slices))))
     return Plan(
-        cuts=cuts,
+        cuts=list(map(Cut, slices, step.costs)),
         size=size,
         num_microbatches=count,
         num_rows=agreement.max_rows,

@@ -226,7 +226,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 recalled_size=recalled_size,
                 grown_from=policy.grown_from,
             )
-            phase.end(step, finished)
+            phase.end(finished)
             return finished
         tried.append(size)
         failure = done.failure

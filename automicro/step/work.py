@@ -263,8 +263,8 @@ class TrainingWork(_Work):
 
     def attempt(self, plan: Plan) -> Losses:
         passes, ranks, gradients = self._passes, self._ranks, self._gradients
-        for batch, sizes in zip(self._step.raw, plan.cuts, strict=True):
-            if len(sizes) > 1:
+        for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
+            if cut.is_split:
                 check_history(passes.layout.leaves(batch))
         cuts = self._cut(plan)
         weights = passes.weights(cuts, plan.totals)
@@ -307,9 +307,9 @@ class TrainingWork(_Work):
         return summed if self._accept is None else read_losses(summed)
 
     def _warn_of_splitting(self, plan: Plan) -> None:
-        split = max(plan.cuts, key=len, default=[])
-        if len(split) > 1 and self._ranks.rank == 0:
-            self._setup.split_guard.warn(split, self._buffers)
+        most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
+        if most is not None and most.is_split and self._ranks.rank == 0:
+            self._setup.split_guard.warn(most.sizes, self._buffers)
 
     def numbers(self, result: Losses) -> Sequence[float]:
         return self._shared.numbers(result)

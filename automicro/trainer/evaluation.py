@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
-from automicro.events.run import Cut, ExpectedValues, LoopState, PhaseState
+from automicro.events.run import ExpectedValues, LoopState, PhaseState, Sizes
 from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks
@@ -219,7 +219,7 @@ class Evaluation:
         context: RunContext,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
-    ) -> tuple[dict[str, float], int, EvalResult, Cut] | None:
+    ) -> tuple[dict[str, float], int, EvalResult, Sizes] | None:
         """Values, rows, the result of the last batch, the cut; None if it was broken off."""
         self._metrics.reset()
         losses, here = LossMean(), PhaseState()
@@ -254,7 +254,7 @@ class Evaluation:
             assert here.cut is not None
         return values, samples, result, here.cut
 
-    def _describe(self, batches: int, cut: Cut | None, max_batches: int | None) -> Status:
+    def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> Status:
         """How far the pass is."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
         known = num_batches(self._evaluator.dataloader), self._evaluator.max_batches, max_batches

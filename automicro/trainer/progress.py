@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import nn
 
-from automicro.events.run import Cut, GlobalBatch, LoopState, Run
+from automicro.events.run import GlobalBatch, LoopState, Run, Sizes
 from automicro.memory.device import peak_bytes
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Fixed, Policy
@@ -337,7 +337,7 @@ def batch_status(
         learning_rate: of all parameters; None where they have several.
         time_left: estimates it.
     """
-    state, max_duration, cut = run.state, run.max_duration, Cut.of(result)
+    state, max_duration, cut = run.state, run.max_duration, Sizes.of(result)
     if max_duration.unit is Unit.EPOCHS and num_batches is None:
         where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
     else:
@@ -397,11 +397,11 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     size = count_of(result.microbatch_size, "row")
     return (
         f"{phase}: out of memory, microbatch size {result.failed_sizes[0]} → {size} "
-        f"({Cut.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
+        f"({Sizes.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
     )
 
 
-def size_lines(phase: str, result: StepResult | EvalResult, settled: Cut | None) -> list[str]:
+def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | None) -> list[str]:
     """All that is out of the ordinary about the microbatch size of a batch.
 
     Args:
@@ -417,12 +417,12 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Cut | None)
         lines.append(recovery_line(phase, result))
     elif result.is_measuring:
         lines.append(measuring_line(phase, result))
-    elif result.grown_from is not None and _is_coarser(Cut.of(result), settled):
+    elif result.grown_from is not None and _is_coarser(Sizes.of(result), settled):
         lines.append(growth_line(phase, result))
     return lines
 
 
-def _is_coarser(cut: Cut, settled: Cut | None) -> bool:
+def _is_coarser(cut: Sizes, settled: Sizes | None) -> bool:
     return (
         settled is None
         or cut.num_microbatches < settled.num_microbatches
@@ -446,7 +446,7 @@ def growth_line(phase: str, result: StepResult | EvalResult) -> str:
     'train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)'
     """
     size = count_of(result.microbatch_size, "row")
-    return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Cut.of(result)})"
+    return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Sizes.of(result)})"
 
 
 def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
@@ -465,7 +465,7 @@ def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
     'train: this batch alone in smaller microbatches (16 × 32 of 512), to measure what rows need'
     """
     return (
-        f"{phase}: this batch alone in smaller microbatches ({Cut.of(result)}), to measure what "
+        f"{phase}: this batch alone in smaller microbatches ({Sizes.of(result)}), to measure what "
         "rows need"
     )
 
@@ -481,11 +481,11 @@ def remembered_line(phase: str, size: int) -> str:
 
 
 def evaluation_line(
-    values: Mapping[str, float], *, samples: int, cut: Cut, where: str, name: str = ""
+    values: Mapping[str, float], *, samples: int, cut: Sizes, where: str, name: str = ""
 ) -> str:
     """What an evaluation found.
 
-    >>> cut = Cut(num_rows=10, microbatch_size=5, num_microbatches=2)
+    >>> cut = Sizes(num_rows=10, microbatch_size=5, num_microbatches=2)
     >>> evaluation_line({"loss": 0.25, "accuracy": 1.0}, samples=10, cut=cut, where="batch 3")
     'eval after batch 3: loss 0.2500, accuracy 1.0000 · 10 samples · microbatches 2 × 5 of 10'
     """

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from automicro.events.run import Cut, GlobalBatch, LoopState
+from automicro.events.run import GlobalBatch, LoopState, Sizes
 from automicro.showing import html_table
 from automicro.trainer.progress import describe_number
 from automicro.units import format_bytes
@@ -82,9 +82,9 @@ class FitSummary:
         return self.train_ooms + self.eval_ooms
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> Sizes:
         """How the batches were cut in the end."""
-        return Cut(
+        return Sizes(
             num_rows=self.batch_size,
             microbatch_size=self.microbatch_size,
             num_microbatches=self.num_microbatches,

@@ -45,7 +45,7 @@ class Attempt:
         return self._parts
 
     def attempt(self, plan: Plan) -> str:
-        return self._attempt([size for sizes in plan.cuts for size in sizes])
+        return self._attempt([size for cut in plan.cuts for size in cut.sizes])
 
     def numbers(self, result: str) -> Sequence[float]:
         return ()
@@ -298,7 +298,7 @@ def test_batches_of_one_step_are_cut_one_by_one_at_one_size() -> None:
     policy = Halving()
     finished = run(fits(5, tried), [10, 9, 4], policy)
     assert tried == [[10, 9, 4], [5, 5, 5, 4, 4]]
-    assert finished.cuts == [[5, 5], [5, 4], [4]]
+    assert [cut.sizes for cut in finished.cuts] == [[5, 5], [5, 4], [4]]
     assert (finished.microbatch_size, finished.counts["num_microbatches"]) == (5, 5)
     assert finished.failed_sizes == (10,)
 
@@ -321,4 +321,5 @@ def test_no_batch_of_a_step_leaves_one_row_alone_where_batchnorm_needs_two() -> 
             raise ValueError("Expected more than 1 value per channel when training, got input")
         return fits(2, [])(sizes)
 
-    assert run(attempt, [4, 2, 6], Halving()).cuts == [[2, 2], [2], [2, 2, 2]]
+    cuts = run(attempt, [4, 2, 6], Halving()).cuts
+    assert [cut.sizes for cut in cuts] == [[2, 2], [2], [2, 2, 2]]

@@ -11,7 +11,7 @@ from automicro.checkpoints.reading import OpenedCheckpoint
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.checkpoints.state import take_apart, tensors_of
 from automicro.errors import CheckpointError, describe_error
-from automicro.events.run import Cut, LoopState, PhaseState
+from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.memory.budget import active_budget
 from automicro.microbatcher import Microbatcher
 from automicro.options import unwrapped
@@ -310,7 +310,7 @@ def _restore_progress(state: LoopState, saved: Mapping[str, Any]) -> None:
         value = saved[field.name]
         if isinstance(getattr(state, field.name), PhaseState):
             phase = getattr(state, field.name)
-            cut = None if value["cut"] is None else Cut(**value["cut"])
+            cut = None if value["cut"] is None else Sizes(**value["cut"])
             for name, each in (value | {"cut": cut}).items():
                 setattr(phase, name, each)
         else:
