@@ -12,7 +12,7 @@ import omegaconf
 from omegaconf import MISSING
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, LISTS
+from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.nodes import show
 from automicro.errors import ConfigError
 from automicro.options import GRADIENT_SUMS, PRECISIONS
@@ -282,4 +282,4 @@ def wrong_type(key: str, value: object, kind: str | None = None) -> ConfigError:
     >>> print(wrong_type("seed", "many"))
     seed='many' (text): expected a whole number or null
     """
-    return ConfigError(f"{key}={show(value)}: expected {type_in_words(kind or key)}")
+    return mistake(f"{key}={show(value)}: expected {type_in_words(kind or key)}", key)
