@@ -70,6 +70,9 @@ NO_KEYS_OF_ITS_OWN = (
     "to a value where it stands, as ${model.args.width}, or take it from the environment with "
     "${oc.env:NAME}"
 )
+CHECKPOINT_FORM = (
+    "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
+)
 
 
 def check_shapes(tree: Mapping[str, Any]) -> None:
@@ -178,11 +181,6 @@ def _check_groups(groups: object) -> None:
                 f"{key}.params={show(params)} is no pattern of names: write text such as "
                 f"'*.bias', or a list of such"
             )
-
-
-CHECKPOINT_FORM = (
-    "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
-)
 
 
 def check_checkpoint(value: object) -> None:

@@ -32,6 +32,7 @@ BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
 DATA = ("train_dataloader", "eval_dataloader")
 # Nobody's config holds these.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
+_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +286,6 @@ def brief(made: Any) -> Any:
         for name, value in made.items()
         if name != "args" or value
     }
-
-
-_WIDTH = 100
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

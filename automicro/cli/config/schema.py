@@ -22,6 +22,16 @@ from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.optimizer import SCHEDULER_INTERVALS
 from automicro.trainer.step import NON_FINITE_MODES
 
+TO_TRAIN = ("model", "train_dataloader", "optimizer")
+# Required by a command, with something to copy for each.
+EXAMPLES = {
+    "model": "{call: my_package.MyModel, args: {width: 64}}",
+    "train_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
+    "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
+    "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
+}
+LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallConfig:
@@ -142,16 +152,6 @@ HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
     for name, hint in typing.get_type_hints(owner).items()
 }
 """The types of all keys, those inside of others as ``checkpoint.folder``."""
-
-TO_TRAIN = ("model", "train_dataloader", "optimizer")
-# Required by a command, with something to copy for each.
-EXAMPLES = {
-    "model": "{call: my_package.MyModel, args: {width: 64}}",
-    "train_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
-    "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
-    "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
-}
-LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 
 
 def one_of(choices: Iterable[str]) -> str:
