@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit code it ends."""
 
+import argparse
 import json
 import os
 import re
@@ -12,10 +13,19 @@ from pathlib import Path
 import pytest
 
 import automicro
-from automicro.cli import main
+from automicro.cli import commands, main
 from automicro.cli.commands import COMMANDS
 from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
+
+NEW_COMMAND = """\
+from automicro.cli.arguments import Command
+
+COMMAND = Command(
+    name="count", brief="count", description="", examples=["automicro count"], exit_codes={},
+    add_arguments=lambda parser: None, run=lambda arguments: 3,
+)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +225,16 @@ def test_memory_that_does_not_suffice_ends_with_1_without_a_traceback(
     err = capsys.readouterr().err
     assert "not fit" in err
     assert "Traceback" not in err
+
+
+def test_a_new_command_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "count.py").write_text(NEW_COMMAND, encoding="utf-8")
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path / "more")])
+    found = commands.find_commands()
+    monkeypatch.delitem(sys.modules, "automicro.cli.commands.count")
+    assert list(found) == [*commands.COMMANDS, "count"]
+    assert found["count"].run(argparse.Namespace()) == 3
 
 
 def test_a_mistake_inside_a_metric_is_one_line_with_its_name(

@@ -10,6 +10,9 @@ from pathlib import Path
 from automicro.cli.config.keys import KEYS
 from automicro.errors import ConfigError
 
+FORM = "CONFIG [CONFIG …] [key=value …]"
+"""How the files and overrides are shown, which argparse cannot tell apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -62,10 +65,6 @@ def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
     }
     lines = [f"  {code:<4} {meaning}" for code, meaning in sorted({**codes, **everywhere}.items())]
     return ["exit codes:", *lines]
-
-
-FORM = "CONFIG [CONFIG …] [key=value …]"
-"""How the files and overrides are shown, which argparse cannot tell apart."""
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:

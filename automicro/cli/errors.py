@@ -34,6 +34,19 @@ TERMINATED = 128 + signal.SIGTERM
 OUR_NOTE = "automicro: "
 _SHORT = 300  # letters
 DEBUG_HINT = "(--debug shows the traceback)"
+PACKAGE = Path(__file__).parent.parent
+# Models and data to try things with: nobody mends a bug there by reporting it.
+DEMO = PACKAGE / "demo"
+STANDARD_LIBRARY = Path(os.__file__).parent
+INSTALLED = ("site-packages", "dist-packages")
+# Torch calls back into automicro with every operation: what is below is torch again.
+BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
+PRIVATE_OF_TORCH = f"torch{os.sep}_"
+# Nobody but who wrote the line can have meant these.
+SLIPS = (AssertionError, AttributeError, KeyError, NameError)
+# A worker process of a DataLoader sends its traceback as text.
+WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+IN_WORKER = "Original Traceback (most recent call last):"
 
 
 def show_failure(error: BaseException, *, debug: bool) -> int:
@@ -247,21 +260,6 @@ def _with_notes(error: BaseException) -> str:
 def _notes(error: BaseException) -> list[str]:
     notes = getattr(error, "__notes__", [])
     return list(dict.fromkeys(note.removeprefix(OUR_NOTE) for note in notes))
-
-
-PACKAGE = Path(__file__).parent.parent
-# Models and data to try things with: nobody mends a bug there by reporting it.
-DEMO = PACKAGE / "demo"
-STANDARD_LIBRARY = Path(os.__file__).parent
-INSTALLED = ("site-packages", "dist-packages")
-# Torch calls back into automicro with every operation: what is below is torch again.
-BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
-PRIVATE_OF_TORCH = f"torch{os.sep}_"
-# Nobody but who wrote the line can have meant these.
-SLIPS = (AssertionError, AttributeError, KeyError, NameError)
-# A worker process of a DataLoader sends its traceback as text.
-WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-IN_WORKER = "Original Traceback (most recent call last):"
 
 
 def users_place(error: BaseException) -> str | None:

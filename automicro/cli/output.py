@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 _KEY_OR_COMMENT = re.compile(r"(?m)^[ -]*(?P<key>[\w.-]+:)(?=\s)|(?:^|(?<=\s))#.*$")
+_ERASE = "\r\x1b[2K"
 
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
@@ -99,9 +100,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_ERASE = "\r\x1b[2K"
 
 
 @contextlib.contextmanager

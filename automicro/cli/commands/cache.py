@@ -30,6 +30,26 @@ device; a wrong one costs an attempt or two, and is replaced.
 They lie in $AUTOMICRO_CACHE_DIR, else in $XDG_CACHE_HOME/automicro, else in
 ~/.cache/automicro, one small file each.
 """
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_AGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+# Title, and whether the column holds numbers.
+COLUMNS = {
+    "model": False,
+    "params": True,
+    "one row": False,
+    "device": False,
+    "phase": False,
+    "microbatches": True,
+    "peak": True,
+    "age": True,
+}
+# Wider than any table: a program that reads a pipe wants whole words and one line for each size.
+PIPE_WIDTH = 10_000
+UNKNOWN = "–"
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_DTYPE = re.compile(r"\b(bfloat|float|uint|int|complex)(?=\d)")
+_MOST_SHAPES = 3
+_HASH_LETTERS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,10 +104,6 @@ def _clear(cache: SizeCache, which: Callable[[Entry], bool] | None) -> int:
 
 def _count(found: Sequence[object]) -> str:
     return f"{len(found)} size{'' if len(found) == 1 else 's'}"
-
-
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_AGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
 
 
 def parse_age(text: str) -> float:
@@ -205,11 +221,9 @@ def as_markdown(entries: Sequence[Entry]) -> str:
     Args:
         entries: in this order.
     """
-    head = ("model", "parameters", "device", "precision", "phase", "batch (rows)",
-            "microbatch size (rows)", "microbatches", "peak memory")  # fmt: skip
-    numbers = (False, True, False, False, False, True, True, True, True)
-    lines = [_markdown_row(head), _markdown_row("--:" if each else "---" for each in numbers)]
-    lines += [_markdown_row(_markdown_cells(entry)) for entry in entries]
+    lines = [_markdown_row(_MARKDOWN), _markdown_row(align for align, _ in _MARKDOWN.values())]
+    for entry in entries:
+        lines.append(_markdown_row(_one_line(cell(entry)) for _, cell in _MARKDOWN.values()))
     if entries:
         versions = sorted({(e.key.automicro, e.key.torch) for e in entries})
         named = ", ".join(f"automicro {ours} on torch {theirs}" for ours, theirs in versions)
@@ -258,21 +272,6 @@ def _columns(entries: Sequence[Entry], *, now: float) -> dict[str, list[str]]:
     return {title: list(map(_one_line, cells)) for title, cells in columns.items()}
 
 
-def _markdown_cells(entry: Entry) -> list[str]:
-    key, size = entry.key, entry.size
-    return [
-        _one_line(key.model),
-        format_count(key.parameters),
-        _one_line(device_cell(key)),
-        _one_line(precision_cell(key)),
-        _one_line(key.phase),
-        str(key.rows),
-        str(size.microbatch_size),
-        str(entry.num_microbatches),
-        _peak(entry),
-    ]
-
-
 def _peak(entry: Entry) -> str:
     peak = entry.size.peak_bytes
     return UNKNOWN if peak is None else format_bytes(peak)
@@ -290,27 +289,6 @@ def _markdown_row(cells: Iterable[str]) -> str:
 def _date(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).date().isoformat()
 
-
-# Title, and whether the column holds numbers.
-COLUMNS = {
-    "model": False,
-    "params": True,
-    "one row": False,
-    "device": False,
-    "phase": False,
-    "microbatches": True,
-    "peak": True,
-    "age": True,
-}
-# Wider than any table: a program that reads a pipe wants whole words and one line for each size.
-PIPE_WIDTH = 10_000
-UNKNOWN = "–"
-
-
-_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-_DTYPE = re.compile(r"\b(bfloat|float|uint|int|complex)(?=\d)")
-_MOST_SHAPES = 3
-_HASH_LETTERS = 6
 
 # What two sizes may differ in beyond the cells that every line has.
 _BESIDES: Mapping[str, Callable[[RunKey], str]] = {
@@ -404,6 +382,19 @@ def besides(entries: Sequence[Entry], seen: Sequence[tuple[str, ...]]) -> list[s
         for entry, cells in zip(entries, seen, strict=True)
     ]
 
+
+# Alignment and cell of each column.
+_MARKDOWN: Mapping[str, tuple[str, Callable[[Entry], str]]] = {
+    "model": ("---", lambda entry: entry.key.model),
+    "parameters": ("--:", lambda entry: format_count(entry.key.parameters)),
+    "device": ("---", lambda entry: device_cell(entry.key)),
+    "precision": ("---", lambda entry: precision_cell(entry.key)),
+    "phase": ("---", lambda entry: entry.key.phase),
+    "batch (rows)": ("--:", lambda entry: str(entry.key.rows)),
+    "microbatch size (rows)": ("--:", lambda entry: str(entry.size.microbatch_size)),
+    "microbatches": ("--:", lambda entry: str(entry.num_microbatches)),
+    "peak memory": ("--:", _peak),
+}
 
 COMMAND = Command(
     name="cache",

@@ -48,31 +48,6 @@ end
 complete -c automicro -f -a '(__automicro)'
 """,
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("shell", choices=list(SCRIPTS), help="of which shell")
-    # How the scripts ask: bash cuts words in pieces at =, so it gives the line.
-    parser.add_argument("--line", help=argparse.SUPPRESS)
-    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
-    if arguments.line is None and arguments.words is None:
-        print(SCRIPTS[arguments.shell], end="")
-        return 0
-    from automicro.cli.commands import COMMANDS
-
-    words = words_of(arguments.line) if arguments.words is None else arguments.words
-    found = candidates(words, COMMANDS)
-    if arguments.line is not None:
-        found = for_bash(found, words[-1] if words else "")
-    print("\n".join(found))
-    return 0
-
-
 _TRUTH = ("true", "false")
 _SIZES = ("auto", "null")
 VALUES: Mapping[str, tuple[str, ...]] = {
@@ -120,7 +95,6 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """The words that a key takes. What is free, such as a number, cannot be completed."""
-
 SECTION_KEYS: Mapping[str, tuple[str, ...]] = {
     "eval_dataloader": ("data", "metrics", "microbatch_size", "max_batches", "interval"),
     "checkpoint": (
@@ -130,6 +104,29 @@ SECTION_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 _PATHS = ("run_dir", "weights", "checkpoint.folder", "checkpoint.resume")
 _EVERYWHERE = ("--help", "--version", "--debug")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("shell", choices=list(SCRIPTS), help="of which shell")
+    # How the scripts ask: bash cuts words in pieces at =, so it gives the line.
+    parser.add_argument("--line", help=argparse.SUPPRESS)
+    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
+    if arguments.line is None and arguments.words is None:
+        print(SCRIPTS[arguments.shell], end="")
+        return 0
+    from automicro.cli.commands import COMMANDS
+
+    words = words_of(arguments.line) if arguments.words is None else arguments.words
+    found = candidates(words, COMMANDS)
+    if arguments.line is not None:
+        found = for_bash(found, words[-1] if words else "")
+    print("\n".join(found))
+    return 0
 
 
 def words_of(line: str) -> list[str]:

@@ -40,6 +40,10 @@ PROTOCOLS: Mapping[str, tuple[type, str]] = {
 ONLY_FOR_TRAINING = frozenset(
     {"train_dataloader", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
 )
+SHOWN = 3
+SAVE = "write it with torch.save(model.state_dict(), path)"
+# What wrappers put before each name.
+WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
 class Recipe:
@@ -282,12 +286,6 @@ class ConfiguredLogger:
     def close(self) -> None:
         """Write what is still held."""
         self._logger.close()
-
-
-SHOWN = 3
-SAVE = "write it with torch.save(model.state_dict(), path)"
-# What wrappers put before each name.
-WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
 def check_weights_file(path: str | os.PathLike[str]) -> None:

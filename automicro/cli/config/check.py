@@ -10,7 +10,15 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.batch.layout import BatchLayout
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about, as_override, did_you_mean
+from automicro.cli.config.keys import (
+    KEYS,
+    LISTS,
+    RENAMED,
+    about,
+    as_override,
+    did_you_mean,
+    mistake,
+)
 from automicro.cli.config.nodes import (
     FORM,
     NODE_KEYS,
@@ -61,6 +69,9 @@ NO_KEYS_OF_ITS_OWN = (
     "a config has no keys of its own, and automicro config --keys lists all that there are; refer "
     "to a value where it stands, as ${model.args.width}, or take it from the environment with "
     "${oc.env:NAME}"
+)
+CHECKPOINT_FORM = (
+    "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
 )
 
 
@@ -172,11 +183,6 @@ def _check_groups(groups: object) -> None:
             )
 
 
-CHECKPOINT_FORM = (
-    "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
-)
-
-
 def check_checkpoint(value: object) -> None:
     """Refuse what is no mapping of the keys of a checkpoint.
 
@@ -190,26 +196,52 @@ def check_checkpoint(value: object) -> None:
     read_section(value, "checkpoint")
 
 
-def check_eval_data(value: object, key: str = "eval_dataloader") -> None:
-    """Refuse what is no node, no evaluation with options, and no mapping from names to these.
+def read_evaluations(value: Any, key: str = "eval_dataloader") -> Any:
+    """Return a node, an evaluation with options, or a mapping from names to these, typed.
+
+    Args:
+        value: what stands there; interpolations, and null, stay as they are.
+        key: where.
 
     Raises:
-        ConfigError: names key, value and remedy.
+        ConfigError: none of these; names key, value and remedy.
 
-    >>> check_eval_data({"seen": {"call": "a.b"}, "new": {"data": {"call": "a.b"}}})
+    >>> new = {"data": {"call": "a.b"}, "interval": "2ep"}
+    >>> read_evaluations({"seen": {"call": "a.b"}, "new": new})["new"].interval
+    '2ep'
     """
-    if not _is_by_name(value):
-        _check_evaluation(value, key)
-        return
-    for name, each in cast(Mapping[object, object], value).items():
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ConfigError(
-                f"{key} has the name {show(name)}: names are text without '/', because values are "
-                f"logged as eval/name/loss"
-            )
-        if each is not None and not is_interpolation(each):
+    if value is None or is_interpolation(value):
+        return value
+    if _is_by_name(value):
+        found = {}
+        for name, each in value.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise mistake(
+                    f"{key} has the name {show(name)}: names are text without '/', because values "
+                    f"are logged as eval/name/loss",
+                    key,
+                )
             with about(f"{key}.{name}"):
-                _check_evaluation(each, f"{key}.{name}")
+                found[name] = read_evaluations(each, f"{key}.{name}")
+        return found
+    known = keys_inside("eval_dataloader")
+    options = [name for name in known if isinstance(value, Mapping) and name in value]
+    if not options or is_node(value):
+        check_node(value, key)
+        return _call(value)
+    if "data" not in options:
+        raise ConfigError(
+            f"{key}.data is missing: write data: beside {', '.join(options)}, with a node that "
+            f"makes what to evaluate on ({FORM.removeprefix('write ')})"
+        )
+    metrics = value.get("metrics", INHERITED)
+    if metrics not in (None, INHERITED) and not is_interpolation(metrics):
+        check_metrics(metrics, f"{key}.metrics")
+        metrics = {name: _call(each) for name, each in metrics.items()}
+    check_node(value["data"], f"{key}.data")
+    check_size(value.get("microbatch_size"), f"{key}.microbatch_size")
+    values = read_section(value, "eval_dataloader", key)
+    return EvaluatorConfig(**{**values, "data": _call(value["data"]), "metrics": metrics})
 
 
 def check_metrics(metrics: object, key: str) -> None:
@@ -264,17 +296,16 @@ def read_section(values: Mapping[str, Any], section: str, key: str | None = None
     for name in values:
         if name not in known:
             hint = did_you_mean(str(name), known)
-            with about(f"{key}.{name}"):
-                raise ConfigError(
-                    f"{key} has an unknown key {name!r}{hint}: use some of {', '.join(known)}"
-                )
+            raise mistake(
+                f"{key} has an unknown key {name!r}{hint}: use some of {', '.join(known)}",
+                f"{key}.{name}",
+            )
     schema = OmegaConf.structured(SECTIONS[section])
     try:
         merged = OmegaConf.merge(schema, dict(values))
     except ValidationError as error:
         name = str(error.full_key)
-        with about(f"{key}.{name}"):
-            raise wrong_type(f"{key}.{name}", values.get(name), f"{section}.{name}") from error
+        raise wrong_type(f"{key}.{name}", values.get(name), f"{section}.{name}") from error
     except OmegaConfBaseException as error:
         said = str(error).partition("\n")[0]
         raise ConfigError(
@@ -301,50 +332,10 @@ def read_checkpoint_section(value: Any, run_dir: str | None) -> dict[str, Any] |
     return values
 
 
-def read_eval_data(value: Any) -> Any:
-    """Return a node, an evaluation with options, or a mapping from names to these, typed.
-
-    Args:
-        value: of ``eval_dataloader``, interpolations resolved.
-
-    >>> read_eval_data({"seen": {"data": {"call": "a.b"}, "interval": "2ep"}})["seen"].interval
-    '2ep'
-    """
-    if value is None:
-        return None
-    if _is_by_name(value):
-        return {name: read_eval_data(each) for name, each in value.items()}
-    if is_node(value):
-        return _call(value)
-    values = read_section(value, "eval_dataloader")
-    if isinstance(values["metrics"], Mapping):
-        metrics = {name: _call(each) for name, each in values["metrics"].items()}
-    else:
-        metrics = values["metrics"]
-    return EvaluatorConfig(**{**values, "data": _call(values["data"]), "metrics": metrics})
-
-
-def _call(node: Mapping[str, Any]) -> CallConfig:
+def _call(node: Any) -> Any:
+    if is_interpolation(node):
+        return node
     return CallConfig(call=node["call"], args=dict(node.get("args") or {}))
-
-
-def _check_evaluation(value: object, key: str) -> None:
-    known = keys_inside("eval_dataloader")
-    options = [name for name in known if isinstance(value, Mapping) and name in value]
-    if not isinstance(value, Mapping) or is_node(value) or not options:
-        check_node(value, key)
-        return
-    if "data" not in options:
-        raise ConfigError(
-            f"{key}.data is missing: write data: beside {', '.join(options)}, with a node that "
-            f"makes what to evaluate on ({FORM.removeprefix('write ')})"
-        )
-    metrics = value.get("metrics", INHERITED)
-    if metrics not in (None, INHERITED) and not is_interpolation(metrics):
-        check_metrics(metrics, f"{key}.metrics")
-    check_node(value["data"], f"{key}.data")
-    check_size(value.get("microbatch_size"), f"{key}.microbatch_size")
-    read_section(value, "eval_dataloader", key)
 
 
 def _is_by_name(value: object) -> bool:
@@ -395,40 +386,34 @@ def read_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     if values is None:
         return None
     if values["folder"] is None:
-        with about("checkpoint"):
-            raise ConfigError(
-                "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, "
-                "where they lie in checkpoints then"
-            )
+        raise mistake(
+            "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, where "
+            "they lie in checkpoints then",
+            "checkpoint",
+        )
     if values["interval"] is not None:
         _check("checkpoint.interval", values["interval"], _duration("checkpoint.interval"))
     try:
         return CheckpointConfig(**values)
     except ValueError as error:
         said = f"checkpoint.{error}"
-        with about(said.partition("=")[0]):
-            raise ConfigError(said) from error
+        raise mistake(said, said.partition("=")[0]) from error
 
 
 def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
-    with about(key):
-        _check_one(key, value, read)
-
-
-def _check_one(key: str, value: Any, read: Callable[[Any], object]) -> None:
     try:
-        read(value)
+        with about(key):
+            read(value)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        if key.rpartition(".")[2] in ("microbatch_size", "eval_microbatch_size"):
-            # a policy is a node here
-            raise ConfigError(
+        text = str(error)
+        if key.rpartition(".")[2] in SIZES:  # a policy is a node here
+            text = (
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
                 f"halving) or null (the whole batch)"
-            ) from error
-        text = str(error)
-        raise ConfigError(text if text.startswith(key) else f"{key}: {text}") from error
+            )
+        raise mistake(text if text.startswith(key) else f"{key}: {text}", key) from error
 
 
 def _check_evaluations(given: Any, key: str) -> None:
@@ -510,7 +495,7 @@ def _check_limit(value: Any) -> None:
 
 
 OF_SECTIONS: Mapping[str, Callable[[object], None]] = {
-    "eval_dataloader": check_eval_data,
+    "eval_dataloader": read_evaluations,
     "checkpoint": check_checkpoint,
 }
 # Where their own errors do not say which key they mean, the key is put before them.

@@ -10,8 +10,8 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from automicro.cli.config.check import check_shapes, read_checkpoint_section, read_eval_data
-from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about
+from automicro.cli.config.check import check_shapes, read_checkpoint_section, read_evaluations
+from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about, mistake
 from automicro.cli.config.nodes import leaves
 from automicro.cli.config.resolve import first_line, resolve, rows_to_load
 from automicro.cli.config.schema import (
@@ -32,6 +32,7 @@ BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
 DATA = ("train_dataloader", "eval_dataloader")
 # Nobody's config holds these.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
+_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ def _load(
         written = _replace(written, mark, f"${{{key}}}")
     config = cast(RunConfig, OmegaConf.to_object(typed))
     with about("eval_dataloader"):
-        evaluation = read_eval_data(config.eval_dataloader)
+        evaluation = read_evaluations(config.eval_dataloader)
     with about("checkpoint"):
         checkpoint = read_checkpoint_section(config.checkpoint, config.run_dir)
     return replace(config, eval_dataloader=evaluation, checkpoint=checkpoint), written
@@ -216,13 +217,13 @@ def _typed(tree: dict[str, Any]) -> DictConfig:
         return cast(DictConfig, OmegaConf.merge(schema, tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
-        with about(*([key] if key else [])):
-            if isinstance(error, ValidationError) and key in HINTS:
-                raise wrong_type(key, tree.get(key)) from error
-            raise ConfigError(
-                f"{key}{': ' if key else ''}{first_line(error)}: correct it; an interpolation is "
-                f"written ${{name}}"
-            ) from error
+        if isinstance(error, ValidationError) and key in HINTS:
+            raise wrong_type(key, tree.get(key)) from error
+        where = f"{key}: " if key else ""
+        raise mistake(
+            f"{where}{first_line(error)}: correct it; an interpolation is written ${{name}}",
+            *filter(None, [key]),
+        ) from error
 
 
 def _drop_nulls(tree: dict[str, Any]) -> None:
@@ -258,19 +259,16 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
     for key in required:
         if key not in tree or tree[key] is None:
-            with about(key):
-                raise ConfigError(
-                    f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}"
-                )
+            raise mistake(f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}", key)
     open_keys = [key for key, value in leaves(tree).items() if value == "???"]
     if open_keys:
         are = "is" if len(open_keys) == 1 else "are"
         them = "it" if len(open_keys) == 1 else "them"
-        with about(*open_keys):
-            raise ConfigError(
-                f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
-                f"{' '.join(f'{key}=VALUE' for key in open_keys)}"
-            )
+        raise mistake(
+            f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
+            f"{' '.join(f'{key}=VALUE' for key in open_keys)}",
+            *open_keys,
+        )
 
 
 def brief(made: Any) -> Any:
@@ -288,9 +286,6 @@ def brief(made: Any) -> Any:
         for name, value in made.items()
         if name != "args" or value
     }
-
-
-_WIDTH = 100
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -22,6 +22,20 @@ from automicro.migration import synonym_of
 
 NODE_KEYS = ("call", "args")
 FORM = "write {call: dotted.path, args: {name: value}}"
+# What people write of a path, as after their imports.
+PARENTS = ("torch", "torch.nn", "torch.optim", "torch.utils", "torchmetrics", "automicro")
+ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
+# Where people mean the class to be whose name alone they write.
+USUAL = (
+    "torch.nn",
+    "torch.optim",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data",
+    "torchmetrics",
+    "torchmetrics.classification",
+)
+# Keys for functions that are called later, with what only training knows.
+TAKE_DATA = ("loss_fn", "forward", "update_metric", "count_tokens", "loss_average")
 
 
 def check_node(node: object, key: str) -> None:
@@ -240,20 +254,6 @@ def _noting(doing: str) -> Iterator[None]:
         raise
 
 
-# What people write of a path, as after their imports.
-PARENTS = ("torch", "torch.nn", "torch.optim", "torch.utils", "torchmetrics", "automicro")
-ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
-# Where people mean the class to be whose name alone they write.
-USUAL = (
-    "torch.nn",
-    "torch.optim",
-    "torch.optim.lr_scheduler",
-    "torch.utils.data",
-    "torchmetrics",
-    "torchmetrics.classification",
-)
-
-
 def import_callable(path: str, *, key: str) -> Callable[..., Any]:
     """Return the class or function that a dotted path names.
 
@@ -407,10 +407,6 @@ def _class_of_that_name(found: Any, path: str) -> str:
         if isinstance(value, type) and name.lower() == path.rpartition(".")[2].lower():
             return f" (did you mean '{path}.{name}'?)"
     return ""
-
-
-# Keys for functions that are called later, with what only training knows.
-TAKE_DATA = ("loss_fn", "forward", "update_metric", "count_tokens", "loss_average")
 
 
 def check_arguments(

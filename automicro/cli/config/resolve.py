@@ -14,7 +14,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from automicro.cli.config.keys import KEYS, RENAMED, about, did_you_mean
+from automicro.cli.config.keys import KEYS, RENAMED, about, did_you_mean, mistake
 from automicro.cli.config.nodes import leaves
 from automicro.errors import ConfigError
 from automicro.trainer.processes import agreed_time
@@ -72,11 +72,11 @@ def _refuse(error: Exception, tree: dict[str, Any]) -> None:
         ) from error
     circle = _circle(tree)
     if circle:
-        with about(*circle):
-            raise ConfigError(
-                f"{' → '.join(circle)}: these refer to each other in a circle: give one of them a "
-                f"value"
-            ) from error
+        raise mistake(
+            f"{' → '.join(circle)}: these refer to each other in a circle: give one of them a "
+            f"value",
+            *circle,
+        ) from error
     if not isinstance(error, RecursionError):
         raise ConfigError(f"{key}: {first_line(error)}: correct it") from error
 

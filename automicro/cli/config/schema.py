@@ -12,7 +12,7 @@ import omegaconf
 from omegaconf import MISSING
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, LISTS
+from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.nodes import show
 from automicro.errors import ConfigError
 from automicro.options import GRADIENT_SUMS, PRECISIONS
@@ -21,6 +21,16 @@ from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.optimizer import SCHEDULER_INTERVALS
 from automicro.trainer.step import NON_FINITE_MODES
+
+TO_TRAIN = ("model", "train_dataloader", "optimizer")
+# Required by a command, with something to copy for each.
+EXAMPLES = {
+    "model": "{call: my_package.MyModel, args: {width: 64}}",
+    "train_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
+    "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
+    "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
+}
+LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +152,6 @@ HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
     for name, hint in typing.get_type_hints(owner).items()
 }
 """The types of all keys, those inside of others as ``checkpoint.folder``."""
-
-TO_TRAIN = ("model", "train_dataloader", "optimizer")
-# Required by a command, with something to copy for each.
-EXAMPLES = {
-    "model": "{call: my_package.MyModel, args: {width: 64}}",
-    "train_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
-    "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
-    "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
-}
-LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 
 
 def one_of(choices: Iterable[str]) -> str:
@@ -282,4 +282,4 @@ def wrong_type(key: str, value: object, kind: str | None = None) -> ConfigError:
     >>> print(wrong_type("seed", "many"))
     seed='many' (text): expected a whole number or null
     """
-    return ConfigError(f"{key}={show(value)}: expected {type_in_words(kind or key)}")
+    return mistake(f"{key}={show(value)}: expected {type_in_words(kind or key)}", key)
