@@ -1,7 +1,6 @@
 """What peaks of memory teach about sizes, and when they are no longer true."""
 
 import pytest
-
 from automicro.policy.peaks import Measured, Peaks
 
 
