@@ -32,6 +32,11 @@ class Mlp(nn.Sequential):
         self.double()
 
 
+def norm_model() -> nn.Sequential:
+    """Rows that a layer of BatchNorm compares."""
+    return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
+
+
 class ConvNet(nn.Module):
     """Images to logits per pixel, or to logits per image."""
 
@@ -165,6 +170,10 @@ def x() -> Tensor:
 
 def y() -> Tensor:
     return classes(ROWS)
+
+
+def pair(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return x()[:rows], y()[:rows]
 
 
 def with_ignored(targets: Tensor, ignored: int = IGNORED) -> Tensor:

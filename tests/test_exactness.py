@@ -35,7 +35,18 @@ from tests.cases import (
     whole_batch,
 )
 from tests.loss.cases import LOSSES
-from tests.models import CLASSES, ROWS, VOCABULARY, Mlp, numbers, token_targets, tokens, x, y
+from tests.models import (
+    CLASSES,
+    ROWS,
+    VOCABULARY,
+    Mlp,
+    norm_model,
+    numbers,
+    token_targets,
+    tokens,
+    x,
+    y,
+)
 
 SIZES = [1, 2, 3, 5, 7, 8, 20]
 TABLES = {"model": MODELS, "batch": STRUCTURES, "loss": LOSSES}
@@ -257,7 +268,7 @@ def takes_numbers_in_pairs(case: Case) -> bool:
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_one_leaf_twice_in_a_batch_gets_the_gradient_of_both(size: int) -> None:
-    wrong: dict[str, Any] = {}
+    wrong: dict[str, float] = {}
     jobs = [job for job, case in CASES.items() if takes_numbers_in_pairs(case)]
     assert len(jobs) >= 20
     for job in jobs:
@@ -401,10 +412,7 @@ def test_parameters_that_some_microbatches_do_not_reach_get_the_whole_batchs_gra
 
 
 def test_batchnorm_in_training_mode_does_not_match_and_is_warned_about() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
-
-    case = pair_case(model, lambda: (x(), y()), nn.CrossEntropyLoss())
+    case = pair_case(norm_model, lambda: (x(), y()), nn.CrossEntropyLoss())
     _, expected = whole_batch(case)
     with pytest.warns(BatchNormWarning, match=r"4 rows at a time instead of 11: 0\."):
         _, found = in_microbatches(case, 5)

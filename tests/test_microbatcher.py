@@ -24,15 +24,11 @@ from automicro import (
 from automicro.loss.weights import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
-from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair, x, y
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
     return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **{"probe": False, **options})
-
-
-def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    return x()[:rows], y()[:rows]
 
 
 # Sizes
@@ -55,7 +51,7 @@ def test_a_size_may_be_given_in_several_ways(size: Any, slices: list[int]) -> No
     model = Memory(Mlp())
     microbatcher = on(model, microbatch_size=size)
     assert microbatcher.microbatch_size is None
-    result = microbatcher.backward(batch())
+    result = microbatcher.backward(pair())
     assert model.seen == slices
     assert microbatcher.microbatch_size == result.microbatch_size == slices[0]
     assert result.num_microbatches == len(slices)
@@ -85,7 +81,7 @@ class Shrinking(Policy):
 
 def test_a_policy_of_ones_own_is_asked_and_told() -> None:
     policy = Shrinking()
-    result = on(Memory(Mlp(), most=4), microbatch_size=policy).backward(batch())
+    result = on(Memory(Mlp(), most=4), microbatch_size=policy).backward(pair())
     assert [(o.microbatch_size, o.fits) for o in policy.outcomes] == [
         (11, False),
         (6, False),
@@ -97,25 +93,25 @@ def test_a_policy_of_ones_own_is_asked_and_told() -> None:
 def test_later_batches_start_with_the_size_that_was_found() -> None:
     model = Memory(Mlp(), most=3)
     microbatcher = on(model)
-    assert microbatcher.backward(batch()).ooms == 2
+    assert microbatcher.backward(pair()).ooms == 2
     model.seen.clear()
-    assert microbatcher.backward(batch()).ooms == 0
+    assert microbatcher.backward(pair()).ooms == 0
     assert model.seen == [3, 3, 3, 2]
-    assert microbatcher.backward(batch(2)).microbatch_size == 2
+    assert microbatcher.backward(pair(2)).microbatch_size == 2
 
 
 def test_the_state_takes_the_sizes_along() -> None:
     model = Memory(Mlp(), most=3)
     microbatcher = on(model)
-    microbatcher.backward(batch())
-    microbatcher.evaluate(batch())
+    microbatcher.backward(pair())
+    microbatcher.evaluate(pair())
     state = microbatcher.state_dict()
     model.seen.clear()
     other = on(model)
     other.load_state_dict(state)
     assert other.state_dict() == state
-    assert other.backward(batch()).attempts == 1
-    assert other.evaluate(batch()).attempts == 1
+    assert other.backward(pair()).attempts == 1
+    assert other.evaluate(pair()).attempts == 1
     with pytest.raises(ValueError, match=r"lacks \['train'\]; pass what .*state_dict"):
         other.load_state_dict({"eval": {}})
     with pytest.raises(ValueError, match="Fixed policy cannot take over the state of 'Halving'"):
@@ -124,9 +120,9 @@ def test_the_state_takes_the_sizes_along() -> None:
 
 def test_strict_divisible_refuses_a_rest_and_lets_auto_look_for_divisors() -> None:
     with pytest.raises(BatchError, match=r"11 rows is not a multiple of microbatch_size=4"):
-        on(Mlp(), microbatch_size=4, strict_divisible=True).backward(batch())
+        on(Mlp(), microbatch_size=4, strict_divisible=True).backward(pair())
     model = Memory(Mlp(), most=4)
-    on(model, strict_divisible=True).backward(batch(6))
+    on(model, strict_divisible=True).backward(pair(6))
     assert model.seen == [6, 3, 3]
 
 
@@ -192,7 +188,7 @@ def test_whichever_microbatch_fails_the_gradient_is_that_of_the_whole_batch(
     failing_call: int,
 ) -> None:
     model = Memory(Mlp(), fails=(failing_call,))
-    result = on(model, microbatch_size=Halving(initial=3)).backward(batch())
+    result = on(model, microbatch_size=Halving(initial=3)).backward(pair())
     found = gradients(model)
     model.zero_grad()
     model.fails = ()
@@ -205,7 +201,7 @@ def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_trie
     model = Memory(Mlp(), most=0)
     microbatcher = on(model)
     with pytest.raises(SampleTooLargeError) as raised:
-        microbatcher.backward(batch())
+        microbatcher.backward(pair())
     text = str(raised.value)
     assert "a microbatch of 1 of 11 rows does not fit, and there is no smaller one" in text
     assert "(tried: 11, 6, 3, 2, 1)" in text
@@ -214,28 +210,28 @@ def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_trie
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.most = ROWS
-    assert microbatcher.backward(batch()).microbatch_size == ROWS  # nothing was learned from it
+    assert microbatcher.backward(pair()).microbatch_size == ROWS  # nothing was learned from it
 
 
 def test_under_a_budget_the_error_says_the_peak_and_what_remains() -> None:
     expected = r"Peak memory on cpu was .*Every size needs 28\.00 KiB of 30\.00 KiB for parameters"
     with pytest.raises(SampleTooLargeError, match=expected):
-        on(nn.Linear(6, CLASSES * 50).double(), memory_limit="30KiB").backward(batch())
+        on(nn.Linear(6, CLASSES * 50).double(), memory_limit="30KiB").backward(pair())
 
 
 def test_state_that_the_optimizer_has_yet_to_build_is_named_where_it_fills_the_device() -> None:
     model = nn.Linear(6, CLASSES * 50).double()
     microbatcher = on(model, optimizer=torch.optim.AdamW(model.parameters()), memory_limit="40KiB")
     with pytest.raises(SampleTooLargeError, match=r"no size can .*optimizer state 29\.00 KiB"):
-        microbatcher.backward(batch())
+        microbatcher.backward(pair())
     with pytest.raises(SampleTooLargeError) as raised:
-        on(model, memory_limit="14.5KiB").evaluate(batch())
+        on(model, memory_limit="14.5KiB").evaluate(pair())
     assert "gradients" not in str(raised.value)
     assert "optimizer state" not in str(raised.value)
 
 
 def test_a_budget_too_small_for_the_model_says_that_no_batch_is_to_blame() -> None:
-    model, whole = nn.Linear(6, CLASSES * 50).double(), batch()
+    model, whole = nn.Linear(6, CLASSES * 50).double(), pair()
     with MemoryBudget("1KiB"), pytest.raises(torch.OutOfMemoryError) as raised:
         on(model).backward(whole)
     assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
@@ -247,7 +243,7 @@ def test_a_fixed_size_that_does_not_fit_raises_the_original_with_a_note(
 ) -> None:
     model = Memory(Mlp(), most=2)
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\.") as raised:
-        on(model, microbatch_size=size).backward(batch())
+        on(model, microbatch_size=size).backward(pair())
     assert not isinstance(raised.value, SampleTooLargeError)
     assert named in raised.value.__notes__[0]
     assert 'microbatch_size="auto" would try smaller ones' in raised.value.__notes__[0]
@@ -282,7 +278,7 @@ def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
     tensors = [p.grad for p in model.parameters()]
     before = gradients(model), {k: v.clone() for k, v in model.state_dict().items()}, streams()
     with pytest.raises(type(error)) as raised:
-        on(model, microbatch_size=3, batchnorm="ignore").backward(batch(), metrics=metric)
+        on(model, microbatch_size=3, batchnorm="ignore").backward(pair(), metrics=metric)
     assert raised.value is error
     assert difference(gradients(model), before[0]) == 0
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
@@ -293,7 +289,7 @@ def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
 
 def test_training_where_gradients_are_off_is_refused() -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are switched off"):
-        on(Mlp()).backward(batch())
+        on(Mlp()).backward(pair())
 
 
 # Further modules, hooks, precision
@@ -330,7 +326,7 @@ def test_gradients_of_a_further_module_are_rolled_back() -> None:
     generator, critic = Mlp(6, 6), Memory(Mlp(6, 1), most=3, fails=(5,))
     forward = lambda model, batch: critic(model(batch[0])).mean()  # noqa: E731
     microbatcher = Microbatcher(generator, forward=forward, modules=[critic], probe=False)
-    result = microbatcher.backward(batch())
+    result = microbatcher.backward(pair())
     found = gradients(generator, critic)
     generator.zero_grad()
     critic.zero_grad()
@@ -347,7 +343,7 @@ def test_a_backward_of_ones_own_scales_every_microbatch() -> None:
         calls.append(float(loss.detach()))
         (loss * 1024).backward()
 
-    result = on(model, microbatch_size=4, backward=backward).backward(batch())
+    result = on(model, microbatch_size=4, backward=backward).backward(pair())
     found = gradients(model)
     model.zero_grad()
     loss = F.cross_entropy(model(x()), y())
@@ -410,7 +406,7 @@ def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
         model = nn.Linear(6, 4096).double()
         forward = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
         microbatcher = Microbatcher(model, forward=forward, microbatch_size=4, probe=False)
-        result = microbatcher.backward(batch())
+        result = microbatcher.backward(pair())
         held = sum(p.nbytes for p in model.parameters())
         assert budget.allocated_bytes < 2 * held + 4096
     assert result.loss.grad_fn is None

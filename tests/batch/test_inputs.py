@@ -179,3 +179,20 @@ def test_under_a_budget_only_one_microbatch_lies_on_the_device() -> None:
         peaks[size] = budget.peak_bytes
     assert peaks[64] > 64 * 4096 * 8
     assert peaks[8] < 64 * 4096 * 8 / 2
+
+
+def test_a_model_that_was_seen_not_to_write_gets_the_batchs_own_memory() -> None:
+    inputs = x()
+    first, last = inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes
+    inside: list[bool] = []
+
+    class Watches(Mlp):
+        def forward(self, rows: Tensor) -> Any:
+            inside.append(first <= rows.data_ptr() < last)
+            return super().forward(rows)
+
+    microbatcher = on(Watches(), microbatch_size=4, probe=False)
+    microbatcher.backward((inputs, y()))
+    inside.clear()
+    microbatcher.backward((inputs, y()))
+    assert inside == [True] * 3

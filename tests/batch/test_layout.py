@@ -192,3 +192,10 @@ def test_equal_images_in_a_list_are_not_taken_for_parts_of_three_rows() -> None:
 
 def test_a_pair_of_equal_shapes_is_inputs_and_targets() -> None:
     assert num_rows([torch.zeros(8, 1), torch.zeros(8, 1)]) == 8
+
+
+def test_of_what_disagrees_with_the_rest_the_leaf_is_named_that_cannot_agree() -> None:
+    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or as many as the rest
+    batch = {"x": x(), "meta": {"images": either, "n": torch.zeros(3)}}
+    with pytest.raises(BatchError, match=rf"'x' has {ROWS} rows .*, but 'meta.n' has 3 rows"):
+        num_rows(batch)

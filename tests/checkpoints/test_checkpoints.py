@@ -11,23 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 
-from automicro.checkpoints import files
 from automicro.checkpoints.reading import FoundCheckpoint, differences, find_newest
 from automicro.checkpoints.state import put_together, take_apart
 from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "runs" / "checkpoints", keep_last=None)
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on the disk when is for the tests of faults."""
-    monkeypatch.setattr(files, "sync", lambda _: None)
-
 
 TENSORS = {
     "float": torch.randn(3, 4),

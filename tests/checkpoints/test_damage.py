@@ -12,19 +12,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from automicro.checkpoints import files
 from automicro.checkpoints.files import MANIFEST, FileSum, NewFolder, write_manifest
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 
 FILES = (".metadata", "__0_0.distcp", "tensors.json", "state.pt", "manifest.json")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on the disk when is for the tests of faults."""
-    monkeypatch.setattr(files, "sync", lambda _: None)
 
 
 @pytest.fixture

@@ -7,22 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.checkpoints import files, writing
+from automicro.checkpoints import writing
 from automicro.checkpoints.files import FORMAT, MANIFEST, write_manifest
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "runs" / "checkpoints", keep_last=None)
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on the disk when is for the tests of faults."""
-    monkeypatch.setattr(files, "sync", lambda _: None)
 
 
 def names(store: CheckpointStore) -> list[str]:

@@ -70,7 +70,11 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
+def several_lives(test: Any) -> Any:
+    return pytest.mark.sweep(pytest.mark.usefixtures("packages")(test))
+
+
+@pytest.fixture(scope="module")
 def packages() -> None:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning would, for good
@@ -180,6 +184,7 @@ def expected(last: int, *, from_life: dict[int, int]) -> Rows:
     return sorted(rows)
 
 
+@several_lives
 @pytest.mark.parametrize(
     ("kind", "dies"), [("wandb", False), ("mlflow", True), ("lightning", True)]
 )
@@ -194,6 +199,7 @@ def test_on_a_resume_each_value_is_there_once_in_one_run(
     assert len(place.runs(tmp_path)) == 1
 
 
+@several_lives
 def test_what_wandb_may_have_lost_in_a_kill_is_handed_over_again(tmp_path: Path) -> None:
     live("wandb", tmp_path, resumed=0, last=8, dies=True)
     live("wandb", tmp_path, resumed=5, last=11, dies=False)
@@ -203,6 +209,7 @@ def test_what_wandb_may_have_lost_in_a_kill_is_handed_over_again(tmp_path: Path)
     assert len(runs_of_wandb(tmp_path)) == 1
 
 
+@several_lives
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
 def test_a_run_that_begins_anew_is_another_run(kind: str, tmp_path: Path) -> None:
     for _ in range(2):
@@ -212,6 +219,7 @@ def test_a_run_that_begins_anew_is_another_run(kind: str, tmp_path: Path) -> Non
     assert sorted(place.read(tmp_path)) == sorted(2 * expected(2, from_life={}))
 
 
+@several_lives
 def test_what_is_run_is_the_config_of_wandb(tmp_path: Path) -> None:
     live("wandb", tmp_path, resumed=0, last=1, dies=False)
     (run,) = (each.run for each in wandb_records(tmp_path) if each.HasField("run"))
@@ -221,6 +229,7 @@ def test_what_is_run_is_the_config_of_wandb(tmp_path: Path) -> None:
     assert config["config"] == {"optimizer": {"args": {"lr": 0.1}}}
 
 
+@several_lives
 def test_what_is_run_is_the_parameters_of_mlflow(tmp_path: Path) -> None:
     live("mlflow", tmp_path, resumed=0, last=1, dies=True)
     (run,) = mlflow_runs(tmp_path)

@@ -22,7 +22,14 @@ from automicro import (
 )
 from automicro.batch.layout import BatchLayout
 from automicro.loss.informative_rows import Choice, choose_rows
-from tests.cases import contrastive, count_boxes, detection_batch, detection_forward, masked_mean
+from tests.cases import (
+    contrastive,
+    count_boxes,
+    detection_batch,
+    detection_forward,
+    masked_mean,
+    mean_of_tokens,
+)
 from tests.models import (
     CLASS_WEIGHT,
     CLASSES,
@@ -54,12 +61,8 @@ def on(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> Microba
     return Microbatcher(model, loss_fn=loss_fn, **{"microbatch_size": 4, **options})
 
 
-def token_mean(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def shifted_mean(logits: Tensor, targets: Tensor) -> Tensor:
-    return token_mean(logits[:, :-1], targets[:, 1:])
+    return mean_of_tokens(logits[:, :-1], targets[:, 1:])
 
 
 # What it names
@@ -82,7 +85,7 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "a mean over tokens": (
         Encoder,
         (tokens(), token_targets()),
-        token_mean,
+        mean_of_tokens,
         {},
         "targets that are not ignored .*: pass loss_average='tokens'",
     ),
@@ -132,7 +135,7 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "the wrong part of several": (
         Encoder,
         (tokens(), token_targets()),
-        lambda logits, targets: {"a": logits.square().mean(), "b": token_mean(logits, targets)},
+        lambda logits, targets: {"a": logits.square().mean(), "b": mean_of_tokens(logits, targets)},
         {"loss_average": {"a": "samples", "b": "samples"}},
         "'b' a mean over the targets that are not ignored .*: pass loss_average={'a': 'samples', "
         "'b': 'tokens'}",
@@ -181,7 +184,7 @@ def test_labels_that_are_not_shifted_are_never_taken_for_shifted() -> None:
 
     class Unshifted(OwnCausalModel):
         def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": token_mean(self.encoder(input_ids), labels)}
+            return {"loss": mean_of_tokens(self.encoder(input_ids), labels)}
 
     (message,) = warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)
     assert "shifted" not in message
@@ -291,7 +294,7 @@ def test_out_of_memory_with_many_rows_is_followed_by_a_look_at_few() -> None:
 
 
 def test_declaring_what_the_warning_says_silences_it() -> None:
-    microbatcher = on(Encoder(), token_mean, loss_average="tokens")
+    microbatcher = on(Encoder(), mean_of_tokens, loss_average="tokens")
     assert warnings_of(microbatcher, (tokens(), token_targets())) == []
 
 
@@ -401,7 +404,7 @@ class Counting(Encoder):
 
 def test_rows_that_cannot_tell_are_looked_at_again_in_later_batches() -> None:
     model = Counting()
-    microbatcher = on(model, token_mean)
+    microbatcher = on(model, mean_of_tokens)
     equal = (tokens(), tokens().flip(0))
     assert warnings_of(microbatcher, equal, equal, equal) == []
     assert len(warnings_of(microbatcher, (tokens(), token_targets()))) == 1
@@ -412,7 +415,7 @@ def test_rows_that_cannot_tell_are_looked_at_again_in_later_batches() -> None:
 
 def test_later_batches_that_cannot_tell_cost_no_forward() -> None:
     model = Counting()
-    microbatcher = on(model, token_mean)
+    microbatcher = on(model, mean_of_tokens)
     equal = (tokens(), tokens().flip(0))
     warnings_of(microbatcher, equal)
     model.calls = 0

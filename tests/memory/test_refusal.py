@@ -10,20 +10,7 @@ from torch import nn
 
 from automicro.memory.budget import MemoryBudget
 from automicro.memory.oom import release
-
-KIB = 1024
-
-
-def floats(num_bytes: int) -> torch.Tensor:
-    return torch.zeros(num_bytes // 4)
-
-
-def mlp(width: int = 64) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
-
-
-def step(model: nn.Module, batch: torch.Tensor) -> None:
-    model(batch).square().mean().backward()
+from tests.memory.work import KIB, floats, mlp, step
 
 
 def limit_between(model: nn.Module, rows: int, width: int = 64) -> int:

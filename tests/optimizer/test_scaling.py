@@ -1,7 +1,6 @@
 """Half precision: as torch's own scaler does it, and nothing lost where memory runs out."""
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,15 +24,6 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"fused": True}),
 ]
 Batch = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_heap() -> Iterator[None]:
-    """Keep torch itself out of the collection that follows each fault."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def network() -> nn.Module:

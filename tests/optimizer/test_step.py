@@ -1,7 +1,6 @@
 """Running out of memory inside ``optimizer.step()``: once more, or a named error; never twice."""
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +14,6 @@ from automicro.torture.faults import Boom, Fault, FaultMode
 from automicro.torture.subject import freeze
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_heap() -> Iterator[None]:
-    """Keep torch itself out of the collection that follows each fault."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [

@@ -68,6 +68,16 @@ def run_batches(
 # Refine
 
 
+def test_a_batch_that_fits_in_more_rows_than_were_known_to_fit_says_from_what_it_grew() -> None:
+    policy = Halving()
+    grown = []
+    for _ in range(5):
+        size, _ = run_batch(policy, 12, RESIDENT + 45)
+        grown.append((size, policy.grown_from))
+    first = next(index for index, (size, _) in enumerate(grown) if size == 4)
+    assert [known for _, known in grown] == [3 if index == first else None for index in range(5)]
+
+
 def test_where_halving_ends_at_four_microbatches_refining_finds_three() -> None:
     sizes, failures = run_batches(Halving(), 5, 12, RESIDENT + 45)
     assert (sizes[0], sizes[-1], failures) == (3, 4, 2)

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, SequentialSampler, TensorDataset
 
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
 from automicro.callbacks import ExponentialMovingAverage, MemoryMonitor
 from automicro.loggers import JSONLinesLogger
+from tests.loaders import WholeBatches
 from tests.ranks.trainer_jobs import CLASSES, FEATURES, make_data, make_loader, make_trainer
 
 
@@ -120,16 +121,12 @@ def refuse_other_order(argument: str) -> tuple[str, str, int]:
     return *_raised(trainer.fit), trainer.state.batch
 
 
-class OwnBatchSampler(BatchSampler):
-    """Not torch's, so whole batches of it are shared."""
-
-
 def evaluate_little(kind: str, rows: int) -> dict[str, float]:
     """Evaluate on fewer rows, or on fewer batches of a sampler's own, than there are ranks."""
     data = make_data(rows)
     loader: DataLoader[Any] = DataLoader(data, batch_size=4)
     if kind == "batches":
-        sampler = OwnBatchSampler(SequentialSampler(range(rows)), rows, drop_last=False)
+        sampler = WholeBatches(SequentialSampler(range(rows)), rows, drop_last=False)
         loader = DataLoader(data, batch_sampler=sampler)
     trainer = make_trainer(
         parallel="ddp" if dist.is_initialized() else None, eval_dataloader=loader

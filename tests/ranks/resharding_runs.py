@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
@@ -22,6 +21,7 @@ from torchmetrics.aggregation import CatMetric, MaxMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
+from tests.loaders import WholeBatches, seeded_generator
 from tests.ranks.trainer_jobs import CLASSES, Net, make_data, whole
 
 PER_BATCH = 12
@@ -43,22 +43,21 @@ class Rows(Dataset[Any]):
         return {"row": index, "inputs": inputs, "target": target}
 
 
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
 SAMPLERS: dict[str, Callable[[Dataset[Any], int], dict[str, Any]]] = {
     "in order": lambda data, rows: {"sampler": SequentialSampler(data)},  # type: ignore[arg-type]
     "shuffled": lambda data, rows: {"shuffle": True},
-    "shuffled by a generator": lambda data, rows: {"shuffle": True, "generator": generator()},
+    "shuffled by a generator": lambda data, rows: {
+        "shuffle": True,
+        "generator": seeded_generator(),
+    },
     "sampler with a generator": lambda data, rows: {
-        "sampler": RandomSampler(data, generator=generator())  # type: ignore[arg-type]
+        "sampler": RandomSampler(data, generator=seeded_generator())  # type: ignore[arg-type]
     },
     "weighted": lambda data, rows: {
         "sampler": WeightedRandomSampler([1.0 + each % 3 for each in range(rows)], rows)
     },
     "weighted by a generator": lambda data, rows: {
-        "sampler": WeightedRandomSampler([1.0] * rows, rows, generator=generator())
+        "sampler": WeightedRandomSampler([1.0] * rows, rows, generator=seeded_generator())
     },
 }
 
@@ -82,10 +81,6 @@ def make_batch_sampled(rows: int) -> DataLoader[Any]:
     """Batches that the caller cut."""
     data = Rows(rows)
     return DataLoader(data, batch_sampler=WholeBatches(range(rows), 4, drop_last=False))
-
-
-class WholeBatches(BatchSampler):
-    """Of a class that cannot be cut anew."""
 
 
 def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from automicro.trainer.data.feed import Feed
 from tests.ranks.checkpoint_runs import Training, error_of, go_on, newest
 from tests.ranks.world import World
 
+pytestmark = pytest.mark.sweep
+
 KINDS = ["ddp", "fsdp"]
 
 

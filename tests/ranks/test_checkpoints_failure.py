@@ -19,6 +19,8 @@ from tests.ranks.checkpoint_runs import (
 from tests.ranks.test_checkpoints import assert_same
 from tests.ranks.world import World, world_of
 
+pytestmark = pytest.mark.sweep
+
 KINDS = ["ddp", "fsdp"]
 
 

@@ -11,6 +11,8 @@ from tests.ranks.test_trainer import differ
 from tests.ranks.world import World
 from tests.trainer.resume.earlier_runs import EARLIER, compare
 
+pytestmark = pytest.mark.sweep
+
 
 def test_every_epoch_may_have_another_number_of_ranks(
     world2: World, world3: World, tmp_path: Path

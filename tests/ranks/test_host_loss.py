@@ -22,6 +22,8 @@ from automicro.torch_private_distributed import TCPStore
 from tests.ranks.host_jobs import step_for_ever, wait_for_a_lost_peer
 from tests.ranks.test_trainer_torchrun import JOB, MODULE, free_port, weights
 
+pytestmark = pytest.mark.sweep
+
 RANKS = 3
 STOP = """
 import signal

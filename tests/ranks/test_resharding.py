@@ -12,6 +12,8 @@ from tests.ranks.test_trainer import differ
 from tests.ranks.test_trainer_torchrun import Run, summary, weights
 from tests.ranks.world import RaisedError, World, world_of
 
+pytestmark = pytest.mark.sweep
+
 ROWS = 3 * runs.PER_BATCH + 1  # one row in the last batch
 KINDS = ["ddp", "fsdp"]
 

@@ -17,6 +17,8 @@ from tests.ranks.several_jobs import (
 )
 from tests.ranks.world import World, world_of
 
+pytestmark = pytest.mark.sweep
+
 KINDS = ["ddp", "fsdp"]
 POINTS = ["first batch", "last backward", "successive batches"]
 

@@ -17,19 +17,11 @@ from automicro import (
     UnsplittableModelError,
 )
 from tests.callbacks.runs import Scripted
-from tests.models import CLASSES, IMAGE, ROWS, ConvNet, Memory, Mlp, numbers, x, y
-
-
-def vectors(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    return x()[:rows], y()[:rows]
+from tests.models import CLASSES, IMAGE, ROWS, ConvNet, Memory, Mlp, norm_model, numbers, pair, y
 
 
 def images() -> tuple[Tensor, Tensor]:
     return numbers(ROWS, *IMAGE), y()
-
-
-def norm_model() -> nn.Sequential:
-    return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
@@ -48,31 +40,31 @@ def caught(microbatcher: Microbatcher, *batches: Any) -> list[warnings.WarningMe
 
 
 def test_warn_says_once_which_layers_see_how_many_rows() -> None:
-    found = caught(on(norm_model(), microbatch_size=4), vectors(), vectors())
+    found = caught(on(norm_model(), microbatch_size=4), pair(), pair())
     assert [each.category for each in found] == [BatchNormWarning]
     assert "1 layer averages over 4 rows at a time instead of 11: 0." in str(found[0].message)
 
 
 @pytest.mark.parametrize("size", [None, 20, "auto"])
 def test_a_batch_that_is_not_split_is_not_warned_about(size: Any) -> None:
-    assert caught(on(norm_model(), microbatch_size=size), vectors()) == []
+    assert caught(on(norm_model(), microbatch_size=size), pair()) == []
 
 
 def test_ignore_says_nothing() -> None:
-    assert caught(on(norm_model(), microbatch_size=4, batchnorm="ignore"), vectors()) == []
+    assert caught(on(norm_model(), microbatch_size=4, batchnorm="ignore"), pair()) == []
 
 
 def test_layers_in_evaluation_mode_are_not_warned_about_and_are_exact() -> None:
     model = norm_model()
     model[0].eval()
-    assert caught(on(model, microbatch_size=4), vectors()) == []
+    assert caught(on(model, microbatch_size=4), pair()) == []
 
 
 def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
     model = norm_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BatchNormWarning):
-        on(model, microbatch_size=4).backward(vectors())
+        on(model, microbatch_size=4).backward(pair())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -81,23 +73,23 @@ def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
 def test_error_refuses_before_anything_runs(size: Any) -> None:
     model = Memory(norm_model(), most=ROWS)
     with pytest.raises(UnsplittableModelError, match=r"batchnorm='error'.*net\.0.*GroupNorm"):
-        on(model, microbatch_size=size, batchnorm="error").backward(vectors())
+        on(model, microbatch_size=size, batchnorm="error").backward(pair())
     assert model.seen == []
 
 
 def test_error_allows_whole_batches_and_models_without_batchnorm() -> None:
-    on(norm_model(), microbatch_size=None, batchnorm="error").backward(vectors())
-    assert on(Mlp(), microbatch_size=4, batchnorm="error").backward(vectors()).num_microbatches == 3
+    on(norm_model(), microbatch_size=None, batchnorm="error").backward(pair())
+    assert on(Mlp(), microbatch_size=4, batchnorm="error").backward(pair()).num_microbatches == 3
 
 
 @pytest.mark.parametrize("size", ["auto", 4])
 def test_disable_trains_on_whole_batches_and_explains_an_oom(size: Any) -> None:
     fits = Memory(norm_model(), most=ROWS)
-    assert on(fits, microbatch_size=size, batchnorm="disable").backward(vectors()).attempts == 1
+    assert on(fits, microbatch_size=size, batchnorm="disable").backward(pair()).attempts == 1
     assert fits.seen == [ROWS]
     tight = Memory(norm_model(), most=ROWS - 1)
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        on(tight, microbatch_size=size, batchnorm="disable").backward(vectors())
+        on(tight, microbatch_size=size, batchnorm="disable").backward(pair())
     assert tight.seen == [ROWS]
     notes = " ".join(raised.value.__notes__)
     assert "batchnorm='disable' keeps batches whole because of 'net.0'" in notes
@@ -114,7 +106,7 @@ def floored(model: nn.Module) -> Microbatcher:
 @pytest.mark.parametrize(("rows", "sizes"), [(11, [3, 2, 2, 2, 2]), (8, [2, 2, 2, 2]), (3, [3])])
 def test_no_slice_has_one_row_where_batchnorm_refuses_it(rows: int, sizes: list[int]) -> None:
     model = Memory(norm_model(), most=3)
-    result = floored(model).backward(vectors(rows))
+    result = floored(model).backward(pair(rows))
     assert model.seen[-len(sizes) :] == sizes
     assert result.microbatch_size == sizes[0]
 
@@ -122,7 +114,7 @@ def test_no_slice_has_one_row_where_batchnorm_refuses_it(rows: int, sizes: list[
 def test_two_rows_that_do_not_fit_are_the_end_where_one_is_refused() -> None:
     model = Memory(norm_model(), most=1)
     with pytest.raises(SampleTooLargeError, match="a microbatch of 2 of 8 rows does not fit"):
-        on(model, batchnorm="ignore", probe=False).backward(vectors(8))
+        on(model, batchnorm="ignore", probe=False).backward(pair(8))
 
 
 def test_a_convolutional_batchnorm_trains_on_one_row() -> None:
@@ -134,7 +126,7 @@ def test_a_convolutional_batchnorm_trains_on_one_row() -> None:
 
 def test_refusing_one_row_leaves_no_trace_in_statistics() -> None:
     model = Memory(norm_model(), most=3)
-    floored(model).backward(vectors())
+    floored(model).backward(pair())
     buffers = dict(model.named_buffers())
     assert int(buffers["net.0.num_batches_tracked"]) == 5
 
@@ -144,11 +136,11 @@ def test_the_floor_is_kept_in_the_state() -> None:
         return on(model, microbatch_size=Scripted([2]), batchnorm="ignore", probe=False)
 
     microbatcher = at_two_rows(Memory(norm_model(), most=3))
-    microbatcher.backward(vectors())
+    microbatcher.backward(pair())
     model = Memory(norm_model(), most=3)
     other = at_two_rows(model)
     other.load_state_dict(microbatcher.state_dict())
-    assert other.backward(vectors()).attempts == 1
+    assert other.backward(pair()).attempts == 1
     assert model.seen == [3, 2, 2, 2, 2]
 
 
@@ -189,12 +181,23 @@ def spectral() -> nn.Module:
 )
 def test_buffers_that_count_microbatches_are_named_once(make: Any, name: str) -> None:
     model = make()
-    found = caught(on(model, microbatch_size=4), vectors(), vectors())
+    found = caught(on(model, microbatch_size=4), pair(), pair())
     assert [each.category for each in found] == [BufferWarning]
     message = str(found[0].message)
     assert f"changes buffers: {name}. It now does so 3 times" in message
-    assert caught(on(make(), microbatch_size=None), vectors()) == []
-    assert caught(on(make(), microbatch_size=4, batchnorm="ignore"), vectors()) == []
+    assert caught(on(make(), microbatch_size=None), pair()) == []
+    assert caught(on(make(), microbatch_size=4, batchnorm="ignore"), pair()) == []
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, "It now"), (6, " and 1 more. It")])
+def test_of_many_buffers_five_are_named(count: int, more: str) -> None:
+    model = nn.Sequential(*(Codebook(replaced=False) for _ in range(count)))
+    for book in list(model)[:-1]:
+        book.net = nn.Identity()
+    (found,) = caught(on(model, microbatch_size=4), pair())
+    named = str(found.message).partition("changes buffers: ")[2]
+    assert named.startswith(", ".join(f"{number}.codes" for number in range(5)))
+    assert more in named
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -203,7 +206,7 @@ def test_a_buffer_is_put_back_after_a_failed_attempt(replaced: bool) -> None:
         torch.manual_seed(0)
         net = Codebook(replaced=replaced)
         microbatcher = on(Memory(net, most=most), microbatch_size=size, batchnorm="ignore")
-        microbatcher.backward(vectors())
+        microbatcher.backward(pair())
         return net.get_buffer("codes")
 
     assert torch.equal(run(most=3, size="auto"), run(most=ROWS, size=3))
@@ -219,7 +222,7 @@ def test_batchnorm_of_a_further_module_is_one_warning_and_not_two() -> None:
     microbatcher = Microbatcher(
         discriminator, forward=forward, modules=[generator], microbatch_size=4
     )
-    found = caught(microbatcher, vectors())
+    found = caught(microbatcher, pair())
     assert [each.category for each in found] == [BatchNormWarning]
     assert "2 layers average" in str(found[0].message)
     assert "0, modules[0].1." in str(found[0].message)
@@ -241,7 +244,7 @@ def test_buffers_of_a_loss_module_are_put_back_too() -> None:
 
     loss_fn = Centres()
     microbatcher = Microbatcher(Mlp(), loss_fn=loss_fn, batchnorm="ignore")
-    result = microbatcher.backward(vectors())
+    result = microbatcher.backward(pair())
     assert result.ooms == 2
     assert int(loss_fn.get_buffer("calls")) == result.num_microbatches == 4
     assert loss_fn.centre.grad is not None
@@ -253,7 +256,7 @@ def test_buffers_of_a_loss_module_are_put_back_too() -> None:
 def test_lazy_modules_take_their_shapes_before_the_first_attempt() -> None:
     lazy = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES)).double()
     model = Memory(lazy, most=4)
-    found = caught(on(model, microbatch_size="auto"), vectors())
+    found = caught(on(model, microbatch_size="auto"), pair())
     assert [each.category for each in found] == [BatchNormWarning]
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert model.training
@@ -264,7 +267,7 @@ def test_lazy_modules_draw_the_same_numbers_however_many_attempts_there_are() ->
     def run(most: int, size: Any) -> tuple[list[Tensor], Tensor]:
         torch.manual_seed(0)
         lazy = nn.Sequential(nn.LazyLinear(8), nn.Dropout(), nn.LazyLinear(CLASSES)).double()
-        on(Memory(lazy, most=most), microbatch_size=size, probe=False).backward(vectors())
+        on(Memory(lazy, most=most), microbatch_size=size, probe=False).backward(pair())
         return list(lazy.parameters()), torch.get_rng_state()
 
     recovered, fixed = run(3, "auto"), run(ROWS, 3)
@@ -278,7 +281,7 @@ def test_lazy_modules_draw_the_same_numbers_however_many_attempts_there_are() ->
 
 def test_evaluating_a_lazy_model_first_gives_it_its_shapes() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(CLASSES)).double()
-    result = on(model, eval_microbatch_size=3).evaluate(vectors(), return_outputs=True)
+    result = on(model, eval_microbatch_size=3).evaluate(pair(), return_outputs=True)
     assert result.outputs.shape == (ROWS, CLASSES)
 
 

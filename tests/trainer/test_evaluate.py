@@ -4,20 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 
 from automicro import Halving, Microbatcher, SampleTooLargeError
-from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, x, y
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair, x, y
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
     return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **{"probe": False, **options})
-
-
-def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    return x()[:rows], y()[:rows]
 
 
 def collection() -> MetricCollection:
@@ -47,7 +43,7 @@ def test_metrics_count_every_row_once_whatever_failed(
     fails: tuple[int, ...], training: bool
 ) -> None:
     net = Mlp()
-    batches = [batch(), (numbers(ROWS, 6, seed=5), y().flip(0))]
+    batches = [pair(), (numbers(ROWS, 6, seed=5), y().flip(0))]
     expected = metrics_of_whole_batches(net, *batches)
     metrics = collection()
     microbatcher = on(
@@ -67,7 +63,7 @@ def test_evaluating_restores_modes_and_leaves_no_gradient() -> None:
     model.double()[1].eval()
     modes = [module.training for module in model.modules()]
     buffers = {k: v.clone() for k, v in model.state_dict().items()}
-    result = on(model, eval_microbatch_size=3).evaluate(batch(), return_outputs=True)
+    result = on(model, eval_microbatch_size=3).evaluate(pair(), return_outputs=True)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(v, buffers[k]) for k, v in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -78,25 +74,25 @@ def test_evaluating_restores_modes_and_leaves_no_gradient() -> None:
 def test_modes_are_restored_after_a_failure_too() -> None:
     model = Memory(nn.Sequential(nn.Dropout(), Mlp()), most=0)
     with pytest.raises(SampleTooLargeError):
-        on(model).evaluate(batch())
+        on(model).evaluate(pair())
     assert all(module.training for module in model.modules())
 
 
 def test_outputs_come_in_the_order_of_the_rows() -> None:
     model = Memory(Mlp(), most=3)
-    result = on(model).evaluate(batch(), return_outputs=True)
+    result = on(model).evaluate(pair(), return_outputs=True)
     with torch.no_grad():
         assert torch.allclose(result.outputs, model.net(x()), rtol=0, atol=1e-12)
     assert (result.num_microbatches, result.ooms, result.num_samples) == (4, 2, ROWS)
-    assert on(model).evaluate(batch()).outputs is None
+    assert on(model).evaluate(pair()).outputs is None
 
 
 def test_evaluation_has_a_size_of_its_own() -> None:
     model = Memory(Mlp(), most=3)
     microbatcher = on(model, microbatch_size=2)
-    microbatcher.backward(batch())
-    microbatcher.evaluate(batch())
+    microbatcher.backward(pair())
+    microbatcher.evaluate(pair())
     assert (microbatcher.microbatch_size, microbatcher.eval_microbatch_size) == (2, 3)
     model.most = 2
-    microbatcher.evaluate(batch())
+    microbatcher.evaluate(pair())
     assert (microbatcher.microbatch_size, microbatcher.eval_microbatch_size) == (2, 2)

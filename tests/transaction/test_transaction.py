@@ -275,3 +275,15 @@ def test_the_first_update_of_a_collection_is_uncounted_too() -> None:
 def test_what_has_no_update_is_no_metric() -> None:
     with pytest.raises(TypeError, match="no update method"):
         flatten_metrics([3])
+
+
+def test_buffers_that_were_committed_are_not_put_back_later() -> None:
+    module = Buffered()
+    buffers = Buffers(BufferMemory(ModuleIndex([module])))
+    buffers.begin()
+    module.get_buffer("in_place").add_(1)
+    module.in_place = module.get_buffer("in_place") + 1
+    buffers.prepare()
+    buffers.commit()
+    buffers.roll_back()
+    assert module.get_buffer("in_place").tolist() == [2.0, 2.0, 2.0]

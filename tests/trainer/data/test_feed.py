@@ -29,6 +29,7 @@ from automicro.trainer.data.loading import (
     generator_states,
     restore_generators,
 )
+from tests.loaders import seeded_generator
 
 ROWS, BATCH_SIZE = 8, 2
 BATCHES = ROWS // BATCH_SIZE
@@ -105,19 +106,15 @@ def load(**options: Any) -> DataLoader:
     return DataLoader(Augmented(), **settings, **options)
 
 
-def own_generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
 def random_batches() -> BatchSampler:
     # With replacement the sampler draws from its generator all through the pass.
-    sampler = RandomSampler(Augmented(), replacement=True, generator=own_generator())
+    sampler = RandomSampler(Augmented(), replacement=True, generator=seeded_generator())
     return BatchSampler(sampler, BATCH_SIZE, drop_last=True)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffle by the process": lambda: load(shuffle=True),
-    "shuffle by its own generator": lambda: load(shuffle=True, generator=own_generator()),
+    "shuffle by its own generator": lambda: load(shuffle=True, generator=seeded_generator()),
     "sampler by epoch": lambda: load(
         sampler=DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=7)
     ),
@@ -517,7 +514,7 @@ def test_everything_that_shuffles_by_epoch_is_told_once() -> None:
 
 
 def test_generators_are_found_in_all_parts_of_a_loader() -> None:
-    shared = own_generator()
+    shared = seeded_generator()
     loader = DataLoader(
         Augmented(),
         batch_sampler=BatchSampler(

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from automicro.errors import CheckpointError
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.processes import Process
+from tests.loaders import WholeBatches
 from tests.ranks.resharding_runs import PER_BATCH, SAMPLERS, make_loader
 
 CPU = torch.device("cpu")
@@ -201,11 +202,9 @@ def test_a_loader_with_a_position_of_its_own_is_refused() -> None:
 
 
 def test_whole_batches_of_the_caller_are_refused() -> None:
-    class Whole(BatchSampler): ...
-
     def make(world_size: int) -> DataLoader[Any]:
         data: Any = [{"row": row} for row in range(40)]
-        return DataLoader(data, batch_sampler=Whole(range(40), 4, drop_last=False))
+        return DataLoader(data, batch_sampler=WholeBatches(range(40), 4, drop_last=False))
 
     text = refusal(feeds_of(2, make), feeds_of(4, make))
     assert "2 batches at a time, one for each rank, were those" in text
