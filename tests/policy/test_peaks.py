@@ -1,7 +1,8 @@
 """What peaks of memory teach about sizes, and when they are no longer true."""
 
 import pytest
-from automicro.policy.peaks import Measured, Peaks
+
+from automicro.policy.frontier import Measured, Peaks
 
 
 @pytest.mark.parametrize(("rows", "cost"), [(4, 1.0), (8, 1.0), (4, 2.0), (8, 2.0)])

@@ -279,7 +279,7 @@ def test_what_has_no_update_is_no_metric() -> None:
 
 def test_buffers_that_were_committed_are_not_put_back_later() -> None:
     module = Buffered()
-    buffers = Buffers(BufferMemory(ModuleIndex([module])))
+    buffers = Buffers(BufferHistory(ModuleIndex([module])))
     buffers.begin()
     module.get_buffer("in_place").add_(1)
     module.in_place = module.get_buffer("in_place") + 1
