@@ -15,8 +15,7 @@ from automicro.cli import main
 from automicro.cli.commands.cache import as_markdown, parse_age
 from automicro.errors import ConfigError
 from automicro.remembered.cache import SizeCache
-from automicro.remembered.entry import Entry, RememberedSize, write_entry
-from automicro.remembered.key import RunKey
+from automicro.remembered.entry import Entry, RememberedSize, RunKey, write_entry
 from tests.remembered.test_remembering import KEY, SIZE
 
 DAY = 86400

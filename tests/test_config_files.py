@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from automicro.cli.config.load import escape, load_config, read_config, to_yaml
-from automicro.cli.config.resolve import rows_to_load
+from automicro.cli.config.load import escape, load_config, read_config, rows_to_load, to_yaml
 from automicro.cli.config.schema import CallConfig
 from automicro.cli.config.sources import merge, read_file
 from automicro.errors import ConfigError

@@ -1,11 +1,9 @@
 """Where the numbers of a run go: the console, files, TensorBoard, W&B, MLflow, your own place."""
 
-from automicro.loggers.console import ConsoleLogger
 from automicro.loggers.group import LoggerGroup
-from automicro.loggers.lines import CSVLogger, JSONLinesLogger
+from automicro.loggers.lines import ConsoleLogger, CSVLogger, JSONLinesLogger
 from automicro.loggers.logger import Logger
-from automicro.loggers.servers import LightningLogger, MLflowLogger, WandbLogger
-from automicro.loggers.tensorboard import TensorBoardLogger
+from automicro.loggers.servers import LightningLogger, MLflowLogger, TensorBoardLogger, WandbLogger
 
 __all__ = [
     "CSVLogger",

@@ -13,13 +13,13 @@ from automicro.errors import SizeCacheWarning, warn
 from automicro.remembered.entry import (
     Entry,
     RememberedSize,
+    RunKey,
     UnreadableEntryError,
     entry_paths,
     read_entry,
     remove_leftovers,
     write_entry,
 )
-from automicro.remembered.key import RunKey
 
 VARIABLE = "AUTOMICRO_CACHE_DIR"
 
@@ -82,7 +82,7 @@ class SizeCache:
         folder: of the files, made when the first is written; the user's own unless given.
 
     >>> import tempfile
-    >>> from automicro.remembered.key import RunKey
+    >>> from automicro.remembered.entry import RunKey
     >>> key = RunKey(
     ...     model="Linear", structure="1f2e", parameters=18, device="CPU", memory_bytes=None,
     ...     precision="fp32", phase="train", compiled=False, optimizer="AdamW", rows=64,
@@ -243,7 +243,7 @@ class RememberedSizes:
         writes: whether this process writes: of several that train together, only the first.
 
     >>> import tempfile
-    >>> from automicro.remembered.key import RunKey
+    >>> from automicro.remembered.entry import RunKey
     >>> key = RunKey(
     ...     model="Linear", structure="1f2e", parameters=18, device="CPU", memory_bytes=None,
     ...     precision="fp32", phase="train", compiled=False, optimizer="AdamW", rows=64,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.memory.device import usable_bytes
-from automicro.remembered.key import RunKey, sha256_of
+from automicro.remembered.entry import RunKey, sha256_of
 from automicro.torch_private import is_compiled, is_uninitialized
 from automicro.version import __version__
 

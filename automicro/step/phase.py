@@ -21,8 +21,7 @@ from automicro.policy.policy import Policy
 from automicro.ranks.interface import OneRank, Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSizes, SizeCache
-from automicro.remembered.entry import RememberedSize
-from automicro.remembered.key import RunKey
+from automicro.remembered.entry import RememberedSize, RunKey
 from automicro.step.events import Narrator, Observer
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.torch_private import is_uninitialized

@@ -1,14 +1,110 @@
-"""What every part of a run works with: one object, handed to each."""
+"""What every part of a run works with, one object for each; and the numbers that it logs."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from automicro.events.callback import Callbacks
-from automicro.events.run import LoopState, Run
+from automicro.events.run import LoopState, PhaseState, Run
+from automicro.loggers import LoggerGroup
+from automicro.memory.device import peak_bytes
 from automicro.ranks.interface import Ranks
-from automicro.trainer.recording import Recorder
+from automicro.step.results import EvalResult
+from automicro.trainer.progress import Speed
+from automicro.trainer.step import TrainedBatch
+
+
+class Recorder:
+    """Hands numbers to the loggers, and to callbacks as ``run.values``.
+
+    Args:
+        loggers: take them down.
+        run: what callbacks log goes through it, and what they read.
+        callbacks: they may read; where there are neither these nor loggers, nothing is gathered.
+    """
+
+    def __init__(self, loggers: LoggerGroup, run: Run, callbacks: Callbacks) -> None:
+        self._loggers = loggers
+        self._run = run
+        self._is_read = len(loggers) > 0 or len(callbacks) > 0
+
+    def start(self, settings: Mapping[str, Any], *, resume_step: int | None) -> None:
+        """Begin to log. What was said before, outside of training, is of no step of it."""
+        self.forget()
+        self._loggers.start(settings, resume_step=resume_step)
+
+    def close(self) -> None:
+        """Log what callbacks said last, and end."""
+        self.flush()
+        self._loggers.close()
+
+    def batch(
+        self,
+        trained: TrainedBatch,
+        *,
+        speed: Speed,
+        device: torch.device,
+    ) -> None:
+        """The numbers of one optimization batch."""
+        if not self._is_read:
+            return
+        state, result = self._run.state, trained.result
+        values: dict[str, Any] = {
+            "train/loss": state.loss,
+            **{f"train/loss/{name}": part for name, part in trained.losses.items()},
+            **_named_rates(trained.learning_rates),
+            "train/grad_norm": trained.grad_norm,
+            "train/samples_per_second": speed.samples,
+            "train/tokens_per_second": speed.tokens,
+            "train/microbatch_size": result.microbatch_size,
+            "train/num_microbatches": result.num_microbatches,
+            "train/is_measuring": result.is_measuring,
+            "train/attempts": result.attempts,
+            "train/ooms": state.train.ooms,
+            "train/global_batch": result.num_global_samples,
+            "train/peak_memory_bytes": peak_bytes(device),
+        }
+        self._take(values)
+
+    def epoch(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of training over an epoch."""
+        self._take({f"train/{name}": value for name, value in metrics.items()})
+
+    def evaluation(
+        self, name: str, values: Mapping[str, float], last: EvalResult, phase: PhaseState
+    ) -> dict[str, float]:
+        """The loss and the metrics of an evaluation, as they are logged."""
+        prefix = f"eval/{name}/" if name else "eval/"
+        named = {f"{prefix}{key}": value for key, value in values.items()}
+        sizes = {
+            f"{prefix}microbatch_size": last.microbatch_size,
+            "eval/ooms": phase.ooms,
+        }
+        self._take(named | sizes)
+        return named
+
+    def flush(self) -> None:
+        """Hand on what callbacks have logged since."""
+        values = self._run.take_unlogged()
+        if values:
+            self._loggers.log(values, step=self._run.state.batch)
+
+    def forget(self) -> None:
+        """Leave out what callbacks have logged since."""
+        self._run.take_unlogged()
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        if self._is_read:
+            known = {name: value for name, value in values.items() if value is not None}
+            self._run.log({name: float(value) for name, value in known.items()})
+
+
+def _named_rates(rates: Sequence[float]) -> dict[str, float]:
+    if len(set(rates)) == 1:
+        return {"train/lr": rates[0]}
+    return {f"train/lr/{index}": rate for index, rate in enumerate(rates)}
 
 
 @dataclass(frozen=True, kw_only=True)

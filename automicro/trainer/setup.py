@@ -48,11 +48,7 @@ from automicro.trainer.progress import RunSettings
 from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
-from automicro.trainer.same_on_all_ranks import (
-    outline_given,
-    outline_options,
-    require_same,
-)
+from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
 from automicro.trainer.step import NON_FINITE_MODES, FinitenessGuard, TokenCounter, TrainingStep
 from automicro.units import Duration
 

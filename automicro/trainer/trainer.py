@@ -25,7 +25,7 @@ from automicro.trainer.composer import (
     refusing_unknown,
     refusing_unknown_arguments,
 )
-from automicro.trainer.context import RunContext
+from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
@@ -38,7 +38,6 @@ from automicro.trainer.optimizer import (
     build_optimizer,
 )
 from automicro.trainer.progress import RunSettings, count_of, describe_parameters
-from automicro.trainer.recording import Recorder
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import (
     announcing_failed_construction,

@@ -292,14 +292,14 @@ def test_event_files_of_the_same_second_are_read_in_the_order_of_their_runs(
     form = FORMATS["tensorboard"]
     run(form, tmp_path, range(1, 9))
     # A clock that was set back, and a process id that sorts first.
-    mocker.patch("automicro.loggers.tensorboard.time.time", return_value=1.0)
-    mocker.patch("automicro.loggers.tensorboard.os.getpid", return_value=0)
+    mocker.patch("automicro.loggers.servers.time.time", return_value=1.0)
+    mocker.patch("automicro.loggers.servers.os.getpid", return_value=0)
     run(form, tmp_path, range(5, 7), resume_step=4)
     assert form.read(tmp_path) == losses(*range(1, 7))
 
 
 def test_without_tensorboard_the_logger_says_what_to_install(mocker: MockerFixture) -> None:
-    mocker.patch("automicro.loggers.tensorboard.importlib.util.find_spec", return_value=None)
+    mocker.patch("automicro.loggers.servers.importlib.util.find_spec", return_value=None)
     with pytest.raises(ImportError, match=r"pip install tensorboard$"):
         TensorBoardLogger("runs/one")
 

@@ -24,10 +24,9 @@ from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, Run
 from automicro.loggers import LoggerGroup
 from automicro.ranks.interface import OneRank
-from automicro.trainer.context import RunContext
+from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.progress import SilentProgress
-from automicro.trainer.recording import Recorder
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
 from automicro.units import Duration

@@ -20,8 +20,7 @@ from automicro import Halving, MemoryBudget, Microbatcher, SizeCacheWarning
 from automicro.batch.layout import BatchLayout
 from automicro.remembered.cache import RememberedSizes, SizeCache, sizes_folder
 from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.remembered.entry import RememberedSize
-from automicro.remembered.key import RunKey
+from automicro.remembered.entry import RememberedSize, RunKey
 
 CPU = torch.device("cpu")
 KEY = RunKey(

@@ -13,8 +13,7 @@ from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
 from automicro.remembered.cache import SizeCache
-from automicro.remembered.entry import Entry
-from automicro.remembered.key import RunKey
+from automicro.remembered.entry import Entry, RunKey
 from automicro.units import format_bytes
 
 if TYPE_CHECKING:
