@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -321,3 +322,13 @@ def test_every_public_name_exists_and_is_documented() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_contributing_names_what_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+)/?`", row)]
+    assert {name for layer in LAYERS for name in layer} - {"version"} <= {*names, "data", "resume"}
+    paths = [path for path in re.findall(r"`([\w/]+\.(?:py|md|yaml))`", text) if "/" in path]
+    gone = [path for path in paths if not any((base / path).exists() for base in (ROOT, PACKAGE))]
+    assert (len(paths) > 8, gone) == (True, [])

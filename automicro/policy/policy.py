@@ -64,6 +64,10 @@ class Policy(abc.ABC):
     needs; the others have defaults. The caller asks before each attempt and tells after it; a
     policy that proposes nothing smaller after an attempt that did not fit makes the caller give up.
 
+    Slices are balanced: 48 rows proposed for 64 become 32 and 32, and that is the size that an
+    outcome tells; `canonical_size` says what becomes of a proposal. A batch of which not even the
+    smallest size fits teaches nothing: the caller puts back what ``state_dict`` gave before it.
+
     Attributes:
         adapts: whether sizes may change. Where they may not, running out of memory is final.
         multiple_of: what the caller makes slices a multiple of, but for the last one.
