@@ -229,7 +229,7 @@ def places(root: Path) -> dict[str, list[Place]]:
     files: list[Path] = []
     for name in CORE:
         path = root / "automicro" / name
-        files += [path] if path.suffix else sorted(path.rglob("*.py"))
+        files += [path] if path.is_file() else sorted(path.rglob("*.py"))
     return {str(path.relative_to(root)): places_in(path, root) for path in files}
 
 
@@ -468,6 +468,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each mistake")
     given = parser.parse_args()
     root = given.root.resolve()
+    missing = [name for name in CORE if not (root / "automicro" / name).exists()]
+    if missing:
+        parser.error(f"no longer there: {', '.join(missing)}; say in CORE where the core is now")
     if given.only_survivors:
         earlier = json.loads(given.only_survivors.read_text())
         mutants = [Mutant(**one["mutant"]) for one in earlier if one["outcome"] == "survived"]

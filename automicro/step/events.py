@@ -134,9 +134,9 @@ class Narrator:
     Example:
         >>> told = []
         >>> narrator = Narrator(lambda event, subject: told.append((event, subject)), "train")
-        >>> narrator.begin([[4, 4]])
+        >>> narrator.begin([Cut([4, 4])])
         >>> narrator.fail("CUDA out of memory", peak_bytes=None)
-        >>> narrator.begin([[2, 2, 2, 2]])
+        >>> narrator.begin([Cut([2, 2, 2, 2])])
         >>> [event for event, _ in told]
         ['attempt_start', 'oom', 'resize', 'attempt_start']
         >>> told[2][1].before, told[2][1].after, told[3][1].number

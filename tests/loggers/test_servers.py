@@ -240,6 +240,7 @@ def test_what_is_run_is_the_parameters_of_mlflow(tmp_path: Path) -> None:
     assert run.info.status == "FINISHED"
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # of libraries
 def test_names_and_values_that_mlflow_would_refuse(tmp_path: Path) -> None:
     logger = MLflowLogger(tmp_path)

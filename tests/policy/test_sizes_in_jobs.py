@@ -196,6 +196,7 @@ def test_a_long_batch_does_not_slow_the_short_ones_after_it(
             assert after["num_microbatches"] <= before["num_microbatches"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("long_every", [pytest.param(1000, marks=pytest.mark.slow), 10])
 def test_a_neighbour_that_comes_and_goes_costs_failures_that_are_logarithmic(
     drawing: dict[str, Any], long_every: int

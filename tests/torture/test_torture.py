@@ -78,6 +78,7 @@ def test_the_command_prints_the_table_and_ends_with_zero(
     assert "half applied" in out
 
 
+@pytest.mark.sweep
 def test_the_command_finds_state_that_no_library_can_roll_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

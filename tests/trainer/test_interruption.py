@@ -209,6 +209,7 @@ ALONE = """
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", -signal.SIGINT), ("SIGTERM", 143)])
 def test_a_process_ends_with_the_code_of_the_signal(number: str, code: int) -> None:
     done = run(f"""{ALONE}
@@ -223,6 +224,7 @@ def test_a_process_ends_with_the_code_of_the_signal(number: str, code: int) -> N
     assert done.stderr.startswith(f"{NAMES[signal.Signals[number]]}: finishing this batch, ")
 
 
+@pytest.mark.sweep
 def test_forked_workers_end_with_sigterm() -> None:
     done = run(f"""{ALONE}
         def work(is_there):
@@ -243,6 +245,7 @@ def test_forked_workers_end_with_sigterm() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.sweep
 def test_forked_workers_outlive_ctrl_c_in_a_terminal_until_the_batch_is_finished() -> None:
     done = run(f"""{ALONE}
         from torch.utils.data import DataLoader

@@ -185,6 +185,7 @@ def test_ranks_may_have_seeds_of_their_own_but_all_or_none_has_one() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.sweep
 def test_the_demo_says_the_same_about_memory_each_time(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[list[str]] = []
     for _ in range(3):
