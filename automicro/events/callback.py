@@ -27,12 +27,12 @@ class Callback:
     What an event hands over is to be read and not to be changed; what a callback may ask for is
     in `Run`. An exception ends the run, with a note that names the callback and the event.
 
-    ``fit_start`` · ``epoch_start`` · ``batch_start`` · [``attempt_start`` ·
-    [``microbatch_start`` · ``forward_start`` · ``forward_end`` · ``loss_start`` · ``loss_end`` ·
-    ``backward_start`` · ``backward_end`` · ``microbatch_end``] for each microbatch ·
-    ``attempt_end``] · ``gradients_ready`` · ``batch_end`` · ``epoch_end`` · ``fit_end``. Gradients
-    are there at ``gradients_ready`` alone; they are cleared before ``batch_end``. Where memory runs
-    out, ``attempt_end`` is missing, ``oom`` and ``resize`` follow, and the next ``attempt_start`` has
+    ``fit_start`` · ``epoch_start`` · ``batch_start`` · [``attempt_start`` · [``microbatch_start``
+    · ``forward_start`` · ``forward_end`` · ``loss_start`` · ``loss_end`` · ``backward_start`` ·
+    ``backward_end`` · ``microbatch_end``] for each microbatch · ``attempt_end``] ·
+    ``gradients_ready`` · ``batch_end`` · ``epoch_end`` · ``fit_end``. Gradients are there at
+    ``gradients_ready`` alone; they are cleared before ``batch_end``. Where memory runs out,
+    ``attempt_end`` is missing, ``oom`` and ``resize`` follow, and the next ``attempt_start`` has
     the number 2. An evaluation is ``eval_start`` · [``eval_batch_start`` · the same attempts, with
     no backward · ``eval_batch_end``] · ``eval_end``.
 
