@@ -24,12 +24,12 @@ from automicro.trainer.progress import (
     LiveProgress,
     NotebookProgress,
     PlainProgress,
-    Status,
+    StatusLine,
     TimeLeft,
     make_progress,
 )
 
-STATUS = Status(
+STATUS = StatusLine(
     line="epoch 3/12, batch 1/3 · loss 0.5000",
     parts=["loss 0.5000", "64 samples/s", "microbatches 5 × 103", "peak memory 7.62 MiB", "lr 0.1"],
     share=0.25,

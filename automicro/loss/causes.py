@@ -17,7 +17,7 @@ from automicro.batch.device import on_host
 from automicro.errors import describe_error
 from automicro.loss.averages import Average, Candidate, Sum, candidates, named, read_average
 from automicro.loss.informative_rows import Choice
-from automicro.loss.look import Measured, loss_error, relative_errors
+from automicro.loss.look import Compared, loss_error, relative_errors
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
 from automicro.memory.oom import Failure, classify
@@ -37,8 +37,8 @@ class Rows:
     """
 
     parts: Sequence[Sequence[int]]
-    together: Measured
-    alone: Sequence[Measured]
+    together: Compared
+    alone: Sequence[Compared]
 
     def error_of(self, weights: Sequence[float], name: str = "") -> float:
         """The relative error if the rows are added up with these weights.
@@ -58,7 +58,7 @@ class Rows:
             gradients[key] = (
                 sum((w * g for w, g in parts[1:]), parts[0][0] * parts[0][1]) if parts else None
             )
-        added = Measured(loss=total, gradients=gradients)
+        added = Compared(loss=total, gradients=gradients)
         return max(relative_errors(added, self.together).values(), default=0.0)
 
     def solve(self, tolerance: float) -> list[float] | None:
@@ -80,7 +80,7 @@ class Rows:
         return weights
 
 
-def measure_rows(run: Callable[[Sequence[int]], Measured], indices: Sequence[int]) -> Rows | str:
+def measure_rows(run: Callable[[Sequence[int]], Compared], indices: Sequence[int]) -> Rows | str:
     """Rows together and in parts, or why neither one nor two alone can be run.
 
     Args:
@@ -240,7 +240,7 @@ def _measured(computation: Computation, batch: Any, indices: Sequence[int]) -> R
         # By the losses as they are given: every weight is one.
         every = {name: Sum() for name in computation.averages}
 
-        def run(rows: Sequence[int]) -> Measured:
+        def run(rows: Sequence[int]) -> Compared:
             with on_host():
                 taken = computation.layout.take_rows(batch, rows)
                 cut = CutBatch(batch=taken, microbatches=[taken], sizes=[len(rows)])
@@ -256,7 +256,7 @@ def _measured(computation: Computation, batch: Any, indices: Sequence[int]) -> R
                 if not names or id(leaf) in names
             ]
             thinned = {name: _thin(gradient, step) for name, gradient in known}
-            return Measured(loss=loss, losses=losses, gradients=thinned)
+            return Compared(loss=loss, losses=losses, gradients=thinned)
 
         return measure_rows(run, indices)
 
@@ -375,7 +375,7 @@ def _agree(one: Tensor | None, other: Tensor | None, tolerance: float) -> bool:
     return size > 0 and float((one - other).norm()) <= 10 * tolerance * size
 
 
-def _vector(measured: Measured, like: Measured) -> Tensor:
+def _vector(measured: Compared, like: Compared) -> Tensor:
     """Gradients and loss as one vector, thinned out where it would be long.
 
     Args:

@@ -384,7 +384,7 @@ _FLOOR = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Compared:
     """What one run gave.
 
     Attributes:
@@ -409,12 +409,12 @@ class Measured:
         return math.hypot(*(_norm(each) for each in self.gradients.values()))
 
 
-def relative_errors(split: Measured, whole: Measured) -> dict[str, float]:
+def relative_errors(split: Compared, whole: Compared) -> dict[str, float]:
     """The relative error of each parameter's gradient.
 
     Example:
-        >>> one = Measured(loss=1.0, gradients={"weight": torch.tensor([3.0, 4.0])})
-        >>> other = Measured(loss=1.0, gradients={"weight": torch.tensor([3.0, 3.0])})
+        >>> one = Compared(loss=1.0, gradients={"weight": torch.tensor([3.0, 4.0])})
+        >>> other = Compared(loss=1.0, gradients={"weight": torch.tensor([3.0, 3.0])})
         >>> relative_errors(other, one)
         {'weight': 0.2}
     """

@@ -24,7 +24,7 @@ from automicro.units import format_bytes, parse_bytes, parse_share
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class AllocatorCounts:
     """What the allocator of a device says of itself. None where it does not count that.
 
     Attributes:
@@ -44,12 +44,12 @@ class Counts:
 
 logger = logging.getLogger(__name__)
 
-NO_COUNTS = Counts()
+NO_COUNTS = AllocatorCounts()
 _uncounted: set[torch.device] = set()
 """Devices whose allocator keeps no statistics, as some that are plugged in do not."""
 
 
-def read_counts(device: torch.device | str) -> Counts:
+def read_counts(device: torch.device | str) -> AllocatorCounts:
     """Ask a device's allocator once for all that it counts.
 
     >>> with MemoryBudget(None):
@@ -62,7 +62,7 @@ def read_counts(device: torch.device | str) -> Counts:
         budget = active_budget()
         if budget is None:
             return NO_COUNTS
-        return Counts(
+        return AllocatorCounts(
             allocated_bytes=budget.allocated_bytes,
             peak_bytes=budget.lap_peak_bytes,
             ooms=budget.num_ooms,
@@ -88,11 +88,13 @@ def read_counts(device: torch.device | str) -> Counts:
     return _from_stats(stats)
 
 
-def _from_stats(stats: Mapping[str, Any]) -> Counts:
+def _from_stats(stats: Mapping[str, Any]) -> AllocatorCounts:
     if not stats:  # nothing was allocated yet
-        return Counts(allocated_bytes=0, peak_bytes=0, reserved_bytes=0, alloc_retries=0, ooms=0)
+        return AllocatorCounts(
+            allocated_bytes=0, peak_bytes=0, reserved_bytes=0, alloc_retries=0, ooms=0
+        )
     allocated = stats["allocated_bytes"]["all"]
-    return Counts(
+    return AllocatorCounts(
         allocated_bytes=allocated["current"],
         peak_bytes=allocated["peak"],
         reserved_bytes=stats["reserved_bytes"]["all"]["current"],
@@ -101,7 +103,7 @@ def _from_stats(stats: Mapping[str, Any]) -> Counts:
     )
 
 
-def _counts_one_by_one(device: torch.device, module: Any) -> Counts:
+def _counts_one_by_one(device: torch.device, module: Any) -> AllocatorCounts:
     # MPS has a name of its own for it, and no device to ask about.
     allocated = getattr(module, "memory_allocated", None)
     current = getattr(module, "current_allocated_memory", None)
@@ -114,7 +116,7 @@ def _counts_one_by_one(device: torch.device, module: Any) -> Counts:
         held = int(allocated(device))
     elif current is not None:
         held = int(current())
-    return Counts(
+    return AllocatorCounts(
         allocated_bytes=held,
         peak_bytes=None if peak is None else int(peak(device)),
         reserved_bytes=None if reserved is None else int(reserved(device)),
@@ -168,7 +170,7 @@ def reset_peak(device: torch.device | str) -> None:
         _reset_counter(device)
 
 
-def begin_lap(device: torch.device | str) -> Counts:
+def begin_lap(device: torch.device | str) -> AllocatorCounts:
     """Measure the peak of a part of a run from now on; `peak_bytes` goes on as it was.
 
     On an accelerator this resets torch's own peak statistics.

@@ -10,7 +10,7 @@ import torch
 from automicro.errors import text_of
 from automicro.memory.device import (
     NO_COUNTS,
-    Counts,
+    AllocatorCounts,
     begin_lap,
     capacity_bytes,
     read_counts,
@@ -140,7 +140,7 @@ class Meter:
             synchronize(each)
 
 
-def _peak(counts: Counts, failure: BaseException | None) -> int | None:
+def _peak(counts: AllocatorCounts, failure: BaseException | None) -> int | None:
     if failure is None or counts.peak_bytes is None:
         return counts.peak_bytes
     return max(counts.peak_bytes, (counts.allocated_bytes or 0) + _requested_bytes(failure))

@@ -258,7 +258,7 @@ MOST_POINTS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredPeak:
     """The bytes that a microbatch needed above what every size holds."""
 
     rows: int
@@ -275,16 +275,16 @@ class Peaks:
     """What was measured, and what it says of larger microbatches.
 
     >>> peaks = Peaks()
-    >>> _ = peaks.learn(Measured(rows=2, cost=1.0, need=300))
-    >>> _ = peaks.learn(Measured(rows=4, cost=1.0, need=500))
+    >>> _ = peaks.learn(MeasuredPeak(rows=2, cost=1.0, need=300))
+    >>> _ = peaks.learn(MeasuredPeak(rows=4, cost=1.0, need=500))
     >>> int(peaks.most_rows(cost=1.0, room=1000))
     8
     """
 
     def __init__(self) -> None:
-        self._points: dict[tuple[int, int], Measured] = {}
+        self._points: dict[tuple[int, int], MeasuredPeak] = {}
 
-    def learn(self, point: Measured) -> bool:
+    def learn(self, point: MeasuredPeak) -> bool:
         """Keep a peak, drop those it shows to be outdated; return whether peaks have fallen."""
         fell = False
         for key, old in list(self._points.items()):
@@ -329,7 +329,7 @@ class Peaks:
         """Whether two points tell what rows need from what every size needs."""
         return bool(self._points) and self._chord(cost)[1] is not None
 
-    def _chord(self, cost: float) -> tuple[Measured, Measured | None]:
+    def _chord(self, cost: float) -> tuple[MeasuredPeak, MeasuredPeak | None]:
         """Return the largest point, and the largest that is well below it."""
         everything = list(self._points.values())
         alike = [point for point in everything if are_alike(point.cost, cost)] or everything
@@ -350,5 +350,5 @@ class Peaks:
         """Return the model that ``state_dict`` described."""
         peaks = cls()
         for rows, cost, need in state:
-            peaks.learn(Measured(rows=int(rows), cost=float(cost), need=int(need)))
+            peaks.learn(MeasuredPeak(rows=int(rows), cost=float(cost), need=int(need)))
         return peaks

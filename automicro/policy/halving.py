@@ -10,7 +10,7 @@ from automicro.policy.frontier import (
     ROUNDING,
     Failed,
     Frontier,
-    Measured,
+    MeasuredPeak,
     Peaks,
 )
 from automicro.policy.pacing import Outlier, Patience, Thrash
@@ -321,7 +321,7 @@ class Halving(Policy):
         fell = False
         if outcome.peak_bytes is not None:
             need = max(0, outcome.peak_bytes - (outcome.resident_bytes or 0))
-            fell = self._peaks.learn(Measured(rows=rows, cost=cost, need=need))
+            fell = self._peaks.learn(MeasuredPeak(rows=rows, cost=cost, need=need))
         if self._grow:
             self._frontier.lift_contradicted(rows=rows, cost=cost)
             self._lift(fell=fell)

@@ -76,7 +76,7 @@ MakeSubject = Callable[[], Subject]
 
 
 @dataclass
-class Run:
+class TortureRun:
     """A subject under a `Microbatcher`."""
 
     model: nn.Module
@@ -134,7 +134,7 @@ def check_subject(subject: object) -> Subject:
     return subject
 
 
-def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
+def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
     """A run from its seed, always the same."""
     random.seed(1)
     np.random.seed(1)
@@ -147,7 +147,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> Run:
         eval_microbatch_size=eval_policy,
         **subject.options,
     )
-    return Run(
+    return TortureRun(
         subject.model,
         subject.optimizer,
         microbatcher,
@@ -199,7 +199,7 @@ def freeze(value: Any) -> Any:
     return type(value).__qualname__
 
 
-def values(run: Run) -> dict[str, Any]:
+def values(run: TortureRun) -> dict[str, Any]:
     """Parameters, gradients, buffers, generators, optimizer, scaler, metrics and batches."""
     found: dict[str, Any] = {}
     for name, parameter in run.model.named_parameters():
@@ -229,7 +229,7 @@ def values(run: Run) -> dict[str, Any]:
     return found
 
 
-def objects(run: Run) -> dict[str, object]:
+def objects(run: TortureRun) -> dict[str, object]:
     """The tensors whose identity others may rely on."""
     found: dict[str, object] = {
         f"gradient {name}": parameter.grad for name, parameter in run.model.named_parameters()

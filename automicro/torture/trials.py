@@ -16,7 +16,7 @@ from automicro.policy.policy import Outcome, Policy
 from automicro.torture.faults import Boom, Fault, FaultMode
 from automicro.torture.subject import (
     MakeSubject,
-    Run,
+    TortureRun,
     build,
     check_subject,
     differences,
@@ -94,7 +94,7 @@ class Scene:
         later = size if self.call == "backward" else first_size
         return Scripted([first_size] * batches_before + [later] * 9), Scripted([size] * 9)
 
-    def prepare(self, policy: Policy, eval_policy: Policy) -> Run:
+    def prepare(self, policy: Policy, eval_policy: Policy) -> TortureRun:
         """A run up to the call that is to be disturbed."""
         run = build(self.make, policy, eval_policy)
         with without_advice():
@@ -110,7 +110,7 @@ class Scene:
             run.scaler.unscale(run.optimizer)
         return run
 
-    def play(self, run: Run) -> Any:
+    def play(self, run: TortureRun) -> Any:
         """The call that is disturbed."""
         batch = run.batches[self.warm_steps]
         device = next(run.model.parameters()).device
@@ -127,7 +127,7 @@ class Scene:
             run.step()
         return None
 
-    def go_on(self, run: Run) -> dict[str, Any]:
+    def go_on(self, run: TortureRun) -> dict[str, Any]:
         """A few more steps, where anything that was left wrong would show."""
         if self.call not in ("evaluate", "step"):
             run.step()
@@ -166,7 +166,7 @@ class Reference:
 class Trial:
     """A run that was disturbed, and what was there before."""
 
-    run: Run
+    run: TortureRun
     mode: FaultMode
     before: dict[str, Any]
     before_objects: dict[str, object]
@@ -227,7 +227,7 @@ class Trials:
         return Reference(mode.num_operations, allocated_bytes, after, changed, at_end)
 
 
-def _count_reservation(run: Run, mode: FaultMode) -> None:
+def _count_reservation(run: TortureRun, mode: FaultMode) -> None:
     """Know the placeholders that are there: an attempt that fails gives them back and takes new."""
     mode.ledger.see(run.microbatcher._setup.reservation._placeholders, [])
 
@@ -248,7 +248,7 @@ ABSORBED = {
 
 
 @dataclass
-class Verdict:
+class TrialVerdict:
     """What became of one plan.
 
     Attributes:
@@ -264,11 +264,11 @@ class Verdict:
     bytes_alive: int = 0
 
 
-def attempt(trials: Trials, plan: Sequence[Fault]) -> Verdict:
+def attempt(trials: Trials, plan: Sequence[Fault]) -> TrialVerdict:
     """Run a plan of faults and compare everything."""
     trial = trials.disturb(plan)
     if not trial.mode.raised_at:
-        return Verdict("not reached", [f"operation {plan[0].index} never ran"])
+        return TrialVerdict("not reached", [f"operation {plan[0].index} never ran"])
     if trial.raised is None:
         return _judge_success(trials, trial)
     if facts_of(trial.raised).is_committed:
@@ -276,13 +276,13 @@ def attempt(trials: Trials, plan: Sequence[Fault]) -> Verdict:
     return _judge_refusal(trials, trial, trial.raised)
 
 
-def _judge_success(trials: Trials, trial: Trial) -> Verdict:
+def _judge_success(trials: Trials, trial: Trial) -> TrialVerdict:
     run, result, mode = trial.run, trial.result, trial.mode
     size, ooms = trials.first_size, 1
     if result is not None:
         size, ooms = result.microbatch_size, result.ooms
     clean = trials.reference(size)
-    verdict = Verdict("recovered" if ooms else f"no attempt lost: {_absorbed_by(mode)}")
+    verdict = TrialVerdict("recovered" if ooms else f"no attempt lost: {_absorbed_by(mode)}")
     if ooms:
         verdict.survivors = mode.survivors(_end_of_last_failed_attempt(mode))
         if _absorbed_by(mode) != PROBE:
@@ -305,11 +305,11 @@ def _differs_later(clean: Reference, trials: Trials, trial: Trial) -> list[str]:
     return [f"differs later: {name}" for name in differences(clean.at_end, at_end)]
 
 
-def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> Verdict:
+def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> TrialVerdict:
     # The call gave no result: the size is the one of the last attempt.
     lost = bool(trial.mode.out_of_memory)
     clean = trials.reference(trials.retry_size if lost else trials.first_size)
-    verdict = Verdict("committed, then raised")
+    verdict = TrialVerdict("committed, then raised")
     if not any(raised is error for error in trial.mode.foreign):
         verdict.faults.append(f"raised {raised!r} in place of the error itself")
     verdict.faults += [
@@ -320,11 +320,11 @@ def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> Ver
     return verdict
 
 
-def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> Verdict:
+def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> TrialVerdict:
     run, mode = trial.run, trial.mode
     if isinstance(raised, OptimizerStepError) and HALF_APPLIED in str(raised):
         return _judge_half_applied(trials, trial)
-    verdict = Verdict("state as before: " + type(raised).__name__)
+    verdict = TrialVerdict("state as before: " + type(raised).__name__)
     if mode.foreign:
         if not any(raised is error for error in mode.foreign):
             verdict.faults.append(f"raised {raised!r} in place of {mode.foreign}")
@@ -352,9 +352,9 @@ def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> Verdi
     return verdict
 
 
-def _judge_half_applied(trials: Trials, trial: Trial) -> Verdict:
+def _judge_half_applied(trials: Trials, trial: Trial) -> TrialVerdict:
     """A step may have changed anything it writes to; what comes before it only gradients."""
-    verdict = Verdict(f"OptimizerStepError: {trials.scene.call} {HALF_APPLIED}")
+    verdict = TrialVerdict(f"OptimizerStepError: {trials.scene.call} {HALF_APPLIED}")
     may_change: tuple[str, ...] = ("parameter", "optimizer")
     if trials.scene.call in ("unscale", "clip"):
         may_change = ("gradient",)

@@ -25,7 +25,7 @@ from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import (
     Progress,
-    Status,
+    StatusLine,
     count_of,
     evaluation_line,
     position,
@@ -254,14 +254,14 @@ class Evaluation:
             assert here.cut is not None
         return values, samples, result, here.cut
 
-    def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> Status:
+    def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> StatusLine:
         """How far the pass is."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
         known = num_batches(self._evaluator.dataloader), self._evaluator.max_batches, max_batches
         total = min((each for each in known if each is not None), default=None)
         done = count_of(batches, "batch")
         text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
-        return Status(
+        return StatusLine(
             line=f"{what}: {done} done",
             parts=[text if total is None else f"{text} batches", f"microbatches {cut}"],
             share=None if not total else min(1.0, batches / total),

@@ -20,7 +20,7 @@ from automicro.trainer.progress import (
     RecentSpeed,
     RunSettings,
     Speed,
-    Status,
+    StatusLine,
     TimeLeft,
     batch_status,
     count_of,
@@ -274,7 +274,7 @@ class FitLoop:
         saver = self.checkpointer
         return saver is not None and saver.saved_in(self._state) is not None
 
-    def _describe(self, trained: TrainedBatch, speed: Speed) -> Status:
+    def _describe(self, trained: TrainedBatch, speed: Speed) -> StatusLine:
         rates = set(trained.learning_rates)
         return batch_status(
             self._run,

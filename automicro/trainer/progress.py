@@ -90,7 +90,7 @@ SEPARATOR = " · "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class StatusLine:
     """What is true now.
 
     Attributes:
@@ -99,7 +99,7 @@ class Status:
         share: done of the whole, from 0 to 1; None where nobody knows.
         seconds_left: until the whole is done; None where nobody knows yet.
 
-    >>> status = Status(line="batch 3/12", parts=["loss 0.5", "9 samples/s"], share=0.25)
+    >>> status = StatusLine(line="batch 3/12", parts=["loss 0.5", "9 samples/s"], share=0.25)
     >>> str(status), status.in_window(40, ascii_only=True).plain
     ('batch 3/12', '#-----  25% - loss 0.5 - 9 samples/s')
     >>> status.in_window(24).plain
@@ -325,7 +325,7 @@ def batch_status(
     speed: Speed,
     learning_rate: float | None,
     time_left: TimeLeft,
-) -> Status:
+) -> StatusLine:
     """Where training stands after a batch.
 
     Args:
@@ -358,7 +358,7 @@ def batch_status(
     if left is not None:
         line.append(f"{describe_seconds(left)} left")
     size = f"{cut.num_microbatches} × {cut.microbatch_size}{measuring}"
-    return Status(
+    return StatusLine(
         line=SEPARATOR.join(line),
         parts=[loss, str(speed), f"microbatches {size}", *memory, where, *rate, whole],
         share=share,
@@ -529,7 +529,7 @@ class Progress(Protocol):
     def line(self, text: str) -> None:
         """Say something that stays."""
 
-    def status(self, describe: Callable[[], Status | str]) -> None:
+    def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Say what is true now, if it is time to; otherwise nothing is described."""
 
     def doing(self, text: str) -> None:
@@ -569,7 +569,7 @@ class SilentProgress:
     def line(self, text: str) -> None:
         """Show nothing."""
 
-    def status(self, describe: Callable[[], Status | str]) -> None:
+    def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Describe nothing."""
 
     def doing(self, text: str) -> None:
@@ -586,7 +586,7 @@ class PlainProgress:
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._pace = Pace(PLAIN_SECONDS, clock)
+        self._pace = DurationPace(PLAIN_SECONDS, clock)
 
     def __enter__(self) -> Self:
         return self
@@ -599,7 +599,7 @@ class PlainProgress:
         # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
         self._console.print(Text(text), soft_wrap=True)
 
-    def status(self, describe: Callable[[], Status | str]) -> None:
+    def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Print a line, if the last one is long enough ago."""
         if self._pace.is_due():
             self.line(str(describe()))
@@ -618,7 +618,7 @@ class LiveProgress:
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._pace = Pace(LIVE_SECONDS, clock)
+        self._pace = DurationPace(LIVE_SECONDS, clock)
         # Refreshed from here: a thread of its own would be one more thing to end after a failure.
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._retries = _Retries(self.doing)
@@ -636,7 +636,7 @@ class LiveProgress:
         """Print a line above the live one."""
         self._console.print(Text(text))
 
-    def status(self, describe: Callable[[], Status | str]) -> None:
+    def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Write over the live line."""
         if self._pace.is_due():
             self._show(describe())
@@ -645,8 +645,8 @@ class LiveProgress:
         """Write over the live line at once: what takes long is rare."""
         self._show(f"{text} …")
 
-    def _show(self, status: Status | str) -> None:
-        if isinstance(status, Status):
+    def _show(self, status: StatusLine | str) -> None:
+        if isinstance(status, StatusLine):
             options = self._console.options
             text = status.in_window(options.max_width, ascii_only=options.ascii_only)
         else:
@@ -669,7 +669,7 @@ class NotebookProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._show = show
-        self._pace = Pace(NOTEBOOK_SECONDS, clock)
+        self._pace = DurationPace(NOTEBOOK_SECONDS, clock)
         self._update: Callable[[str], None] | None = None
 
     def __enter__(self) -> Self:
@@ -684,7 +684,7 @@ class NotebookProgress:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
-    def status(self, describe: Callable[[], Status | str]) -> None:
+    def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Write over the line above."""
         if self._pace.is_due():
             self._write(_html_of(describe()))
@@ -698,7 +698,7 @@ class NotebookProgress:
             self._update(text)
 
 
-def _html_of(status: Status | str) -> str:
+def _html_of(status: StatusLine | str) -> str:
     if isinstance(status, str):
         return html.escape(status)
     bar = "" if status.share is None else f'<progress value="{status.share:.4f}"></progress> '
@@ -733,10 +733,10 @@ class _Retries(logging.Handler):
         self._say(record.getMessage())
 
 
-class Pace:
+class DurationPace:
     """Says yes at once, then at most every so many seconds.
 
-    >>> pace = Pace(5.0, iter([0.0, 4.0, 5.0, 6.0]).__next__)
+    >>> pace = DurationPace(5.0, iter([0.0, 4.0, 5.0, 6.0]).__next__)
     >>> [pace.is_due() for _ in range(4)]
     [True, False, True, False]
     """

@@ -171,7 +171,7 @@ def _has_channels(tensor: Tensor) -> bool:
     return tensor.dim() in FORMATS and tensor.layout is torch.strided
 
 
-class Surroundings:
+class RunSurroundings:
     """Runs under one memory limit, with everything resident counted, and progress shown.
 
     Args:

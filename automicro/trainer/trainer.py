@@ -45,7 +45,7 @@ from automicro.trainer.same_on_all_ranks import (
     require_same,
 )
 from automicro.trainer.setup import FitOptions, MicrobatcherFactory, PlacedModel, assemble_fit
-from automicro.trainer.surroundings import Surroundings, noting, prepare_cublas
+from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
 from automicro.units import Duration, read_duration
 
 
@@ -233,7 +233,7 @@ class Trainer:
         )
         device, place, modules = placed.device, placed.place, placed.modules
         residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
-        self._session = Surroundings(
+        self._session = RunSurroundings(
             shows_progress=progress,
             place=place,
             memory_limit=memory_limit,

@@ -21,7 +21,7 @@ from automicro.loss.averages import Average
 from automicro.loss.causes import Rows, measure_rows, weights_by
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.informative_rows import Choice, choose_rows
-from automicro.loss.look import Measured
+from automicro.loss.look import Compared
 from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
@@ -37,7 +37,7 @@ from automicro.values import same_content
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Examined:
     """A model, and what computes its loss."""
 
     model: nn.Module
@@ -78,14 +78,14 @@ class Subject:
             return f"the model cannot be copied ({type(error).__name__}: {first.rstrip('.')})"
         return ""
 
-    def copy(self, dtype: torch.dtype | None = None) -> "Subject":
+    def copy(self, dtype: torch.dtype | None = None) -> "Examined":
         """A deep copy, without gradients, its floating point tensors of this type if given."""
         model, modules, loss_fn, forward = copy.deepcopy(
             (self.model, self.modules, self.loss_fn, self.forward)
         )
         if dtype is not None:
             loss_fn, forward = _converted(loss_fn, dtype), _converted(forward, dtype)
-        twin = Subject(model=model, modules=modules, loss_fn=loss_fn, forward=forward)
+        twin = Examined(model=model, modules=modules, loss_fn=loss_fn, forward=forward)
         for root in twin.roots.values():
             if dtype is not None:
                 _convert(root, dtype)
@@ -272,7 +272,7 @@ class Stage:
         begin_forward: called before each forward.
     """
 
-    subject: Subject
+    subject: Examined
     forward: Callable[[Any, Any], Any] | None
     silence: Silence
     begin_forward: list[Callable[[], None]]
@@ -307,7 +307,7 @@ class Laboratory:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: Examined,
         batch: Any,
         batch_layout: int | Mapping[str, Any],
         device: torch.device,
@@ -345,12 +345,12 @@ class Laboratory:
         """A batch where the model computes."""
         return map_tensors(batch, lambda tensor: tensor.to(self._device))
 
-    def whole(self, conditions: Conditions, rows: Sequence[int] | None = None) -> Measured:
+    def whole(self, conditions: Conditions, rows: Sequence[int] | None = None) -> Compared:
         """One plain forward and backward of the whole batch: what splitting has to give."""
         with self.stage(conditions) as stage:
             return self.run_whole(stage, self.on_device(self.batch(rows)))
 
-    def run_whole(self, stage: Stage, batch: Any) -> Measured:
+    def run_whole(self, stage: Stage, batch: Any) -> Compared:
         """The same on a stage and a batch that the caller wants to look at afterwards."""
         convention = choose_convention(
             stage.subject.model, forward=stage.forward, loss_fn=stage.subject.loss_fn
@@ -360,11 +360,11 @@ class Laboratory:
         # What splits add up may have been given as parts only.
         losses = {name: float(part.detach()) for name, part in output.losses.items()}
         torch.autograd.backward(loss)
-        return Measured(loss=float(loss.detach()), losses=losses, gradients=stage.gradients())
+        return Compared(loss=float(loss.detach()), losses=losses, gradients=stage.gradients())
 
     def split(
         self, conditions: Conditions, size: int, rows: Sequence[int] | None = None
-    ) -> Measured:
+    ) -> Compared:
         """The whole batch in microbatches of at most so many rows, by a `Microbatcher`."""
         with self.stage(conditions) as stage:
             subject = stage.subject
@@ -381,7 +381,7 @@ class Laboratory:
                 probe=False,
             ).backward(self.batch(rows))
             losses = {name: float(part) for name, part in result.losses.items()}
-            return Measured(loss=float(result.loss), losses=losses, gradients=stage.gradients())
+            return Compared(loss=float(result.loss), losses=losses, gradients=stage.gradients())
 
     @contextlib.contextmanager
     def stage(self, conditions: Conditions) -> Iterator[Stage]:
@@ -423,7 +423,7 @@ class Laboratory:
             OwnGenerators([each for _, each in own_generators(self.subject.roots)]),
         ]
 
-    def _resets(self, subject: Subject, conditions: Conditions) -> list[Callable[[], None]]:
+    def _resets(self, subject: Examined, conditions: Conditions) -> list[Callable[[], None]]:
         """What puts back, before each forward, what the one before it changed."""
         roots = subject.roots
         random_state = RandomState(devices_of(roots.values(), self._device))

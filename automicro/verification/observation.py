@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from automicro.batch.tensors import tensor_leaves
-from automicro.loss.look import Measured
+from automicro.loss.look import Compared
 from automicro.modules import ModuleIndex
 from automicro.step.split_guard import batchnorm_buffers, find_batchnorm
 from automicro.transaction.buffers import BufferHistory, Buffers
@@ -42,7 +42,7 @@ class Observation:
         lowest: the lowest type that float64 was cast to, if any.
     """
 
-    measured: Measured
+    measured: Compared
     batchnorm: tuple[str, ...]
     is_training: bool
     inputs: tuple[str, ...]

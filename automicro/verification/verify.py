@@ -18,7 +18,7 @@ from automicro.options import check_model, check_unwrapped, resolve_device
 from automicro.step.split_guard import needs_two_rows
 from automicro.verification import report as findings
 from automicro.verification.experiments import Diagnosing, Diagnosis, failure_on_fewer_rows
-from automicro.verification.laboratory import Conditions, Laboratory, Subject, can_tell
+from automicro.verification.laboratory import Conditions, Examined, Laboratory, can_tell
 from automicro.verification.observation import Observation, observe
 from automicro.verification.report import (
     EXACT,
@@ -329,7 +329,7 @@ def verify(
     """
     check_model(model)
     check_unwrapped(model)
-    subject = Subject(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
+    subject = Examined(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
     convention = choose_convention(model, forward=forward, loss_fn=loss_fn)
     averages = read_average(
         loss_average,

@@ -16,7 +16,7 @@ from automicro.cli.config.build import Recipe, build_trainer
 from automicro.cli.config.load import load_config
 from automicro.memory import device as memory_device
 from automicro.memory import meter
-from automicro.memory.device import Counts
+from automicro.memory.device import AllocatorCounts
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
 from tests.config_jobs import complaint, job
@@ -219,7 +219,9 @@ class Allocator:
         self.now = 0.0
         self._seconds = seconds
         for module in (meter, memory_device):
-            monkeypatch.setattr(module, "read_counts", lambda _: Counts(alloc_retries=self.retries))
+            monkeypatch.setattr(
+                module, "read_counts", lambda _: AllocatorCounts(alloc_retries=self.retries)
+            )
         monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from automicro import Fixed, Halving
 from automicro.optimizer.step import step_optimizer
-from automicro.torture.subject import Run, values
+from automicro.torture.subject import TortureRun, values
 from tests.real_memory.subjects import ROWS, build
 
 
@@ -32,7 +32,7 @@ class Scene:
         return ", ".join(words)
 
 
-def prepare(scene: Scene, size: int | None) -> Run:
+def prepare(scene: Scene, size: int | None) -> TortureRun:
     """A run up to the call that is to be disturbed; a size of None is the whole batch."""
     gc.collect()
     run = build(scene.subject, scene.optimizer, scene.rows)
@@ -48,7 +48,7 @@ def prepare(scene: Scene, size: int | None) -> Run:
     return run
 
 
-def _let_looks_end(run: Run) -> None:
+def _let_looks_end(run: TortureRun) -> None:
     """Looks at a few rows would be most of what is allocated in the first steps."""
     evaluating = run.microbatcher._eval.policy
     run.microbatcher._train.policy = run.microbatcher._eval.policy = Halving()  # may split
@@ -59,7 +59,7 @@ def _let_looks_end(run: Run) -> None:
     run.microbatcher._eval.policy = evaluating
 
 
-def call(scene: Scene, run: Run) -> Any:
+def call(scene: Scene, run: TortureRun) -> Any:
     """The call that is disturbed, in this thread or in one of its own."""
     if not scene.in_thread:
         return _call_here(scene, run)
@@ -80,7 +80,7 @@ def call(scene: Scene, run: Run) -> Any:
     return results[0]
 
 
-def _call_here(scene: Scene, run: Run) -> Any:
+def _call_here(scene: Scene, run: TortureRun) -> Any:
     if scene.call == "backward":
         return run.microbatcher.backward(run.batches[1], metrics=run.metrics)
     if scene.call == "evaluate":
@@ -89,7 +89,7 @@ def _call_here(scene: Scene, run: Run) -> Any:
     return None
 
 
-def go_on(scene: Scene, run: Run) -> dict[str, Any]:
+def go_on(scene: Scene, run: TortureRun) -> dict[str, Any]:
     """More steps, where anything that was left wrong would show."""
     run.microbatcher._train.policy = Fixed(None)
     if scene.call == "backward":

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Microbatcher
-from automicro.torture.subject import Run
+from automicro.torture.subject import TortureRun
 
 ROWS = 8
 CLASSES = 4
@@ -137,7 +137,7 @@ PLANTED = "planted leak"
 _MODELS[PLANTED] = (Leaky, (32, 16))
 
 
-def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> Run:
+def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> TortureRun:
     """A run from its seed, always the same."""
     random.seed(1)
     np.random.seed(1)
@@ -148,7 +148,7 @@ def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> Run:
     if subject == "GPT-2":
         batches = [_tokens(rows, *shape) for _ in range(4)]
         microbatcher = Microbatcher(model, optimizer=chosen, update_metric=_count_rows)
-        return Run(
+        return TortureRun(
             model=model,
             optimizer=chosen,
             microbatcher=microbatcher,
@@ -166,7 +166,7 @@ def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> Run:
         probe=subject != PLANTED,  # it would name what is planted
     )
     metrics = MulticlassAccuracy(num_classes=CLASSES, validate_args=False)
-    return Run(
+    return TortureRun(
         model=model, optimizer=chosen, microbatcher=microbatcher, metrics=metrics, batches=pairs
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from automicro import Fixed, Halving, OptimizerStepError, Policy
 from automicro.memory.oom import is_out_of_memory
-from automicro.torture.subject import Run, differences, values
+from automicro.torture.subject import TortureRun, differences, values
 from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, call, go_on, prepare
 
@@ -143,7 +143,12 @@ class Laboratory:
             row.wrong.append(f"{what}: {outcome}: {'; '.join(problems)}")
 
     def _judge_success(
-        self, scene: Scene, run: Run, result: Any, kept_bytes: int, sizes: tuple[int, int | None]
+        self,
+        scene: Scene,
+        run: TortureRun,
+        result: Any,
+        kept_bytes: int,
+        sizes: tuple[int, int | None],
     ) -> list[str]:
         after, later = _after(run, result), go_on(scene, run)
         clean = self._reference(scene, *sizes)  # last: a first use seeds the generators anew
@@ -172,7 +177,7 @@ class Refusal:
             name += ", half applied" if HALF_APPLIED in str(error) else ", nothing applied"
         return cls(name, repr(error), allowed)
 
-    def judge(self, before: dict[str, Any], run: Run, kept_bytes: int) -> list[str]:
+    def judge(self, before: dict[str, Any], run: TortureRun, kept_bytes: int) -> list[str]:
         if not self.is_allowed:
             return [f"raised {self.text}"]
         if HALF_APPLIED in self.text:
@@ -183,7 +188,7 @@ class Refusal:
         return problems
 
 
-def _after(run: Run, result: Any) -> dict[str, Any]:
+def _after(run: TortureRun, result: Any) -> dict[str, Any]:
     found = values(run)
     if result is not None:
         found["loss"] = result.loss.numpy().tobytes()

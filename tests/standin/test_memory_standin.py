@@ -92,7 +92,7 @@ def test_a_device_that_counts_one_thing_at_a_time_is_read_so(
     monkeypatch.setattr(standin, "current_allocated_memory", lambda: 7, raising=False)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats"):
         monkeypatch.delattr(standin, name)
-    assert memory.read_counts(DEVICE) == memory.Counts(allocated_bytes=7)
+    assert memory.read_counts(DEVICE) == memory.AllocatorCounts(allocated_bytes=7)
     assert memory.capacity_bytes(DEVICE) is memory.peak_bytes(DEVICE) is None
     monkeypatch.delattr(standin, "current_allocated_memory")
     monkeypatch.delattr(standin, "reset_peak_memory_stats")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro.torture.subject import Run, Subject
+from automicro.torture.subject import Subject
 
-__all__ = ["ROWS", "RowCounter", "Run"]
+__all__ = ["ROWS", "RowCounter"]
 
 ROWS = 4  # slices of 2, so that one failure leads to size 1, and two to none
 BATCHES = 5

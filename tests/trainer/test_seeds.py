@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Callback, FitSummary, Halving, Outcome, Run, StepResult, Trainer
 from automicro.cli import main
 from automicro.memory import meter as metering
-from automicro.memory.device import Counts
+from automicro.memory.device import AllocatorCounts
 from automicro.memory.meter import Meter
 from automicro.remembered.cache import SizeCache
 from automicro.step.events import Attempt
@@ -171,7 +171,7 @@ def test_the_capacity_is_read_by_batches_and_not_by_the_clock_where_numbers_are_
 
     monkeypatch.setattr(metering, "capacity_bytes", ask_the_driver)
     for name in ("begin_lap", "read_counts"):
-        monkeypatch.setattr(metering, name, lambda device: Counts())
+        monkeypatch.setattr(metering, name, lambda device: AllocatorCounts())
     monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: 100.0)
     meter = Meter([torch.device("cuda")], repeatable=repeatable)
     for _ in range(5):

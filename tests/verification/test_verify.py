@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from automicro import BatchError, LossError, VerifyReport, verify
-from automicro.loss.look import Measured, relative_errors
+from automicro.loss.look import Compared, relative_errors
 from automicro.loss.silence import Silence
 from automicro.reach import captured_modules
 from tests.cases import MODELS, STRUCTURES, Case
@@ -371,8 +371,8 @@ def test_captured_modules_are_found_wherever_they_hide() -> None:
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_does_not_count() -> None:
-    whole = Measured(loss=1.0, gradients={"w": torch.tensor([1.0]), "b": torch.tensor([1e-17])})
-    split = Measured(loss=1.0, gradients={"w": torch.tensor([1.0]), "b": torch.tensor([-1e-17])})
+    whole = Compared(loss=1.0, gradients={"w": torch.tensor([1.0]), "b": torch.tensor([1e-17])})
+    split = Compared(loss=1.0, gradients={"w": torch.tensor([1.0]), "b": torch.tensor([-1e-17])})
     assert max(relative_errors(split, whole).values()) < 1e-14
-    missing = Measured(loss=1.0, gradients={"w": None, "b": None})
+    missing = Compared(loss=1.0, gradients={"w": None, "b": None})
     assert relative_errors(missing, whole)["w"] == 1.0

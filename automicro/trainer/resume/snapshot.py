@@ -54,7 +54,7 @@ _REMEDIES = {
 }
 
 
-class Part(Protocol):
+class SavedPart(Protocol):
     """One thing with a state."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Snapshot:
         self,
         context: RunContext,
         *,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, SavedPart],
         scheduler_interval: str = "batch",
         rank: int = 0,
         world_size: int = 1,
