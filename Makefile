@@ -21,7 +21,7 @@ train: $(INSTALLED)  ## train the digits example on a device too small for its b
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 7,000 tests, in two minutes on two idle cores (make test-quick: the core of them)"
+	@echo "about 7,300 tests, in three minutes on two idle cores (make test-quick: the core of them)"
 	$(PYTEST) --dist loadfile
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
