@@ -230,6 +230,17 @@ def test_nothing_is_held_for_parameters_that_had_no_gradient_at_the_last_step() 
     )
 
 
+def test_no_state_is_upcoming_once_the_optimizer_has_built_it() -> None:
+    model = TwoHeads()
+    optimizer = torch.optim.Adam(model.parameters())
+    reservation = OptimizerReservation(optimizer)
+    reservation.begin()
+    assert len(reservation.upcoming_bytes) >= 2 * len(list(model.parameters()))
+    run_batch(reservation, model.used, model.seldom)
+    step(optimizer)
+    assert reservation.upcoming_bytes == []  # also before the next batch begins
+
+
 def test_a_parameter_that_gains_its_first_gradient_late_is_reserved_for_by_the_commit() -> None:
     model = TwoHeads()
     optimizer = torch.optim.Adam(model.parameters())
