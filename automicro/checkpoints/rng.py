@@ -28,7 +28,7 @@ def rng_state() -> dict[str, Any]:
     with contextlib.nullcontext() if budget is None else budget.host():
         return {
             "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-            "numpy": _to_tensors(np.random.get_state(legacy=False)),
+            "numpy": numpy_state_as_tensors(np.random.get_state(legacy=False)),
             "torch": torch.get_rng_state(),
             "accelerators": [
                 torch.get_device_module(device).get_rng_state(device) for device in _accelerators()
@@ -55,7 +55,9 @@ def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -
     version, words, gauss = random.Random(seed).getstate()
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": _to_tensors(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
+        "numpy": numpy_state_as_tensors(
+            np.random.RandomState(seed % 2**32).get_state(legacy=False)
+        ),
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "accelerators": [
             torch.Generator(device).manual_seed(seed).get_state() for device in _accelerators()
@@ -89,7 +91,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         version, words, gauss = python["version"], tuple(python["words"].tolist()), python["gauss"]
         numpy, cpu, accelerators = state["numpy"], state["torch"], state["accelerators"]
         random.setstate((version, words, gauss))
-        np.random.set_state(_to_arrays(numpy))
+        np.random.set_state(numpy_state_of(numpy))
         torch.set_rng_state(cpu.cpu())
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -114,18 +116,24 @@ def _accelerators() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def _to_tensors(value: Any) -> Any:
-    """NumPy's state, whatever its generator is. Its arrays are of unsigned 32 bits."""
-    if isinstance(value, dict):
-        return {key: _to_tensors(each) for key, each in value.items()}
+def numpy_state_as_tensors(value: Any) -> Any:
+    """NumPy's state, whatever its generator is. Its arrays are of unsigned integers.
+
+    >>> state = numpy_state_as_tensors(np.random.default_rng(1).bit_generator.state)
+    >>> numpy_state_of(state) == np.random.default_rng(1).bit_generator.state
+    True
+    """
+    if isinstance(value, Mapping):
+        return {key: numpy_state_as_tensors(each) for key, each in value.items()}
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "array": torch.from_numpy(value.astype(np.int64))}
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _to_arrays(value: Any) -> Any:
+def numpy_state_of(value: Any) -> Any:
+    """NumPy's state again, from what `numpy_state_as_tensors` made of it."""
     if isinstance(value, Mapping):
         if value.keys() == {"dtype", "array"}:
             return value["array"].cpu().numpy().astype(value["dtype"])
-        return {key: _to_arrays(each) for key, each in value.items()}
+        return {key: numpy_state_of(each) for key, each in value.items()}
     return value

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.rng import (
+    numpy_state_as_tensors,
+    numpy_state_of,
+    restore_rng_state,
+    rng_state,
+)
 from automicro.errors import DataLoaderError
 from automicro.memory.budget import active_budget
 from automicro.migration import comes_from
@@ -133,7 +138,7 @@ def _read(generator: Generator) -> Any:
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": torch.tensor(words), "gauss": gauss}
-    return _to_tensors(generator.bit_generator.state)
+    return numpy_state_as_tensors(generator.bit_generator.state)
 
 
 def _write(generator: Generator, state: Any) -> None:
@@ -142,24 +147,7 @@ def _write(generator: Generator, state: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
     else:
-        generator.bit_generator.state = _to_arrays(state)
-
-
-def _to_tensors(value: Any) -> Any:
-    """NumPy's state, whatever its generator is. Its arrays are of unsigned integers."""
-    if isinstance(value, Mapping):
-        return {key: _to_tensors(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "array": torch.from_numpy(value.astype(np.int64))}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _to_arrays(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if value.keys() == {"dtype", "array"}:
-            return value["array"].cpu().numpy().astype(value["dtype"])
-        return {key: _to_arrays(each) for key, each in value.items()}
-    return value
+        generator.bit_generator.state = numpy_state_of(state)
 
 
 def check_loader(name: str, loader: object) -> None:
