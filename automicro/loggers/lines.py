@@ -1,5 +1,6 @@
 """Values as lines: on the console, of a table, of JSON; files are cut where a run resumes."""
 
+import abc
 import contextlib
 import csv
 import io
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from automicro.loggers.logger import RESERVED_NAMES, not_started
 
@@ -225,11 +226,57 @@ def _kept_bytes(
         return end
 
 
+class _LinesLogger(abc.ABC):
+    """A file of lines that each carry a step.
+
+    Args:
+        path: of the file.
+    """
+
+    _head: ClassVar[bytes]
+    """What every such file begins with."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: AppendFile | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._path)!r})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Open the file, and cut it after the step to resume from.
+
+        Raises:
+            OSError: the file cannot be opened or written.
+            ValueError: the file holds something else.
+        """
+        self.close()
+        self._file = open_lines(
+            self._path, head=self._head, step_of=self._step_of, resume_step=resume_step
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, lines: bytes) -> None:
+        if self._file is None:
+            raise not_started(self)
+        self._file.write(lines)
+
+    @staticmethod
+    @abc.abstractmethod
+    def _step_of(line: bytes) -> int:
+        """The step of a line that was read back."""
+
+
 _COLUMNS = ("step", "name", "value")
 _CSV_HEAD = (",".join(_COLUMNS) + "\n").encode()
 
 
-class CSVLogger:
+class CSVLogger(_LinesLogger):
     """Writes one row per value, with the columns ``step,name,value``.
 
     A column for each name would have to be known before the first row: metrics come with the
@@ -256,24 +303,7 @@ class CSVLogger:
         1,train/microbatch_size,16
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._file: AppendFile | None = None
-
-    def __repr__(self) -> str:
-        return f"CSVLogger({str(self._path)!r})"
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Open the file, and cut it after the step to resume from.
-
-        Raises:
-            OSError: the file cannot be opened or written.
-            ValueError: the file holds something else.
-        """
-        self.close()
-        self._file = open_lines(
-            self._path, head=_CSV_HEAD, step_of=_step_of_row, resume_step=resume_step
-        )
+    _head = _CSV_HEAD
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Write a row for each value.
@@ -281,28 +311,17 @@ class CSVLogger:
         Raises:
             OSError: the rows cannot be written; the file is as it was.
         """
-        if self._file is None:
-            raise not_started(self)
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerows((step, name, value) for name, value in values.items())
-        self._file.write(text.getvalue().encode(errors="backslashreplace"))
+        self._append(text.getvalue().encode(errors="backslashreplace"))
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    @staticmethod
+    def _step_of(line: bytes) -> int:
+        return 0 if line == _CSV_HEAD else int(line.partition(b",")[0])
 
 
-def _step_of_row(line: bytes) -> int:
-    return 0 if line == _CSV_HEAD else int(line.partition(b",")[0])
-
-
-_JSON_HEAD = b'{"step":'
-
-
-class JSONLinesLogger:
+class JSONLinesLogger(_LinesLogger):
     """Writes one JSON object per line: the step, the time, and the values by name.
 
     The first line of a run has what is run under ``"run"`` instead of values. Each line is in the
@@ -327,24 +346,10 @@ class JSONLinesLogger:
         {"step": 1, "time": ..., "train/loss": 0.5, "train/grad_norm": "Infinity"}
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._file: AppendFile | None = None
-
-    def __repr__(self) -> str:
-        return f"JSONLinesLogger({str(self._path)!r})"
+    _head = b'{"step":'
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Open the file, and cut it after the step to resume from.
-
-        Raises:
-            OSError: the file cannot be opened or written.
-            ValueError: the file holds something else.
-        """
-        self.close()
-        self._file = open_lines(
-            self._path, head=_JSON_HEAD, step_of=_step_of_object, resume_step=resume_step
-        )
+        super().start(run, resume_step=resume_step)
         self._write({"run": run}, resume_step or 0)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -362,19 +367,15 @@ class JSONLinesLogger:
             )
         self._write(values, step)
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def _write(self, content: Mapping[str, Any], step: int) -> None:
-        if self._file is None:
-            raise not_started(self)
         line = {"step": step, "time": round(time.time(), 3), **content}
         text = json.dumps(to_json(line), ensure_ascii=False, allow_nan=False)
         # Half of a surrogate pair cannot be encoded; its escape is the JSON for it.
-        self._file.write(text.encode(errors="backslashreplace") + b"\n")
+        self._append(text.encode(errors="backslashreplace") + b"\n")
+
+    @staticmethod
+    def _step_of(line: bytes) -> int:
+        return int(json.loads(line)["step"])
 
 
 def to_json(value: Any) -> Any:
@@ -396,7 +397,3 @@ def to_json(value: Any) -> Any:
     if math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _step_of_object(line: bytes) -> int:
-    return int(json.loads(line)["step"])
