@@ -224,7 +224,7 @@ class Microbatcher:
         metric_guard = MetricGuard(
             naming_metrics(carrying.hiding(update_metric) or convention.update_metric),
             self._layout,
-            lambda: [self._train.random_state()],
+            self._train.random_state,
             is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
         )
         computation = Computation(

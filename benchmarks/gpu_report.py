@@ -443,6 +443,9 @@ def main(given: Sequence[str] | None = None) -> int:
         print("interrupted; what was found until now is written")
     shown = target.with_suffix(".md")
     shown.write_text(page(report.content) + "\n", encoding="utf-8")
+    for found in report.parts:  # where only what is printed is kept, this is all that tells why
+        if output := found.get("output"):
+            print(f"\n{found['name']}, which did not go well, ended with:\n{output}")
     print(verdict(report.content))
     print(f"written to {target}; to be read in {shown}")
     is_good = report.content["is_whole"] and all(map(is_well, report.content["parts"]))

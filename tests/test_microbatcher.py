@@ -1,5 +1,6 @@
 """What a Microbatcher does with sizes, failures and evaluations."""
 
+import gc
 import random
 import weakref
 from typing import Any
@@ -464,6 +465,27 @@ def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None,
     ):
         microbatcher.backward(batch)  # a warning would be an error
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+def test_memory_of_a_model_is_free_once_nobody_has_it(size: Any) -> None:
+    batch = torch.randn(64, 8), torch.randint(3, (64,))
+
+    def run() -> tuple[weakref.ref[nn.Module], int]:
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+        step = on(model, microbatch_size=size)
+        with MemoryBudget("24KiB"):
+            return weakref.ref(model), step.backward(batch).ooms
+
+    run()  # what torch imports when it is needed keeps the frames that it was imported in
+    gc.collect()
+    gc.disable()
+    try:
+        model, num_ooms = run()
+        assert (num_ooms > 0) == (size == "auto")
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])

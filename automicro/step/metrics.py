@@ -70,21 +70,21 @@ class MetricGuard:
         update: feeds one metric, by its name, with outputs and microbatch.
         is_callers: whether that is a function of the caller's.
         layout: where a microbatch has its rows.
-        undo: gives what undoes what an update may draw.
+        random_state: gives what undoes what an update may draw.
     """
 
     def __init__(
         self,
         update: UpdateMetric,
         layout: BatchLayout,
-        undo: Callable[[], Sequence[Part]],
+        random_state: Callable[[], Part],
         *,
         is_callers: bool,
     ) -> None:
         self._update = update
         self._is_callers = is_callers
         self._layout = layout
-        self._undo = undo
+        self._random_state = random_state
         self._is_split = False
         self._looks: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
         self._warned: set[str] = set()
@@ -150,7 +150,7 @@ class MetricGuard:
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
 
         def value_of(pieces: Iterable[Sequence[int]]) -> list[Any]:
-            undo = Transaction([Metrics(flatten_metrics(metric)), *self._undo()])
+            undo = Transaction([Metrics(flatten_metrics(metric)), self._random_state()])
             try:
                 undo.begin()
                 metric.reset()

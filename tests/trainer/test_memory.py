@@ -1,5 +1,9 @@
 """Training that runs out of memory and goes on."""
 
+import gc
+import weakref
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import MemoryBudget, OptimizerStepError, SampleTooLargeError, Trainer
+from automicro import (
+    CheckpointConfig,
+    MemoryBudget,
+    OptimizerStepError,
+    SampleTooLargeError,
+    Trainer,
+)
+from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from tests.trainer.runs import (
     CLASSES,
     FEATURES,
@@ -116,3 +127,42 @@ def test_not_one_row_fitting_says_where() -> None:
     with pytest.raises(SampleTooLargeError) as raised:
         make_trainer(Huge(), memory_limit="128KiB").fit()
     assert "in training, epoch 1, batch 1" in raised.value.__notes__[-1]
+
+
+RELEASED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16, clipped": {"precision": "bf16", "grad_clip_norm": 1.0},
+    "progress": {"progress": True},
+    "saved": {"checkpoint": CheckpointConfig(folder="checkpoints")},
+    "callbacks": {"callbacks": [ExponentialMovingAverage(decay=0.9), EarlyStopping()]},
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_memory_of_a_trainer_is_free_once_nobody_has_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the next trainer of a search cannot wait for Python's collector."""
+    monkeypatch.chdir(tmp_path)
+
+    def run() -> tuple[weakref.ref[nn.Module], int]:
+        model = make_model()
+        trainer = make_trainer(
+            model,
+            make_loader(rows=300, batch_size=256),
+            eval_dataloader=make_loader(rows=600, batch_size=600),
+            metrics={"accuracy": MulticlassAccuracy(CLASSES)},
+            memory_limit="192KiB",
+            **deepcopy(RELEASED[name]),
+        )
+        return weakref.ref(model), trainer.fit().train_ooms
+
+    run()  # what torch imports when it is needed keeps the frames that it was imported in
+    gc.collect()
+    gc.disable()
+    try:
+        model, num_ooms = run()
+        assert num_ooms
+        assert model() is None
+    finally:
+        gc.enable()
