@@ -198,6 +198,10 @@ class LossError(AutomicroError, ValueError):
     """A forward gave no loss, or one that cannot be differentiated."""
 
 
+class LossAverageError(LossError):
+    """A few rows have shown another average than the loss was taken for, with ``probe="error"``."""
+
+
 class NonFiniteLossError(LossError):
     """The loss of a whole batch is NaN or infinite. Raised before the optimizer steps."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from automicro.batch.device import cost_of_row
 from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
-from automicro.loss.averages import LossAverage, is_declared, read_average
+from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.loss.probe import Prober
@@ -32,6 +32,7 @@ from automicro.options import (
     check_modules,
     check_optimizer,
     check_precision,
+    check_probe,
     check_state,
     check_step,
     resolve_device,
@@ -55,6 +56,7 @@ from automicro.step.run import run
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
 from automicro.transaction.gradients import GradientHistory
+from automicro.transaction.remembering import read_state
 
 
 class Microbatcher:
@@ -87,8 +89,10 @@ class Microbatcher:
         eval_microbatch_size: the same for `evaluate`.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"``, ``"none"`` (a
             sum), a callable from a microbatch to what its loss was divided by, a mapping of these
-            by the name of the loss, ``{"language": "tokens", "balance": "samples"}``, or
-            ``"auto"`` to read it off the loss or the model.
+            by the name of the loss, ``{"language": "tokens", "balance": "samples"}``,
+            ``"auto"`` to read it off the loss or the model, or ``"model"`` to read it off a model
+            of Hugging Face's whose loss ``forward`` hands on.
+        eval_loss_average: the same in evaluation, if it is another.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
             ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``.
         optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
@@ -110,11 +114,19 @@ class Microbatcher:
             (dimension 1 of an ``nn.LSTM``'s). With it ``forward(model, microbatch, carry)`` takes
             the state of its rows, None at the start, and returns a mapping with ``"loss"`` and
             ``"carry"``; see `backward`.
+        state: further state that a step changes, which a failed attempt must leave as it was:
+            lists, dicts, modules, objects with attributes, each with all that it holds; or objects
+            with ``begin``, ``prepare``, ``commit`` and ``roll_back``, which do it themselves.
+        scales_for_ranks: whether losses of several ranks are divided by what all of them count,
+            so that the gradient is that of one batch. False leaves ranks to whoever calls: each
+            has its own mean, and the wrapper averages those of all, as ``DistributedDataParallel``
+            does by itself.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
             a fourth parameter called ``name`` it is told the metric's name.
         probe: whether to compare, at the first batches that could be split, the gradient of a few
-            rows with those of two parts of them.
+            rows with those of two parts of them. Where they differ it is warned of, or with
+            ``"error"`` refused.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same kind
             found, and leaves its own for the next; see ``automicro cache``.
@@ -139,6 +151,7 @@ class Microbatcher:
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
         loss_average: LossAverage = "auto",
+        eval_loss_average: LossAverage | None = None,
         batchnorm: str = "warn",
         optimizer: torch.optim.Optimizer | None = None,
         modules: Iterable[nn.Module] = (),
@@ -150,7 +163,9 @@ class Microbatcher:
         batch_layout: int | Mapping[str, Any] = 0,
         carry_layout: int | Mapping[str, Any] | None = None,
         update_metric: Callable[..., None] | None = None,
-        probe: bool = True,
+        state: Iterable[Any] = (),
+        scales_for_ranks: bool = True,
+        probe: bool | str = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
         repeatable: bool = False,
@@ -183,6 +198,7 @@ class Microbatcher:
             spare=self._spare,
             observer=carrying.hiding(observer),
             repeatable=repeatable,
+            state=read_state(state),
         )
 
         def make_phase(name: str, size: Any, argument: str, *, strict: bool = False) -> Phase:
@@ -214,13 +230,17 @@ class Microbatcher:
         convention = choose_convention(
             unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
         )
-        averages = read_average(
-            carrying.hiding(loss_average),
-            loss_fn=loss_fn,
-            model=unwrapped(model),
-            targets=convention.targets,
-            reads_model=convention.computes_loss_in_model,
-        )
+
+        def averages_of(declared: LossAverage) -> dict[str, Average]:
+            return read_average(
+                carrying.hiding(declared),
+                loss_fn=loss_fn,
+                model=unwrapped(model),
+                targets=convention.targets,
+                reads_model=convention.computes_loss_in_model,
+            )
+
+        averages = averages_of(loss_average)
         metric_guard = MetricGuard(
             naming_metrics(carrying.hiding(update_metric) or convention.update_metric),
             self._layout,
@@ -231,6 +251,9 @@ class Microbatcher:
             modules=self._modules,
             convention=convention,
             averages=averages,
+            eval_averages=(
+                averages if eval_loss_average is None else averages_of(eval_loss_average)
+            ),
             layout=self._layout,
             device=self._device,
             functions=[each for each in (loss_fn, forward) if each is not None],
@@ -242,11 +265,13 @@ class Microbatcher:
             run_backward=Tensor.backward if backward is None else backward,
             update_metric=metric_guard.update,
             ranks=self._ranks,
+            scales_for_ranks=scales_for_ranks,
         )
         self._prober = Prober(
             computation,
             declared=is_declared(loss_average),
-            off=not probe or self._ranks.rank != 0,
+            off=not check_probe(probe) or self._ranks.rank != 0,
+            refuses=probe == "error",
             is_alone=not self._ranks.communicates_in_forward,
         )
         gradients = GradientHistory(
@@ -405,7 +430,9 @@ class Microbatcher:
             finished = run(step, work, self._train)
         if finished.result is None:
             nothing = torch.tensor(math.nan)
-            return StepResult(loss=nothing, is_committed=False, **finished.counts)
+            return StepResult(
+                loss=nothing, rank_loss=nothing, is_committed=False, **finished.counts
+            )
         loss, losses = finished.result
         return StepResult(
             loss=loss,
@@ -414,6 +441,7 @@ class Microbatcher:
             loss_average_is=self.loss_average_is,
             outputs=kept.outputs,
             carry=kept.carry,
+            rank_loss=loss if work.rank_loss is None else work.rank_loss,
             **finished.counts,
         )
 
@@ -467,6 +495,14 @@ class Microbatcher:
             ...     outputs = [microbatcher.predict(torch.randn(5, 8)) for _ in range(3)]
         """
         return evaluation_mode(self._modules)
+
+    def release_reservation(self) -> None:
+        """Give back the memory that is held for the optimizer's first step.
+
+        Its ``step`` does so by itself. Call this where the batch runs in a closure that ``step``
+        was given, which has passed the place where it would.
+        """
+        self._setup.reservation.roll_back()
 
     def _without_gradients(
         self, batch: Any, metrics: Any, return_outputs: Where, *, predicts: bool = False

@@ -39,6 +39,20 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     raise ValueError(f"{name}={value!r} is not known{hint}; use one of {', '.join(accepted)}")
 
 
+def check_probe(probe: object) -> bool:
+    """Whether to look at a few rows.
+
+    >>> check_probe(False), check_probe("error")
+    (False, True)
+
+    Raises:
+        ValueError: neither True, False nor ``"error"``.
+    """
+    if not isinstance(probe, bool) and probe != "error":
+        raise ValueError(f"probe={probe!r} is not known; use True, False or 'error'")
+    return bool(probe)
+
+
 def check_precision(precision: object, has_backward: object) -> str:
     """The precision, if it is one of `PRECISIONS` and the loss is scaled where it has to be.
 

@@ -231,8 +231,8 @@ def read_average(
     The result has one entry named ``""`` where one average holds for all.
 
     Args:
-        loss_average: ``"auto"``, ``"samples"``, ``"tokens"``, ``"none"``, a callable from a
-            microbatch to its denominator, or a mapping of these by the loss's name.
+        loss_average: ``"auto"``, ``"model"``, ``"samples"``, ``"tokens"``, ``"none"``, a callable
+            from a microbatch to its denominator, or a mapping of these by the loss's name.
         loss_fn: the loss function or module, where there is one.
         model: asked for its declared loss type where there is no ``loss_fn``.
         targets: finds the targets in a batch.
@@ -277,6 +277,14 @@ def _declared_average(
             return Samples()
         case "none":
             return Sum()
+        case "model":
+            read = _read_transformers(model, targets)
+            if read is None:
+                raise ValueError(
+                    f"loss_average='model' was given, and {type(model).__name__} declares no loss "
+                    f"type of Hugging Face's that is a known mean; {REMEDY}"
+                )
+            return read
         case "tokens":
             read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
             return read if isinstance(read, Tokens) else Tokens(targets)

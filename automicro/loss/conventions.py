@@ -2,7 +2,8 @@
 
 In the order in which they are looked for:
 
-1. ``forward(model, microbatch)`` as the caller wrote it;
+1. ``forward(model, microbatch)`` as the caller wrote it, which may give ``(None, outputs)`` in
+   evaluation;
 2. ``loss_fn`` and batches of ``(inputs, targets)``;
 3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)``, which may be
    several by name or in a row, and ``eval_forward(batch, outputs)``;
@@ -161,10 +162,13 @@ class _OwnForward:
         return _read_result(result)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return self.train(model, microbatch)
+        result = self._forward(model, microbatch)
+        if isinstance(result, tuple) and len(result) == 2 and result[0] is None:
+            return Output(None, {}, result[1])
+        return _read_result(result)
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        outputs = self.train(model, microbatch).outputs
+        outputs = self.evaluate(model, microbatch).outputs
         if outputs is None:
             raise LossError(
                 "forward returned only the loss, and there is nothing to predict; return "

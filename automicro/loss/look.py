@@ -349,7 +349,8 @@ def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> V
     Raises:
         As `look`.
     """
-    cut = CutRows(computation, batch, choice)
+    own = dataclasses.replace(computation, averages=computation.eval_averages)
+    cut = CutRows(own, batch, choice)
     with ExtraPasses(computation) as passes, torch.no_grad():
 
         def value(rows: Any, weights: BatchWeights, index: int = 0) -> float | None:

@@ -65,6 +65,7 @@ class Computation:
         modules: the model, then further modules that take part.
         convention: from a batch of rows to a loss.
         averages: what each loss is taken for, by name.
+        eval_averages: the same in evaluation.
         layout: of batches.
         device: where the model computes.
         functions: of the caller: ``loss_fn``, ``forward``.
@@ -74,6 +75,7 @@ class Computation:
     modules: Sequence[nn.Module]
     convention: Convention
     averages: Mapping[str, Average]
+    eval_averages: Mapping[str, Average]
     layout: BatchLayout
     device: torch.device
     functions: Sequence[Callable[..., Any]] = ()

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.errors import AutomicroError, LossAverageWarning, describe_error, warn
+from automicro.errors import (
+    AutomicroError,
+    LossAverageError,
+    LossAverageWarning,
+    describe_error,
+    warn,
+)
 from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
 from automicro.loss.informative_rows import Choice, choose_rows, read_features
 from automicro.loss.look import Seen, evaluation_values, look
@@ -52,6 +58,7 @@ class Prober:
         computation: model and loss.
         declared: whether the caller said what the loss averages over.
         off: whether nothing is looked at.
+        refuses: whether a loss that is not what it was taken for is an error, not a warning.
         is_alone: whether a forward needs no other rank. Where it does, nothing can be looked at.
 
     Attributes:
@@ -59,14 +66,22 @@ class Prober:
     """
 
     def __init__(
-        self, computation: Computation, *, declared: bool, off: bool = False, is_alone: bool = True
+        self,
+        computation: Computation,
+        *,
+        declared: bool,
+        off: bool = False,
+        refuses: bool = False,
+        is_alone: bool = True,
     ) -> None:
         self._computation = computation
         self._is_known = all(average.is_known for average in computation.averages.values())
         self._declared = declared
+        self._refuses = refuses
         self._why_not = "" if is_alone else _COMMUNICATES
         self._train = _Evidence(assumed=not self._is_known)
-        self._eval = _Evidence(assumed=not self._is_known)
+        eval_is_known = all(average.is_known for average in computation.eval_averages.values())
+        self._eval = _Evidence(assumed=not eval_is_known)
         self._train.is_done = self._eval.is_done = off
         self._has_said_unchecked = off  # who switches it off knows
         self.changing: list[Place] = []
@@ -97,8 +112,11 @@ class Prober:
         Whatever it changes is put back. Out of memory, it is tried with fewer rows, and then at a
         later batch.
 
+        Raises:
+            LossAverageError: the loss is not what it was taken for, and that is refused.
+
         Warns:
-            LossAverageWarning: the loss is not what it was taken for, or that cannot be checked.
+            LossAverageWarning: it is not, or that cannot be checked.
         """
         if self._train.is_done or num_rows < 2:
             return
@@ -168,6 +186,8 @@ class Prober:
             del failure  # it holds this frame: a cycle
         if again:
             self._glance(evidence, batch, num_rows, compare, is_retry=True)
+        if message is not None and evidence.is_wrong and self._refuses:
+            raise LossAverageError(message)
         if message is not None:
             warn(message, LossAverageWarning)
 
@@ -268,7 +288,7 @@ class Prober:
             evidence.is_done = True
             return None
         if not values.add_up:
-            evidence.is_done = True
+            evidence.is_done = evidence.is_wrong = True
             return (
                 f"the evaluation loss of a few rows is {values.together:.6g} together and "
                 f"{values.apart:.6g} added up from two parts, so it depends on how a "

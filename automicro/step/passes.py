@@ -48,10 +48,13 @@ class Passes:
         run_backward: computes gradients from a loss.
         update_metric: feeds one metric with outputs and microbatch, and is told its name.
         ranks: that train together; gradients are taken to be averaged over them.
+        scales_for_ranks: whether losses are divided by what those of all ranks count; False for
+            each rank's own, whose mean over ranks counts.
 
     Attributes:
         layout: of batches.
         device: where the model computes.
+        scales_for_ranks: as given.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class Passes:
         run_backward: Callable[[Tensor], Any],
         update_metric: Callable[[Any, Any, Any, str], None],
         ranks: Ranks | None = None,
+        scales_for_ranks: bool = True,
     ) -> None:
         self._modules = computation.modules
         self._convention = computation.convention
         self._averages = computation.averages
+        self._eval_averages = computation.eval_averages
         self.layout = computation.layout
         self.device = computation.device
         self._autocast_dtype = autocast_dtype
@@ -73,6 +78,8 @@ class Passes:
         self._update_metric = update_metric
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
+        self.scales_for_ranks = scales_for_ranks
+        self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
         self._has_looked_at_parts = False
         self._row_dims: dict[str, int] = {}
@@ -139,6 +146,8 @@ class Passes:
             cuts: the batches of this rank.
             totals: what the losses of all ranks are divided by; None for those of this rank alone.
         """
+        if not self.scales_for_ranks:
+            totals = None
         if totals is None and self._counts_rows:
             sizes = [cut.sizes for cut in cuts]
             if self._last_weights is None or self._last_weights[0] != sizes:
@@ -152,11 +161,21 @@ class Passes:
                 copies=1 if totals is None else self._ranks.copies,
             )
 
+    def eval_weights(self, cuts: Sequence[CutBatch]) -> BatchWeights:
+        """The same in evaluation, where each rank's rows count alone."""
+        if self._eval_averages is self._averages:
+            return self.weights(cuts)
+        with on_host():
+            return BatchWeights(self._eval_averages, cuts)
+
     def denominators(self, batches: Sequence[Any], rows: Sequence[int]) -> dict[str, float]:
         """What the losses of whole batches are divided by, by name; without those that are sums.
 
-        Reading a count of targets that lie on a device waits for the device.
+        Reading a count of targets that lie on a device waits for the device. Nothing where each
+        rank's loss is divided by its own.
         """
+        if not self.scales_for_ranks:
+            return {}
         cuts = [
             CutBatch(batch=batch, microbatches=[batch], sizes=[num_rows])
             for batch, num_rows in zip(batches, rows, strict=True)
@@ -245,7 +264,7 @@ class Passes:
         elif not self._is_alone:
             # Undone where wrappers average gradients over ranks.
             with self.zeroing_gradients() if is_nothing else _NOTHING:
-                gradients.run(self._run_backward, loss * self._ranks.world_size)
+                gradients.run(self._run_backward, loss * self._scale if self._scale > 1 else loss)
         elif is_nothing:
             gradients.run_for_nothing(self._run_backward, loss, weight=weight)
         else:

@@ -30,7 +30,7 @@ from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import TensorCopy
 from automicro.transaction.remembering import Growth
 from automicro.transaction.rng import OwnGenerators, RandomState, devices_of
-from automicro.transaction.transaction import Transaction
+from automicro.transaction.transaction import Part, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +209,7 @@ class Shared:
         spare: rows for the fillers of a rank that has none; None where there are no ranks.
         observer: told of every attempt; None for nobody.
         repeatable: whether sizes may not depend on how long attempts took.
+        state: further state of the caller's, as parts of a transaction.
     """
 
     modules: Sequence[nn.Module]
@@ -218,6 +219,7 @@ class Shared:
     spare: Spare | None = None
     observer: Observer | None = None
     repeatable: bool = False
+    state: Sequence[Part] = ()
 
     @functools.cached_property
     def index(self) -> ModuleIndex:
@@ -359,6 +361,10 @@ class Phase:
         """What is updated with the rows of one step."""
         with announcing_failure(self.ranks):
             return Metrics(flatten_metrics(metrics), self._growth)
+
+    def state(self) -> list[Part]:
+        """Further state of the caller's."""
+        return list(self._shared.state)
 
     def begin(self, step: Step) -> int | None:
         """A step is about to be attempted; the rows that it starts from, if an earlier run says."""

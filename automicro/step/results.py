@@ -34,6 +34,8 @@ class StepResult:
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
             the device. On the host where ``accept`` was given.
         losses: the parts of the loss by name, where the forward gives several; as ``loss``.
+        rank_loss: the loss of this rank's rows alone, divided by what they count; ``loss`` itself
+            where there is one rank.
         num_samples: rows of the batch, on several ranks of this one's.
         num_global_samples: rows of the batches of all ranks.
         microbatch_size: rows of the largest microbatch used, on any rank.
@@ -54,6 +56,7 @@ class StepResult:
 
     loss: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
+    rank_loss: Tensor
     num_samples: int
     num_global_samples: int
     microbatch_size: int

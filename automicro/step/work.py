@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,10 +65,12 @@ class GlobalLoss:
     Args:
         device: where the model computes.
         at_once: whether the loss is looked at before the commit.
+        num_means: of how many ranks' means the loss is the mean; 1 where it is a sum of shares.
     """
 
-    def __init__(self, device: torch.device, *, at_once: bool) -> None:
+    def __init__(self, device: torch.device, *, at_once: bool, num_means: int = 1) -> None:
         self._device = device
+        self._num_means = num_means
         self._votes = at_once or device.type == "cpu"
         self._own: Tensor | None = None  # on an accelerator
 
@@ -85,12 +87,13 @@ class GlobalLoss:
         """The loss of all ranks and its parts."""
         stacked, self._own = self._own, None
         if stacked is None:
-            return _like(result, torch.tensor(sums, dtype=torch.float64, device="cpu").unbind())
+            summed = torch.tensor(sums, dtype=torch.float64, device="cpu")
+            return _like(result, (summed / self._num_means).unbind())
         from automicro.ranks.guards.collectives import own_collectives
 
         with own_collectives():  # the vote to commit has just come before
             dist.all_reduce(stacked)
-        return _like(result, stacked.unbind())
+        return _like(result, (stacked / self._num_means).unbind())
 
 
 Accept = Callable[[Tensor], bool]
@@ -161,7 +164,8 @@ class _Work:
         self._passes = setup.passes
         self._ranks = phase.ranks
         self._metrics, self._kept = metrics, kept
-        self._updated = [] if metrics is None else [phase.metrics(metrics)]
+        self._updated: list[Part] = [] if metrics is None else [phase.metrics(metrics)]
+        self._updated += phase.state()
         self._keeps = [] if kept.is_nothing else [kept]
         self._watch = phase.watch([each.contents for each in step.batches])
         self._buffers = phase.buffers()
@@ -246,7 +250,12 @@ class TrainingWork(_Work):
         self._gradients = Gradients(
             setup.index.known, setup.gradients, inputs=self._watch.requiring_grad
         )
-        self._shared = GlobalLoss(phase.device, at_once=accept is not None)
+        self._shared = GlobalLoss(
+            phase.device,
+            at_once=accept is not None,
+            num_means=1 if setup.passes.scales_for_ranks else phase.ranks.world_size,
+        )
+        self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
 
     def parts(self) -> list[Part]:
         return [
@@ -268,7 +277,7 @@ class TrainingWork(_Work):
                 check_history(passes.layout.leaves(batch))
         cuts = self._cut(plan)
         weights = passes.weights(cuts, plan.totals)
-        if plan.totals is not None:
+        if plan.totals:
             passes.check_counts(weights, self._step.denominators)
         fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
         gradients.expect(plan.num_microbatches)
@@ -304,12 +313,31 @@ class TrainingWork(_Work):
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
         summed = add_up(losses)
+        if not self._ranks.is_alone:
+            self._own = summed, weights, plan.totals or {}
         return summed if self._accept is None else read_losses(summed)
 
     def _warn_of_splitting(self, plan: Plan) -> None:
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split and self._ranks.rank == 0:
             self._setup.split_guard.warn(most.sizes, self._buffers)
+
+    @property
+    def rank_loss(self) -> Tensor | None:
+        """The loss of this rank's rows, divided by what they count; None where it is alone."""
+        if self._own is None:
+            return None
+        (loss, parts), weights, of_all = self._own
+        if not of_all or not self._passes.scales_for_ranks:
+            return loss
+
+        def own(share: Tensor, name: str) -> Tensor:
+            total = weights.totals.get(name)
+            return share if total is None or not total else share * (of_all[name] / total)
+
+        if "" in weights.totals:
+            return own(loss, "")
+        return torch.stack([own(part, name) for name, part in parts.items()]).sum()
 
     def numbers(self, result: Losses) -> Sequence[float]:
         return self._shared.numbers(result)
@@ -378,7 +406,7 @@ class EvaluationWork(_Work):
             with ranks.microbatch(index):
                 output = forward(rows, self._metrics, tell)
             if output.loss is not None:
-                weights = weights or passes.weights(cuts)
+                weights = weights or passes.eval_weights(cuts)
                 loss = weights.apply(index, output.loss, output.losses, has_total=output.has_total)
                 losses.append(loss)
             if keep is not None:

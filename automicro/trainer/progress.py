@@ -384,6 +384,7 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
 
     >>> result = StepResult(
     ...     loss=torch.tensor(0.0),
+    ...     rank_loss=torch.tensor(0.0),
     ...     num_samples=512,
     ...     num_global_samples=512,
     ...     microbatch_size=128,
@@ -435,6 +436,7 @@ def growth_line(phase: str, result: StepResult | EvalResult) -> str:
 
     >>> result = StepResult(
     ...     loss=torch.tensor(0.0),
+    ...     rank_loss=torch.tensor(0.0),
     ...     num_samples=512,
     ...     num_global_samples=512,
     ...     microbatch_size=103,
@@ -454,6 +456,7 @@ def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
 
     >>> result = StepResult(
     ...     loss=torch.tensor(0.0),
+    ...     rank_loss=torch.tensor(0.0),
     ...     num_samples=512,
     ...     num_global_samples=512,
     ...     microbatch_size=32,

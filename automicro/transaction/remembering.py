@@ -18,7 +18,7 @@ import types
 import uuid
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from automicro.reach import OF_EVERY_MODULE, is_generator
 from automicro.torch_private import is_uninitialized
 from automicro.transaction.parameters import TensorCopy, seen_version
 from automicro.transaction.rng import set_state, state_of
+from automicro.transaction.transaction import Part
 
 # What cannot be changed, or is no state: held by reference.
 _CONSTANT = (
@@ -349,6 +350,83 @@ _KINDS: dict[type, _Remember] = {}
 _OF_EVERY_MODULE = tuple(OF_EVERY_MODULE)
 
 
+class State:
+    """Values of the caller's as a part of a transaction: what a failed attempt did is undone.
+
+    Args:
+        values: whatever an attempt may change: lists, dicts, modules, objects with attributes.
+
+    Example:
+        >>> told = ["before"]
+        >>> state = State([told])
+        >>> state.begin()
+        >>> told.append("in an attempt that fails")
+        >>> state.roll_back()
+        >>> told
+        ['before']
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = list(values)
+        self._growth = Growth()
+        self._remembered: Remembered | None = None
+
+    def begin(self) -> None:
+        """Remember them.
+
+        Raises:
+            TypeError: one holds what can neither be copied nor is known not to change.
+        """
+        remembered = self._remembered = Remembered(self._growth)
+        for value in self._values:
+            try:
+                if remembered.add(value) is not value:
+                    raise CannotRememberError(value, "only another one could stand in its place")
+            except CannotRememberError as error:
+                where = "".join(f" → {name}" for name in error.path)
+                raise TypeError(
+                    f"state=[…] holds a {type(value).__name__}{where} of type "
+                    f"{type(error.value).__name__}, which cannot be put back ({error}), so what a "
+                    "failed attempt does to it could not be undone; pass what changes in it "
+                    "alone, or an object with begin, prepare, commit and roll_back"
+                ) from error
+
+    def prepare(self) -> None:
+        """Nothing can fail."""
+
+    def commit(self) -> None:
+        self._remembered = None
+
+    def roll_back(self) -> None:
+        if self._remembered is not None:
+            self._remembered.put_back()
+        self._remembered = None
+
+
+_PART = ("begin", "prepare", "commit", "roll_back")
+
+
+def read_state(values: Iterable[Any]) -> list[Part]:
+    """What a caller gave as further state, as parts of a transaction.
+
+    Raises:
+        TypeError: a value that nothing can change, so that another must have been meant.
+    """
+    parts: list[Part] = []
+    plain: list[Any] = []
+    for value in values:
+        if isinstance(value, _CONSTANT):
+            raise TypeError(
+                f"state=[…] holds {value!r} (of type {type(value).__name__}), which nothing can "
+                "change in place; pass the object that holds it"
+            )
+        if all(callable(getattr(value, name, None)) for name in _PART):
+            parts.append(value)
+        else:
+            plain.append(value)
+    return [*parts, State(plain)] if plain else parts
+
+
 def _kind_of(value: Any) -> _Remember:
     """How values of a type are remembered; None for those that cannot change."""
     kind = type(value)
@@ -373,6 +451,8 @@ def _kind_of(value: Any) -> _Remember:
             return remember
     if kind.__module__.partition(".")[0] in _UNCHANGING_PACKAGES:
         return None
+    if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+        return Remembered._copied  # where it stands is no attribute
     if _base(kind) is object:
         return Remembered._add_object
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):

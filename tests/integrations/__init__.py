@@ -1,0 +1,1 @@
+"""automicro inside the trainers of others."""

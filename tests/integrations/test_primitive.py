@@ -1,0 +1,291 @@
+"""What trainers of others ask of the primitive: state of theirs, averages, ranks, closures."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import (
+    BatchError,
+    LossAverageError,
+    LossAverageWarning,
+    MemoryBudget,
+    Microbatcher,
+)
+from tests import models
+from tests.models import ROWS, Mlp
+
+x, y = models.x(), models.y()
+
+
+def limited(told: list[int], then: Callable[[], Any] = lambda: None) -> Callable[..., Tensor]:
+    """A forward that tells of its rows, and then runs out of memory with more than six."""
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        told.append(len(inputs))
+        then()
+        if len(inputs) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return F.cross_entropy(model(inputs), targets)
+
+    return forward
+
+
+class Host:
+    """Keeps what hosts keep: numbers, series by name, a tensor."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.series: dict[str, list[float]] = {}
+        self.total = torch.zeros(2)
+        self.told: list[int] = []
+
+    def count(self) -> None:
+        self.calls += 1
+        self.series.setdefault("loss", []).append(1.0)
+        self.total += 1
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -> None:
+    host = Host()
+    total = host.total
+    step = Microbatcher(
+        Mlp(),
+        forward=limited(host.told, host.count),
+        loss_average="samples",
+        microbatch_size="auto",
+        eval_microbatch_size="auto",
+        state=[host],
+        probe=False,
+        batchnorm="ignore",
+    )
+    result = step.evaluate((x, y)) if evaluates else step.backward((x, y))
+    assert result.ooms == 1
+    assert host.calls == result.num_microbatches
+    assert host.series == {"loss": [1.0] * result.num_microbatches}
+    assert host.total is total
+    assert total.tolist() == [result.num_microbatches] * 2
+
+
+def test_state_is_put_back_after_an_error_too() -> None:
+    told: list[str] = []
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        told.append("a microbatch")
+        if len(told) == 3:
+            raise RuntimeError("a mistake of the model's")
+        loss: Tensor = model(batch[0]).mean()
+        return loss
+
+    step = Microbatcher(
+        Mlp(), forward=forward, loss_average="samples", microbatch_size=2, state=[told], probe=False
+    )
+    with pytest.raises(RuntimeError, match="a mistake"):
+        step.backward((x, y))
+    assert told == []
+
+
+class Counted:
+    """A transaction's part of the caller's own."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def prepare(self) -> None:
+        self.calls.append("prepare")
+
+    def commit(self) -> None:
+        self.calls.append("commit")
+
+    def roll_back(self) -> None:
+        self.calls.append("roll_back")
+
+
+def test_a_part_of_the_callers_own_is_begun_committed_and_rolled_back() -> None:
+    part, told = Counted(), list[int]()
+    step = Microbatcher(
+        Mlp(), forward=limited(told), loss_average="samples", state=[part], probe=False
+    )
+    assert step.backward((x, y)).ooms == 1
+    assert part.calls == ["begin", "roll_back", "begin", "prepare", "commit"]
+
+
+def test_state_that_only_another_object_could_replace_is_named() -> None:
+    state = [itertools.count()]
+    step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=state, probe=False)
+    with pytest.raises(TypeError, match=r"holds a count of type count, .* begin, prepare, commit"):
+        step.backward((x, y))
+
+
+@pytest.mark.parametrize("value", [3, "name", None, len])
+def test_state_that_nothing_can_change_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"state=\[…\] holds .* pass the object that holds it"):
+        Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=[value])
+
+
+def test_state_that_cannot_be_copied_is_named() -> None:
+    held = {"rows": (each for each in range(3))}
+    step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=[held], probe=False)
+    with pytest.raises(TypeError, match=r"holds a dict → rows of type generator, .*undone; pass"):
+        step.backward((x, y))
+
+
+def test_training_and_evaluation_may_average_over_different_things() -> None:
+    """Training divides by a constant, as hosts do that know all of a step; evaluation by rows."""
+    model = Mlp()
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        reduction = "sum" if torch.is_grad_enabled() else "mean"
+        return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+
+    step = Microbatcher(
+        model,
+        forward=forward,
+        loss_average="none",
+        eval_loss_average="samples",
+        microbatch_size=3,
+        eval_microbatch_size=3,
+    )
+    trained, evaluated = step.backward((x, y)), step.evaluate((x, y))
+    assert evaluated.loss is not None
+    assert torch.allclose(trained.loss, evaluated.loss * ROWS)
+    assert evaluated.denominators == {"": ROWS}
+
+
+def test_a_look_at_an_evaluation_takes_its_own_average() -> None:
+    step = Microbatcher(
+        Mlp(),
+        forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
+        loss_average="none",
+        eval_loss_average="samples",
+        eval_microbatch_size=3,
+    )
+    with pytest.warns(LossAverageWarning, match="evaluation loss of a few rows"):
+        step.evaluate((x, y))
+
+
+def test_outputs_without_a_loss_are_evaluated_and_predicted() -> None:
+    model = Mlp().eval()
+    step = Microbatcher(
+        model,
+        forward=lambda model, batch: (None, model(batch)),
+        loss_average="samples",
+        eval_microbatch_size=3,
+    )
+    result = step.evaluate(x, return_outputs=True)
+    assert result.loss is None
+    expected = torch.cat([model(part) for part in x.split(3)])
+    assert torch.allclose(result.outputs, expected)
+    assert torch.allclose(step.predict(x), expected)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_evaluation_under_inference_mode_is_evaluation(within: bool) -> None:
+    model = Mlp()
+    step = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=3)
+    expected = step.evaluate((x, y), return_outputs=True)
+    with torch.inference_mode():
+        batch = (x.clone(), y.clone()) if within else (x, y)
+        result = step.evaluate(batch, return_outputs=True)
+    assert result.loss is not None
+    assert expected.loss is not None
+    assert torch.equal(result.loss, expected.loss)
+    assert torch.equal(result.outputs, expected.outputs)
+    # What evaluation left behind can still be trained with.
+    step.backward((x, y))
+
+
+def test_a_look_that_shows_another_average_can_be_refused() -> None:
+    step = Microbatcher(
+        Mlp(),
+        forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
+        microbatch_size=3,
+        probe="error",
+    )
+    with pytest.raises(LossAverageError, match="loss_average='none'"):
+        step.backward((x, y))
+    assert all(each.grad is None for each in step._modules[0].parameters())
+
+
+def test_a_probe_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="probe='warn' is not known; use True, False or 'error'"):
+        Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), probe="warn")
+
+
+def test_a_step_inside_a_closure_has_the_memory_that_was_held_for_it() -> None:
+    """The optimizer asks its closure for the loss after its hooks ran: state is built beside it."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = Microbatcher(
+        model, loss_fn=nn.MSELoss(), optimizer=optimizer, microbatch_size=4, probe=False
+    )
+    batch = torch.randn(4, 64), torch.randn(4, 64)
+
+    def closure() -> float:
+        loss = float(step.backward(batch).loss)
+        if released:
+            step.release_reservation()
+        return loss
+
+    weights = 64 * 65 * 4
+    with MemoryBudget(6 * weights + weights // 2):
+        released = False
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step(closure)
+        step.release_reservation()
+        optimizer.state.clear()
+        model.zero_grad()
+        released = True
+        optimizer.step(closure)
+
+
+def test_the_loss_of_a_rank_that_is_alone_is_the_loss() -> None:
+    result = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=3).backward((x, y))
+    assert result.rank_loss is result.loss
+
+
+def test_a_known_model_is_read_off_though_forward_is_given() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(20, (4, 6))
+    labels = tokens.masked_fill(torch.rand(4, 6) < 0.4, -100)
+    batch = {"input_ids": tokens, "labels": labels}
+    found = {}
+    for size in (4, 1):
+        model.zero_grad()
+        step = Microbatcher(
+            model.eval(),
+            forward=lambda model, batch: model(**batch).loss,
+            loss_average="model",
+            microbatch_size=size,
+        )
+        loss = step.backward(batch).loss
+        gradient = model.transformer.wte.weight.grad
+        assert gradient is not None
+        found[size] = loss, gradient.clone()
+        assert step.loss_average_is == "declared"
+    assert torch.allclose(found[1][0], found[4][0])
+    assert torch.allclose(found[1][1], found[4][1], atol=1e-6)
+
+
+def test_a_model_that_declares_nothing_cannot_be_read_off() -> None:
+    with pytest.raises(ValueError, match=r"loss_average='model' was given, and Mlp declares"):
+        Microbatcher(Mlp(), forward=lambda model, batch: model(batch), loss_average="model")
+
+
+def test_a_batch_whose_rows_cannot_be_told_apart_is_an_error() -> None:
+    step = Microbatcher(
+        Mlp(), forward=lambda model, batch: model(batch["a"]).mean(), loss_average="samples"
+    )
+    with pytest.raises(BatchError, match="batch_layout"):
+        step.backward({"a": torch.randn(6, 4), "b": torch.randn(3, 4)})
