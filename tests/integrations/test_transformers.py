@@ -23,6 +23,7 @@ from automicro import (
 )
 from automicro.integrations.transformers import Sequences, enable
 from tests.integrations import transformers_runs as runs
+from tests.integrations.launching import torchrun
 from tests.integrations.transformers_runs import CASES, Case, furthest, logged, losses, make, run
 
 LIMITS = 20
@@ -436,3 +437,24 @@ def test_sequences_that_depend_on_each_other_stay_whole(change: dict[str, Tensor
     }
     assert Sequences.read(batch) is not None
     assert Sequences.read({**batch, **change}) is None
+
+
+# Several ranks
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "own module"])
+def test_one_rank_out_of_memory_leaves_both_where_ddp_alone_ends(
+    name: str, accumulation: int, tmp_path: Path
+) -> None:
+    """Sums divided by the items of all ranks, and means of each."""
+    module = "tests.integrations.transformers_ranks"
+    for found in torchrun(module, tmp_path, name, accumulation):
+        plain, ours = found["losses"]
+        assert found["microbatch_size"] == 4
+        assert found["differs"] < 1e-12
+        assert ours == pytest.approx(plain, rel=1e-6)
+        cut, whole = found["evaluations"]
+        assert cut == pytest.approx(whole, rel=1e-6)
