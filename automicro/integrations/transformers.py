@@ -17,6 +17,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,16 @@ from automicro.errors import (
     SampleTooLargeError,
     warn,
 )
-from automicro.integrations.host import Replacements, import_host, require_seam
+from automicro.integrations.host import (
+    AccumulationReport,
+    Group,
+    Replacements,
+    import_host,
+    require_seam,
+)
 from automicro.loss.averages import IGNORED, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
+from automicro.loss.look import Compared, relative_errors
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher
@@ -112,6 +120,119 @@ def enable(trainer: Any, **options: Any) -> Any:
     return trainer
 
 
+def verify(trainer: Any) -> AccumulationReport:
+    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
+
+    It is the trainer's own step that runs, without automicro and without dropout, on the first
+    rows of its training data. No parameter, gradient, buffer or random number is another
+    afterwards.
+
+    Args:
+        trainer: with the ``gradient_accumulation_steps`` in question. In one process.
+
+    Raises:
+        ValueError: no accumulation that could be wrong, or several processes.
+
+    Example:
+        >>> import transformers
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(4, 1)
+        ...     def forward(self, inputs, labels):
+        ...         return {"loss": (self.linear(inputs).squeeze(1) - labels).square().mean()}
+        >>> arguments = transformers.TrainingArguments(
+        ...     per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True
+        ... )
+        >>> rows = [{"inputs": torch.randn(4), "labels": float(n)} for n in range(28)]
+        >>> report = verify(transformers.Trainer(Model(), arguments, train_dataset=rows))
+        >>> report.is_exact, [group.rows for group in report.groups]
+        (False, [(8, 8), (8, 4)])
+    """
+    args = trainer.args
+    if args.world_size > 1:
+        raise ValueError("verify compares in one process; start it without torchrun")
+    parts, size = args.gradient_accumulation_steps, args.train_batch_size
+    loader = trainer.get_train_dataloader()
+    rows = list(itertools.islice(iter(loader.dataset), parts * size))
+    counts = [len(rows)]
+    with contextlib.suppress(TypeError):  # it has no length
+        rest = len(loader.dataset) % (parts * size)
+        if rest and len(rows) == parts * size and not args.dataloader_drop_last:
+            counts.append(rest)
+    if parts == 1 or not rows:
+        raise ValueError(
+            "verify: gradient_accumulation_steps is 1, and every step is of one batch, whose "
+            "gradient is its own; set gradient_accumulation_steps, or use automicro.verify for "
+            "microbatches"
+        )
+    model = trainer.model
+    state = Transaction(
+        [
+            Buffers(BufferHistory(ModuleIndex([model]))),
+            RandomState(devices_of([model], args.device)),
+            HostState(trainer),
+        ]
+    )
+    groups = []
+    state.begin()
+    try:
+        for place, count in zip(("the first", "the last"), counts, strict=False):
+            each = [rows[at : min(at + size, count)] for at in range(0, count, size)]
+            found = _accumulated(trainer, [loader.collate_fn(part) for part in each])
+            whole = _accumulated(trainer, [loader.collate_fn(rows[:count])])
+            groups.append(
+                Group(
+                    place=place,
+                    rows=tuple(map(len, each)),
+                    divisor=parts,
+                    loss=found.loss,
+                    whole_loss=whole.loss,
+                    error=max(relative_errors(found, whole).values()),
+                    ratio=found.norm / whole.norm if whole.norm else 1.0,
+                )
+            )
+    finally:
+        state.roll_back()
+    dtype = next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
+    is_half = args.bf16 or args.fp16 or dtype in (torch.bfloat16, torch.float16)
+    return AccumulationReport(
+        groups=tuple(groups),
+        tolerance=3e-2 if is_half else 1e-9 if dtype == torch.float64 else 1e-4,
+        remedy="Let per_device_train_batch_size be the full batch, leave "
+        "gradient_accumulation_steps at 1, and call enable(trainer)",
+    )
+
+
+def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Compared:
+    """The gradient of one optimizer step of the trainer's own, and its loss."""
+    model, enabled = trainer.model, getattr(trainer, "automicro", None)
+    step = trainer.training_step if enabled is None else enabled.own_training_step
+    kept = [(each, each.grad) for each in model.parameters()]
+    losses: list[Tensor] = []
+
+    def backward(loss: Tensor, **_: Any) -> None:
+        losses.append(loss.detach())
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    with Replacements() as replacements, evaluation_mode([model]), torch.enable_grad():
+        try:
+            for parameter, _ in kept:
+                parameter.grad = None
+            replacements.put(trainer.accelerator, "backward", backward)
+            replacements.put(model, "train", lambda mode=True: model)
+            trainer.current_gradient_accumulation_steps = len(batches)
+            prepared = [trainer._prepare_inputs(dict(each)) for each in batches]
+            items = trainer._get_num_items_in_batch(prepared, trainer.args.device)
+            for batch in prepared:
+                step(model, batch, items)
+            found = {name: each.grad for name, each in model.named_parameters()}
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+    return Compared(loss=float(torch.stack(losses).sum()), gradients=found)
+
+
 _FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
 _KEEPS_WHOLE = "or keep batches whole with microbatch_size=None"
@@ -177,6 +298,7 @@ class Enabled:
     Attributes:
         last: the result of the last training batch; None before the first.
         last_evaluation: of the last evaluated one.
+        own_training_step: the trainer's.
     """
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
@@ -185,7 +307,7 @@ class Enabled:
         self._trainer, self._options = trainer, dict(options)
         self._replacements = Replacements()
         put = self._replacements.put
-        self._own_training_step = put(trainer, "training_step", self.training_step)
+        self.own_training_step = put(trainer, "training_step", self.training_step)
         self._own_prediction_step = put(trainer, "prediction_step", self.prediction_step)
         self._sizes = Sizes(self)
         trainer.add_callback(self._sizes)
@@ -279,7 +401,7 @@ class Enabled:
             replacements.put(trainer.accelerator, "backward", catch)
             if not model.training or is_extra_pass():  # the step would switch it to training
                 replacements.put(model, "train", lambda mode=True: model)
-            self._own_training_step(model, flat, num_items)
+            self.own_training_step(model, flat, num_items)
         if len(caught) != 1:
             raise LossError(
                 f"{type(trainer).__name__}.training_step called accelerator.backward "

@@ -21,7 +21,7 @@ from automicro import (
     MetricWarning,
     SampleTooLargeError,
 )
-from automicro.integrations.transformers import Sequences, enable
+from automicro.integrations.transformers import Sequences, enable, verify
 from tests.integrations import transformers_runs as runs
 from tests.integrations.launching import torchrun
 from tests.integrations.transformers_runs import CASES, Case, furthest, logged, losses, make, run
@@ -397,6 +397,41 @@ def test_a_trainer_with_another_seam_is_refused_by_its_version(
     monkeypatch.setattr(Trainer, "training_step", lambda self, model, inputs: None)
     with pytest.raises(ImportError, match=r"transformers .* lacks the parameter 'num_items_in_b"):
         make(CASES["causal"], tmp_path, with_us=True)
+
+
+# Verified as it is
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("accumulation 4", True),
+        ("smoothing, accumulation", True),
+        ("loss function, a sum", True),
+        ("own module, accumulation", False),
+        ("ignores num_items", False),
+    ],
+)
+def test_it_is_told_whether_accumulation_is_the_full_batch(
+    name: str, exact: bool, tmp_path: Path
+) -> None:
+    trainer = make(CASES[name], tmp_path, dtype=torch.float64, dropout=0.1)
+    before, random = runs.parameters(trainer), torch.get_rng_state()
+    report = verify(trainer)
+    assert report.is_exact == exact
+    assert str(report).startswith("exact" if exact else "not exact")
+    assert sum(report.groups[-1].rows) == runs.ROWS % (8 * len(report.groups[0].rows))
+    assert all(map(torch.equal, runs.parameters(trainer), before))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(each.grad is None for each in trainer.model.parameters())
+    assert trainer.model.training
+    if not exact:
+        assert "per_device_train_batch_size be the full batch" in str(report)
+
+
+def test_nothing_to_verify_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 1"):
+        verify(make(CASES["causal"], tmp_path))
 
 
 # Batches without padding
