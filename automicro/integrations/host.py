@@ -5,10 +5,75 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 _MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Batches that one optimizer step of a host's was made of, beside their rows at once.
+
+    Attributes:
+        place: in an epoch: ``"the first"`` or ``"the last"``.
+        rows: of each batch.
+        divisor: how many batches a step has, as a rule.
+        loss: that the host has added up.
+        whole_loss: of all rows in one batch.
+        error: relative, of the worst parameter's gradient.
+        ratio: of the norms of the gradients, the host's by that of one batch.
+    """
+
+    place: str
+    rows: tuple[int, ...]
+    divisor: int
+    loss: float
+    whole_loss: float
+    error: float
+    ratio: float
+
+    def __str__(self) -> str:
+        counts = " + ".join(map(str, self.rows))
+        text = (
+            f"{self.place} step of an epoch, of {counts} rows: the loss is {self.loss:.6g} and of "
+            f"one batch {self.whole_loss:.6g}, the gradient differs by {self.error:.1e}"
+        )
+        if len(self.rows) < self.divisor:
+            text += (
+                f"; it has {len(self.rows)} of {self.divisor} batches, and is {self.ratio:.2f} "
+                "as long"
+            )
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationReport:
+    """Whether a host's own accumulation gives the gradient of the full batch.
+
+    Attributes:
+        groups: that were compared.
+        tolerance: relative errors up to this one are rounding.
+        remedy: what to do where it does not.
+    """
+
+    groups: tuple[Group, ...]
+    tolerance: float
+    remedy: str
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every gradient is that of its rows in one batch."""
+        return all(each.error <= self.tolerance for each in self.groups)
+
+    def __str__(self) -> str:
+        listed = "".join(f"\n  {each}" for each in self.groups)
+        if self.is_exact:
+            return f"exact: accumulated gradients are those of one batch{listed}"
+        return (
+            f"not exact: accumulated gradients are not those of one batch{listed}\n  {self.remedy}"
+        )
 
 
 def import_host(name: str, *, extra: str) -> ModuleType:

@@ -1,0 +1,954 @@
+"""Whole batches on any memory inside Hugging Face's ``Trainer`` and TRL's: one line.
+
+    trainer = Trainer(model, args, train_dataset=data)
+    automicro.integrations.transformers.enable(trainer)
+    trainer.train()
+
+The trainer's own ``training_step`` runs for every microbatch, and is held up before its backward;
+forward and backward are then a `Microbatcher`'s. So a subclass keeps its loss, accelerate its
+scaler, and the loop all that it does around a step.
+
+What a loss averages over is asked of the trainer, because many models accept
+``num_items_in_batch`` and ignore it: one row is computed as one of one item and as one of a very
+great number of them. A sum that was divided is gone then, and a mean is what it was.
+"""
+
+import collections
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automicro.batch.layout import num_rows, split_batch
+from automicro.batch.structure import register_batch_type
+from automicro.errors import (
+    LossError,
+    MetricWarning,
+    PeerFailedError,
+    SampleTooLargeError,
+    warn,
+)
+from automicro.integrations.host import (
+    AccumulationReport,
+    Group,
+    Replacements,
+    import_host,
+    require_seam,
+)
+from automicro.loss.averages import IGNORED, Tokens, read_average
+from automicro.loss.conventions import TARGET_KEYS
+from automicro.loss.look import Compared, relative_errors
+from automicro.loss.passes import is_extra_pass
+from automicro.memory.oom import is_out_of_memory
+from automicro.microbatcher import Microbatcher
+from automicro.modules import ModuleIndex, evaluation_mode
+from automicro.step.results import EvalResult, StepResult
+from automicro.transaction.buffers import BufferHistory, Buffers
+from automicro.transaction.remembering import Growth, State
+from automicro.transaction.rng import RandomState, devices_of
+from automicro.transaction.transaction import Part, Transaction
+
+import_host("transformers", extra="transformers")
+from transformers import Trainer  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
+from transformers.trainer_pt_utils import nested_concat  # noqa: E402
+
+SUPPORTED = "transformers 5.0 or later"
+_OWN = (
+    "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
+    "update_metric", "carry_layout", "scales_for_ranks", "probe", "eval_loss_average",
+)  # fmt: skip
+_LossOf = Callable[[nn.Module, dict[str, Any], Any], Tensor]
+_MANY = 10**18  # items: what is divided by so many is gone
+
+
+def enable(trainer: Any, **options: Any) -> Any:
+    """Let a trainer take its whole batches on any memory.
+
+    Args:
+        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer`` or
+            ``RewardTrainer``, or of a subclass of these, before ``train()``.
+        options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
+            ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
+            model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
+            ``remember_sizes``, ``repeatable``, ``observer``.
+
+    Returns:
+        The trainer. ``trainer.automicro`` has what it found: see `Enabled`.
+
+    Raises:
+        ValueError: something about the trainer would make it wrong; the message says what helps.
+        TypeError: an option that is the trainer's to say.
+        ImportError: a version of transformers that does not have what this stands on.
+    """
+    for name in _OWN:
+        if name in options:
+            raise TypeError(
+                f"enable(trainer, {name}=…): the trainer says that itself; leave it out"
+            )
+    unknown = set(options) - set(inspect.signature(Microbatcher).parameters)
+    if unknown:
+        raise TypeError(
+            f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "
+            "microbatch_size, eval_microbatch_size, loss_average, memory_limit …"
+        )
+    seam = {
+        "training_step": ["model", "inputs", "num_items_in_batch"],
+        "compute_loss": ["model", "inputs", "num_items_in_batch"],
+        "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
+        "_get_num_items_in_batch": ["batch_samples"],
+    }
+    for name, parameters in seam.items():
+        require_seam(Trainer, name, parameters, host="transformers", supported=SUPPORTED)
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"enable takes a transformers.Trainer, and {type(trainer).__name__} is none; for a "
+            "loop of your own use automicro.Microbatcher"
+        )
+    refuse(trainer, splits=options.get("microbatch_size", "auto") is not None)
+    setattr(trainer, "automicro", Enabled(trainer, options))  # noqa: B010 - its class has none
+    return trainer
+
+
+def verify(trainer: Any) -> AccumulationReport:
+    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
+
+    It is the trainer's own step that runs, without automicro and without dropout, on the first
+    rows of its training data. No parameter, gradient, buffer or random number is another
+    afterwards.
+
+    Args:
+        trainer: with the ``gradient_accumulation_steps`` in question. In one process.
+
+    Raises:
+        ValueError: no accumulation that could be wrong, or several processes.
+
+    Example:
+        >>> import transformers
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(4, 1)
+        ...     def forward(self, inputs, labels):
+        ...         return {"loss": (self.linear(inputs).squeeze(1) - labels).square().mean()}
+        >>> arguments = transformers.TrainingArguments(
+        ...     per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True
+        ... )
+        >>> rows = [{"inputs": torch.randn(4), "labels": float(n)} for n in range(28)]
+        >>> report = verify(transformers.Trainer(Model(), arguments, train_dataset=rows))
+        >>> report.is_exact, [group.rows for group in report.groups]
+        (False, [(8, 8), (8, 4)])
+    """
+    args = trainer.args
+    if args.world_size > 1:
+        raise ValueError("verify compares in one process; start it without torchrun")
+    parts, size = args.gradient_accumulation_steps, args.train_batch_size
+    loader = trainer.get_train_dataloader()
+    rows = list(itertools.islice(iter(loader.dataset), parts * size))
+    counts = [len(rows)]
+    with contextlib.suppress(TypeError):  # it has no length
+        rest = len(loader.dataset) % (parts * size)
+        if rest and len(rows) == parts * size and not args.dataloader_drop_last:
+            counts.append(rest)
+    if parts == 1 or not rows:
+        raise ValueError(
+            "verify: gradient_accumulation_steps is 1, and every step is of one batch, whose "
+            "gradient is its own; set gradient_accumulation_steps, or use automicro.verify for "
+            "microbatches"
+        )
+    model = trainer.model
+    state = Transaction(
+        [
+            Buffers(BufferHistory(ModuleIndex([model]))),
+            RandomState(devices_of([model], args.device)),
+            HostState(trainer),
+        ]
+    )
+    groups = []
+    state.begin()
+    try:
+        for place, count in zip(("the first", "the last"), counts, strict=False):
+            each = [rows[at : min(at + size, count)] for at in range(0, count, size)]
+            found = _accumulated(trainer, [loader.collate_fn(part) for part in each])
+            whole = _accumulated(trainer, [loader.collate_fn(rows[:count])])
+            groups.append(
+                Group(
+                    place=place,
+                    rows=tuple(map(len, each)),
+                    divisor=parts,
+                    loss=found.loss,
+                    whole_loss=whole.loss,
+                    error=max(relative_errors(found, whole).values()),
+                    ratio=found.norm / whole.norm if whole.norm else 1.0,
+                )
+            )
+    finally:
+        state.roll_back()
+    dtype = next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
+    is_half = args.bf16 or args.fp16 or dtype in (torch.bfloat16, torch.float16)
+    return AccumulationReport(
+        groups=tuple(groups),
+        tolerance=3e-2 if is_half else 1e-9 if dtype == torch.float64 else 1e-4,
+        remedy="Let per_device_train_batch_size be the full batch, leave "
+        "gradient_accumulation_steps at 1, and call enable(trainer)",
+    )
+
+
+def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Compared:
+    """The gradient of one optimizer step of the trainer's own, and its loss."""
+    model, enabled = trainer.model, getattr(trainer, "automicro", None)
+    step = trainer.training_step if enabled is None else enabled.own_training_step
+    kept = [(each, each.grad) for each in model.parameters()]
+    losses: list[Tensor] = []
+
+    def backward(loss: Tensor, **_: Any) -> None:
+        losses.append(loss.detach())
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    with Replacements() as replacements, evaluation_mode([model]), torch.enable_grad():
+        try:
+            for parameter, _ in kept:
+                parameter.grad = None
+            replacements.put(trainer.accelerator, "backward", backward)
+            replacements.put(model, "train", lambda mode=True: model)
+            trainer.current_gradient_accumulation_steps = len(batches)
+            prepared = [trainer._prepare_inputs(dict(each)) for each in batches]
+            items = trainer._get_num_items_in_batch(prepared, trainer.args.device)
+            for batch in prepared:
+                step(model, batch, items)
+            found = {name: each.grad for name, each in model.named_parameters()}
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+    return Compared(loss=float(torch.stack(losses).sum()), gradients=found)
+
+
+_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
+_KEEPS_WHOLE = "or keep batches whole with microbatch_size=None"
+
+
+def refuse(trainer: Any, *, splits: bool = True) -> None:
+    """Say what about a trainer would be wrong with whole batches in microbatches.
+
+    Raises:
+        ValueError: it would; with the remedy.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    name = type(trainer).__name__
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    sharding = getattr(accelerator, "parallelism_config", None)
+    of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
+    known = any(each.__name__ in _FLAVOURS for each in of_trl)
+    losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
+    across = sorted({str(each) for each in losses} & set(_COMPARE_PAIRS))
+    why = ""
+    if getattr(trainer, "automicro", None) is not None:
+        why = "automicro is enabled for this trainer already; call enable once"
+    elif args.auto_find_batch_size:
+        why = (
+            "auto_find_batch_size=True starts the training again with a smaller batch when memory "
+            "runs out, and automicro keeps the batch; leave it out"
+        )
+    elif args.n_gpu > 1:
+        why = (
+            f"{args.n_gpu} devices in one process (DataParallel) hand each its own rows; start a "
+            "process for each: torchrun --nproc-per-node …"
+        )
+    elif kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_XPU_DP"):
+        why = (
+            f"{kind} keeps gradients of its own, which cannot be rolled back; use DDP or FSDP2 "
+            "(fsdp_version: 2)"
+        )
+    elif kind == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        why = "FSDP1 keeps gradients of its own, which cannot be rolled back; use fsdp_version: 2"
+    elif getattr(sharding, "cp_enabled", False) or getattr(sharding, "sp_enabled", False):
+        why = "context parallelism cuts sequences of a batch in place; leave cp_size and sp_size"
+    elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
+        args.optim
+    ):
+        why = f"optim={args.optim} steps inside the backward, which cannot be undone; use another"
+    elif of_trl and not known:
+        why = (
+            f"TRL's {of_trl[0].__name__} makes its batches inside the step, or compares rows; "
+            f"{', '.join(_FLAVOURS)} are supported"
+        )
+    elif splits and of_trl and across and "DPOTrainer" in (each.__name__ for each in of_trl):
+        why = (
+            f"loss_type={', '.join(across)} compares the pairs of a batch with each other, or "
+            f"counts tokens among them, so it cannot be split; use another, {_KEEPS_WHOLE}"
+        )
+    if why:
+        raise ValueError(f"automicro cannot be enabled for this {name}: {why}")
+
+
+class Enabled:
+    """What stands in for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
+
+    Attributes:
+        last: the result of the last training batch; None before the first.
+        last_evaluation: of the last evaluated one.
+        own_training_step: the trainer's.
+    """
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        self.last: StepResult | None = None
+        self.last_evaluation: EvalResult | None = None
+        self._trainer, self._options = trainer, dict(options)
+        self._replacements = Replacements()
+        put = self._replacements.put
+        self.own_training_step = put(trainer, "training_step", self.training_step)
+        self._own_prediction_step = put(trainer, "prediction_step", self.prediction_step)
+        self._sizes = Sizes(self)
+        trainer.add_callback(self._sizes)
+        self._host_state = HostState(trainer)
+        self._series = Series(trainer)
+        self._train: _Made | None = None
+        self._eval: _Made | None = None
+        # Of the batch that is being computed.
+        self._num_items: Any = None
+        self._arguments: tuple[Any, ...] = ()
+        self._backward_options: dict[str, Any] = {}
+        self._collected: list[tuple[Any, Any]] = []
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Rows of the largest microbatch of the last training batch; None before the first."""
+        return None if self._train is None else self._train.microbatcher.microbatch_size
+
+    @property
+    def eval_microbatch_size(self) -> int | None:
+        """The same of the last evaluated batch."""
+        return None if self._eval is None else self._eval.microbatcher.eval_microbatch_size
+
+    def disable(self) -> None:
+        """Give the trainer its own steps back."""
+        self._replacements.undo()
+        self._trainer.remove_callback(self._sizes)
+        self._trainer.automicro = None
+
+    def sizes(self) -> dict[str, Any]:
+        """What was found, as plain values; a checkpoint of the trainer's keeps it."""
+        made = {"train": self._train, "eval": self._eval}
+        return {
+            name: each.microbatcher.state_dict() for name, each in made.items() if each is not None
+        }
+
+    # Training
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward of a batch: the trainer's own, in microbatches."""
+        trainer = self._trainer
+        batch = as_rows(trainer, inputs)
+        self._num_items = num_items_in_batch
+        model.train()
+        made = self._train
+        if made is None or made.model is not model or made.optimizer is not trainer.optimizer:
+            made = self._train = self._make_training(model, batch)
+        with self._series.of_one_batch():
+            self.last = made.microbatcher.backward(batch)
+        return self.last.rank_loss
+
+    def _make_training(self, model: nn.Module, batch: Any) -> "_Made":
+        trainer = self._trainer
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            # Made when it is first used, which an attempt that is rolled back must not be.
+            scaler.scale(torch.zeros((), device=trainer.args.device))
+        divides = self._num_items is not None and self._divides(model, batch, self._training_loss)
+        microbatcher = Microbatcher(
+            model,
+            forward=self._forward,
+            backward=self._backward,
+            optimizer=trainer.optimizer,
+            loss_average="none" if divides else self._mean(model),
+            state=[self._host_state, self._series.rows],
+            scales_for_ranks=False,
+            probe="error",
+            **{name: value for name, value in self._options.items() if name != "loss_average"},
+        )
+        self._recall("train", microbatcher, self._train)
+        return _Made(model=model, optimizer=trainer.optimizer, microbatcher=microbatcher)
+
+    def _forward(self, model: nn.Module, microbatch: Any) -> Tensor:
+        """The trainer's own step, held up before its backward."""
+        flat = as_batch(microbatch)
+        if is_extra_pass():
+            with self._undone(model):
+                return self._training_loss(model, flat, self._num_items)
+        self._series.note(flat, microbatch)
+        return self._training_loss(model, flat, self._num_items)
+
+    def _training_loss(self, model: nn.Module, flat: dict[str, Any], num_items: Any) -> Tensor:
+        trainer, caught = self._trainer, []
+
+        def catch(loss: Tensor, **kwargs: Any) -> None:
+            caught.append((loss, kwargs))
+
+        with Replacements() as replacements:
+            replacements.put(trainer.accelerator, "backward", catch)
+            if not model.training or is_extra_pass():  # the step would switch it to training
+                replacements.put(model, "train", lambda mode=True: model)
+            self.own_training_step(model, flat, num_items)
+        if len(caught) != 1:
+            raise LossError(
+                f"{type(trainer).__name__}.training_step called accelerator.backward "
+                f"{len(caught)} times, and one batch needs one backward; add the losses up and "
+                "call it once"
+            )
+        [(loss, self._backward_options)] = caught
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        self._trainer.accelerator.backward(loss, **self._backward_options)
+
+    # Evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, logits and labels of a batch: the trainer's own, in microbatches."""
+        trainer = self._trainer
+        batch = as_rows(trainer, inputs)
+        # Of the whole batch and of all ranks, once: each microbatch is divided by it.
+        self._num_items = trainer._get_num_items_in_batch([dict(inputs)], trainer.args.device)
+        self._arguments = (prediction_loss_only, ignore_keys)
+        made = self._eval
+        if made is None or made.model is not model:
+            made = self._eval = self._make_evaluation(model, batch)
+        with self._series.of_one_batch():
+            result = self.last_evaluation = made.microbatcher.evaluate(batch)
+        collected, self._collected[:] = list(self._collected), []
+        if prediction_loss_only or not collected:
+            return result.loss, None, None
+        logits, labels = (functools.reduce(_join, each) for each in zip(*collected, strict=True))
+        return result.loss, logits, labels
+
+    def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
+        divides = self._num_items is not None and self._divides(model, batch, self._predicted_loss)
+        options = {name: each for name, each in self._options.items() if name != "loss_average"}
+        microbatcher = Microbatcher(
+            model,
+            forward=self._predict,
+            loss_average="none" if divides else self._mean(model),
+            state=[self._host_state, self._series.rows, self._collected],
+            probe="error",
+            scales_for_ranks=False,
+            **options,
+        )
+        self._recall("eval", microbatcher, self._eval)
+        return _Made(model=model, optimizer=None, microbatcher=microbatcher)
+
+    def _predict(self, model: nn.Module, microbatch: Any) -> tuple[Tensor | None, None]:
+        flat = as_batch(microbatch)
+        if is_extra_pass():
+            with self._undone(model):
+                return self._prediction(model, flat, self._num_items)[0], None
+        self._series.note(flat, microbatch)
+        loss, logits, labels = self._prediction(model, flat, self._num_items)
+        self._collected.append((logits, labels))
+        return loss, None
+
+    def _prediction(self, model: nn.Module, flat: dict[str, Any], num_items: Any) -> Any:
+        with Replacements() as replacements:
+            replacements.put(
+                self._trainer, "_get_num_items_in_batch", lambda *args, **kwargs: num_items
+            )
+            return self._own_prediction_step(model, flat, *self._arguments)
+
+    def _predicted_loss(self, model: nn.Module, flat: dict[str, Any], num_items: Any) -> Tensor:
+        loss: Tensor | None = self._prediction(model, flat, num_items)[0]
+        return torch.zeros(()) if loss is None else loss
+
+    # What a loss averages over
+
+    def _divides(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_of: _LossOf,
+    ) -> bool:
+        """Whether a loss was divided by the number of items: asked, leaving no trace.
+
+        Raises:
+            ValueError: it was in part.
+            SampleTooLargeError: one row does not fit.
+        """
+        failure: BaseException | None = None
+        answer = [0.0, 0.0]
+        try:
+            answer = self._ask(model, as_batch(self._row_that_counts(batch)), loss_of)
+        except Exception as error:
+            failure = error
+        every: list[Any] = [(answer, failure is None)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            every *= dist.get_world_size()
+            dist.all_gather_object(every, (answer, failure is None))
+        try:
+            if failure is not None and is_out_of_memory(failure):
+                raise SampleTooLargeError(
+                    "one row does not fit, even without its gradient, so no microbatch can; what "
+                    "helps: a smaller model, shorter sequences, bf16, a larger device. The last "
+                    f"failure: {failure}"
+                ) from failure
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # it holds this frame: a cycle
+        if not all(is_well for _, is_well in every):
+            raise PeerFailedError("another rank could not compute one row; its error says why")
+        real, rest = max((found for found, _ in every), key=lambda found: abs(found[0]))
+        if abs(rest) <= 1e-6 * abs(real):
+            return True
+        if abs(rest - real) <= 1e-3 * abs(real):
+            return False
+        name = type(self._inner(model)).__name__
+        raise ValueError(
+            f"the loss of {name} is divided by num_items_in_batch in part only: of one row it is "
+            f"{real:.6g}, and {rest:.3g} of it stays however many items there are (an auxiliary "
+            "loss is added?), so its parts average over different things; leave the auxiliary "
+            f"loss out, {_KEEPS_WHOLE}"
+        )
+
+    def _ask(
+        self,
+        model: nn.Module,
+        row: dict[str, Any],
+        loss_of: _LossOf,
+    ) -> list[float]:
+        """The loss of a row as one of one item, and as one of a very great number of them."""
+        device = self._trainer.args.device
+        with torch.no_grad(), self._undone(model), evaluation_mode([model]):
+            return [
+                float(loss_of(model, dict(row), torch.tensor(items, device=device)).detach())
+                for items in (1, _MANY)
+            ]
+
+    def _row_that_counts(self, batch: Any) -> Any:
+        """A row with a target that is not ignored, if there is one."""
+        rows = split_batch(batch, 1)
+        for row in rows:
+            targets = targets_in(as_batch(row))
+            if targets is None or bool((targets[..., 1:] != IGNORED).any()):
+                return row
+        return rows[0]
+
+    def _mean(self, model: nn.Module) -> Any:
+        """What a mean averages over, as far as it is known."""
+        if "loss_average" in self._options:
+            return self._options["loss_average"]
+        trainer, inner = self._trainer, self._inner(model)
+        if trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss"):
+            return "auto"  # nobody knows, so a few rows are looked at
+        if trainer.label_smoother is not None:
+            names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
+        else:
+            average = read_average(
+                "auto", loss_fn=None, model=inner, targets=targets_in, reads_model=True
+            )[""]
+        return functools.partial(_count, average) if isinstance(average, Tokens) else "auto"
+
+    def _inner(self, model: nn.Module) -> nn.Module:
+        inner = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        base = getattr(inner, "get_base_model", None)  # of peft
+        found: nn.Module = base() if callable(base) else inner
+        return found
+
+    @contextlib.contextmanager
+    def _undone(self, model: nn.Module) -> Iterator[None]:
+        """Whatever is computed meanwhile counts for nothing, also in what the trainer keeps."""
+        index = ModuleIndex([model])
+        devices = devices_of([model], self._trainer.args.device)
+        parts: list[Part] = [Buffers(BufferHistory(index)), RandomState(devices), self._host_state]
+        extra = Transaction(parts if not is_extra_pass() else [HostState(self._trainer)])
+        extra.begin()
+        try:
+            yield
+        finally:
+            extra.roll_back()
+
+    def _recall(self, name: str, microbatcher: Microbatcher, earlier: "_Made | None") -> None:
+        """Go on with the sizes of before, or of the checkpoint that the trainer went on from."""
+        state = self._trainer.state
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, Sizes):
+                callback.enabled = self  # one that was restored knows no trainer
+        if earlier is not None:
+            microbatcher.load_state_dict(earlier.microbatcher.state_dict())
+        elif state.global_step:
+            kept = state.stateful_callbacks.get(Sizes.__name__) or {}
+            sizes = kept.get("attributes", {}).get("found", {})
+            if name in sizes:
+                with contextlib.suppress(ValueError):  # it was found with other options
+                    microbatcher.load_state_dict(sizes[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A Microbatcher, and what it was made for."""
+
+    model: nn.Module
+    optimizer: Any
+    microbatcher: Microbatcher
+
+
+class Sizes(TrainerCallback, ExportableState):
+    """Lets sizes travel in ``trainer_state.json``, so that a resumed run cuts as the first did."""
+
+    def __init__(self, enabled: Enabled | None = None) -> None:
+        self.enabled = enabled
+        self.found: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        found = self.found if self.enabled is None else self.enabled.sizes()
+        return {"args": {}, "attributes": {"found": found}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.stateful_callbacks.setdefault(type(self).__name__, {})  # a plain checkpoint has none
+
+
+# What a trainer keeps
+
+
+_NOT_OF_A_STEP = ("train_dataset", "eval_dataset", "label_names", "automicro")
+_PLAIN = (bool, int, float, str, type(None), list, dict, set, tuple, collections.deque, Tensor)
+
+
+class HostState:
+    """Plain values among a trainer's attributes: numbers, lists, tensors. A transaction's part."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._table: dict[str, Any] = {}
+        self._growth = Growth()
+        self._state: State | None = None
+
+    def begin(self) -> None:
+        self._table = {
+            name: value
+            for name, value in vars(self._trainer).items()
+            if name not in _NOT_OF_A_STEP and isinstance(value, _PLAIN)
+        }
+        held = [each for each in self._table.values() if isinstance(each, _PLAIN[5:])]
+        self._state = State(each for each in held if not isinstance(each, tuple))
+        self._state.begin()
+
+    def prepare(self) -> None:
+        """Nothing can fail."""
+
+    def commit(self) -> None:
+        self._state = None
+
+    def roll_back(self) -> None:
+        if self._state is None:
+            return
+        self._state.roll_back()
+        table = vars(self._trainer)
+        for name in list(table):
+            is_new = isinstance(table[name], _PLAIN) and name not in self._table
+            if is_new and name not in _NOT_OF_A_STEP:
+                del table[name]
+        table.update(self._table)
+        self._state = None
+
+
+def _completion_tokens(batch: Mapping[str, Any], part: slice | None = None) -> float:
+    mask = batch["completion_mask"][..., 1:]
+    half = len(mask) // 2
+    counted = mask if part is None else mask[:half] if part.start is None else mask[half:]
+    return float(counted.sum())
+
+
+def _label_tokens(batch: Mapping[str, Any]) -> float:
+    targets = targets_in(batch)
+    if targets is None:
+        return _completion_tokens(batch, slice(None, None))
+    return float((targets[..., 1:] != IGNORED).sum())
+
+
+_CHOSEN, _REJECTED = slice(None, 0), slice(0, None)
+_DEEPEST = 3  # of mappings in mappings
+
+
+class Series:
+    """What TRL's trainers note in lists, ``_metrics[mode][name]``, once for each forward.
+
+    A batch has one entry, however it was cut: the mean, weighted by what each was a mean over.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._warned: set[str] = set()
+        self.rows: list[tuple[float, dict[str, float]]] = []
+
+    def note(self, flat: Mapping[str, Any], microbatch: Any) -> None:
+        """A microbatch is about to be computed: what entries that come of it are means over."""
+        counts: dict[str, float] = {}
+        if "completion_mask" in flat:
+            counts["entropy"] = _completion_tokens(flat)
+            counts["mean_token_accuracy"] = _completion_tokens(flat, _CHOSEN)
+            counts["logits/chosen"] = counts["mean_token_accuracy"]
+            counts["logits/rejected"] = _completion_tokens(flat, _REJECTED)
+        elif targets_in(flat) is not None:
+            counts["entropy"] = counts["mean_token_accuracy"] = _label_tokens(flat)
+        self.rows.append((float(num_rows(microbatch)), counts))
+
+    @contextlib.contextmanager
+    def of_one_batch(self) -> Iterator[None]:
+        """Around a batch: in the end it has one entry in each series.
+
+        Warns:
+            MetricWarning: a list of a subclass's own has one for each microbatch.
+        """
+        self.rows.clear()
+        before = {path: len(values) for path, values in self._lists()}
+        yield
+        many = len(self.rows)
+        if many < 2:
+            return
+        for path, values in self._lists():
+            new = values[before.get(path, 0) :]
+            if len(new) != many:
+                continue
+            if path[0] == "_metrics":
+                values[-many:] = [self._together(path[-1], new)]
+            elif path[0] not in self._warned:
+                self._warned.add(path[0])
+                warn(
+                    f"{type(self._trainer).__name__}.{path[0]} got {many} entries from one batch, "
+                    "one for each microbatch that it was cut into; append in a callback, once a "
+                    "step, or weigh entries by their rows; said once",
+                    MetricWarning,
+                )
+
+    def _lists(self) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+        """Lists that a trainer keeps, by where: among its attributes, or in mappings there."""
+        waiting: list[tuple[tuple[str, ...], Any]] = [
+            ((name,), value)
+            for name, value in vars(self._trainer).items()
+            if name not in _NOT_OF_A_STEP
+        ]
+        while waiting:
+            path, value = waiting.pop()
+            if isinstance(value, list):
+                yield path, value
+            elif isinstance(value, dict) and len(path) < _DEEPEST:
+                waiting += [((*path, str(key)), each) for key, each in value.items()]
+
+    def _together(self, name: str, values: Sequence[float]) -> float:
+        if name.startswith("min_"):
+            return min(values)
+        if name.startswith("max_"):
+            return max(values)
+        weights = [counts.get(name, rows) for rows, counts in self.rows]
+        weighted = zip(weights, values, strict=True)
+        return sum(w * v for w, v in weighted if w) / (sum(weights) or 1.0)
+
+
+def _is_own(trainer: Any, name: str) -> bool:
+    """Whether a method is neither of transformers nor of TRL."""
+    module = inspect.getmodule(inspect.unwrap(getattr(type(trainer), name)))
+    return (module.__name__ if module else "").partition(".")[0] not in ("transformers", "trl")
+
+
+def _count(average: Tokens, microbatch: Any) -> Any:
+    flat = as_batch(microbatch)
+    targets = targets_in(flat)
+    if targets is None:  # predictions alone
+        return num_rows(microbatch)
+    found = average.denominators(flat, [flat], [len(targets)])
+    assert found is not None
+    return found[0]
+
+
+def targets_in(batch: Any) -> Tensor | None:
+    """The targets of a batch, None where it has none."""
+    flat = as_batch(batch)
+    return next((flat[key] for key in TARGET_KEYS if flat.get(key) is not None), None)
+
+
+def _join(one: Any, other: Any) -> Any:
+    """Outputs of two microbatches: as the trainer's own loop joins those of two batches."""
+    if one is None:
+        return None
+    return nested_concat(one, other, padding_index=IGNORED)  # type: ignore[no-untyped-call]
+
+
+# Batches whose rows are not those of their tensors
+
+
+def as_rows(trainer: Any, inputs: Mapping[str, Any]) -> Any:
+    """A batch of the trainer's as one that is cut into what its loss takes for a row."""
+    collator = getattr(trainer.data_collator, "data_collator", trainer.data_collator)
+    if "Preference" in type(collator).__name__:
+        return Pairs(dict(inputs))
+    sequences = Sequences.read(inputs)
+    return dict(inputs) if sequences is None else sequences
+
+
+def as_batch(batch: Any) -> dict[str, Any]:
+    """What `as_rows` gave, or a part of it, as the trainer knows it."""
+    return batch.flat() if isinstance(batch, Pairs | Sequences) else dict(batch)
+
+
+@dataclass
+class Pairs:
+    """All that is preferred, then all that is not: a row is a pair, one of each block.
+
+    >>> pairs = Pairs({"input_ids": torch.arange(6), "margin": torch.arange(3)})
+    >>> pairs.num_rows, pairs.take(1, 3).fields["input_ids"].tolist()
+    (3, [1, 2, 4, 5])
+
+    Attributes:
+        fields: of the batch; those of ``input_ids``'s length are in two blocks.
+    """
+
+    fields: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.fields["input_ids"]) // 2
+
+    def flat(self) -> dict[str, Any]:
+        return dict(self.fields)
+
+    def take(self, start: int, stop: int) -> "Pairs":
+        half = self.num_rows
+
+        def part(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            if len(value) == 2 * half:
+                return torch.cat([value[start:stop], value[half + start : half + stop]])
+            if len(value) == half:
+                return value[start:stop]
+            raise ValueError(
+                f"a batch of {half} pairs has a tensor of {len(value)} rows, and nothing says "
+                "which belong to which pair"
+            )
+
+        return Pairs({name: part(value) for name, value in self.fields.items()})
+
+
+_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+
+@dataclass
+class Sequences:
+    """Sequences one after the other in one row, without padding: each is a row.
+
+    >>> places = torch.tensor([[0, 1, 0, 1, 2]])
+    >>> sequences = Sequences.read({"input_ids": torch.arange(5)[None], "position_ids": places})
+    >>> sequences.num_rows, sequences.take(1, 2).flat()["input_ids"].tolist()
+    (2, [[2, 3, 4]])
+
+    Attributes:
+        fields: of the batch, those of one row of all positions.
+        ends: where each sequence begins, and where the last one ends.
+        others: names of what follows from the lengths, or is the same for all.
+    """
+
+    fields: dict[str, Tensor]
+    ends: list[int]
+    others: dict[str, Any]
+
+    @classmethod
+    def read(cls, batch: Mapping[str, Any]) -> "Sequences | None":
+        """A batch as its sequences; None where it is an ordinary one.
+
+        A sequence's first target must be ignored: else it is the last one's next token, and is
+        lost where they are cut apart. Such a batch stays whole.
+        """
+        tokens, places = batch.get("input_ids"), batch.get("position_ids")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or len(tokens) != 1:
+            return None
+        length = tokens.shape[1]
+        if isinstance(batch.get(_ENDS[0]), Tensor):
+            ends = batch[_ENDS[0]].tolist()
+        elif isinstance(places, Tensor) and places.shape == tokens.shape and length:
+            starts = (places[0] == places[0, 0]).nonzero().flatten().tolist()
+            ends = [*starts, length]
+        else:
+            return None
+        targets = batch.get("labels")
+        if isinstance(targets, Tensor) and bool((targets[0, ends[1:-1]] != IGNORED).any()):
+            return None
+        if isinstance(batch.get("attention_mask"), Tensor):
+            return None  # one mask over all of them
+        fields = {
+            name: value
+            for name, value in batch.items()
+            if isinstance(value, Tensor) and value.shape[:2] == (1, length)
+        }
+        others = {name: value for name, value in batch.items() if name not in fields}
+        return cls(fields=fields, ends=ends, others=others)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ends) - 1
+
+    def flat(self) -> dict[str, Any]:
+        found: dict[str, Any] = {**self.others, **self.fields}
+        lengths = [stop - start for start, stop in zip(self.ends, self.ends[1:], strict=False)]
+        device = self.fields["input_ids"].device
+        for name in _ENDS:
+            if name in found:
+                found[name] = torch.tensor(self.ends, dtype=torch.int32, device=device)
+        for name in _LONGEST:
+            if name in found:
+                found[name] = max(lengths)
+        if "seq_idx" in found:
+            numbers = torch.arange(len(lengths), dtype=found["seq_idx"].dtype, device=device)
+            found["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths, device=device))[None]
+        return found
+
+    def take(self, start: int, stop: int) -> "Sequences":
+        begin, end = self.ends[start], self.ends[stop]
+        return Sequences(
+            fields={name: value[:, begin:end] for name, value in self.fields.items()},
+            ends=[each - begin for each in self.ends[start : stop + 1]],
+            others=self.others,
+        )
+
+
+def _map_pairs(pairs: Pairs, change: Callable[[Tensor], Tensor]) -> Pairs:
+    return Pairs(_mapped(pairs.fields, change))
+
+
+def _map_sequences(sequences: Sequences, change: Callable[[Tensor], Tensor]) -> Sequences:
+    fields = _mapped(sequences.fields, change)
+    return Sequences(fields=fields, ends=sequences.ends, others=sequences.others)
+
+
+def _mapped(fields: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {
+        name: change(value) if isinstance(value, Tensor) else value
+        for name, value in fields.items()
+    }
+
+
+for _kind, _map in ((Pairs, _map_pairs), (Sequences, _map_sequences)):
+    register_batch_type(
+        _kind,
+        num_rows=lambda value: value.num_rows,
+        take=lambda value, start, stop: value.take(start, stop),
+        map_tensors=_map,
+    )

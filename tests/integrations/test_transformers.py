@@ -1,0 +1,495 @@
+"""Hugging Face's Trainer with one line: the same without a limit, and alive with one."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+from transformers.utils import logging
+
+from automicro import (
+    LossAverageError,
+    MemoryBudget,
+    MetricWarning,
+    SampleTooLargeError,
+)
+from automicro.integrations.transformers import Sequences, enable, verify
+from tests.integrations import transformers_runs as runs
+from tests.integrations.launching import torchrun
+from tests.integrations.transformers_runs import CASES, Case, furthest, logged, losses, make, run
+
+LIMITS = 20
+# Of peft's, which asks transformers for what it has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
+
+
+@pytest.fixture(autouse=True)
+def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    logging.set_verbosity_error()
+    yield
+    capsys.readouterr()
+
+
+def peak_of(case: Case, folder: Path, **arguments: Any) -> int:
+    with MemoryBudget("4GiB") as budget:
+        make(case, folder, **arguments).train()
+    return budget.peak_bytes
+
+
+# The same as the trainer alone
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_limit_every_bit_is_the_trainers_own(name: str, tmp_path: Path) -> None:
+    if name == "frozen base":
+        pytest.importorskip("peft")
+    plain = run(make(CASES[name], tmp_path, dropout=0.1))
+    ours = run(make(CASES[name], tmp_path, dropout=0.1, with_us=True))
+    assert all(map(torch.equal, ours[0], plain[0]))
+    assert ours[1] == plain[1]
+    assert ours[2] == plain[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_microbatches_it_is_the_same_but_for_rounding(name: str, tmp_path: Path) -> None:
+    if name == "frozen base":
+        pytest.importorskip("peft")
+    plain = run(make(CASES[name], tmp_path, dtype=torch.float64))
+    ours = make(
+        CASES[name], tmp_path, dtype=torch.float64, with_us=True, options={"microbatch_size": 3}
+    )
+    found = run(ours)
+    assert ours.automicro.last.num_microbatches == 2  # the last batch has 4 rows
+    assert furthest(found[0], plain[0]) < 1e-12
+    assert losses(found[1]) == pytest.approx(losses(plain[1]), rel=1e-6)
+    assert found[2] == plain[2]
+
+
+@pytest.mark.parametrize(("bf16", "close"), [(False, 1e-6), (True, 1e-3)])
+def test_at_half_of_the_peak_the_trainer_dies_and_with_the_line_it_does_not(
+    bf16: bool, close: float, tmp_path: Path
+) -> None:
+    case = CASES["causal"]
+    plain = make(case, tmp_path, bf16=bf16)
+    with MemoryBudget("4GiB") as budget:
+        expected = run(plain)
+    held = budget.peak_bytes // 2
+    with pytest.raises(torch.OutOfMemoryError), MemoryBudget(held):
+        make(case, tmp_path, bf16=bf16).train()
+    ours = make(case, tmp_path, bf16=bf16, with_us=True)
+    with MemoryBudget(held):
+        found = run(ours)
+    assert ours.automicro.microbatch_size < 8
+    assert losses(found[1]) == pytest.approx(losses(expected[1]), rel=close)
+    assert found[2] == expected[2]
+
+
+def test_a_limit_in_float64_changes_parameters_by_rounding_alone(tmp_path: Path) -> None:
+    case = CASES["accumulation 4"]
+    plain = run(make(case, tmp_path, dtype=torch.float64))
+    held = peak_of(case, tmp_path, dtype=torch.float64) // 2
+    ours = make(case, tmp_path, dtype=torch.float64, with_us=True)
+    with MemoryBudget(held):
+        found = run(ours)
+    assert ours.automicro.microbatch_size < 8
+    assert furthest(found[0], plain[0]) < 1e-12
+
+
+def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path) -> None:
+    case = CASES["causal"]
+    plain = run(make(case, tmp_path, dtype=torch.float64, num_train_epochs=1))
+    most = peak_of(case, tmp_path, dtype=torch.float64, num_train_epochs=1)
+    ended, refused = 0, 0
+    for number in range(1, LIMITS + 1):
+        ours = make(case, tmp_path, dtype=torch.float64, num_train_epochs=1, with_us=True)
+        try:
+            with MemoryBudget(most * number // LIMITS):
+                found = run(ours)
+        except SampleTooLargeError:
+            refused += 1
+            assert all(each.grad is None for each in ours.model.parameters())
+            continue
+        ended += 1
+        assert furthest(found[0], plain[0]) < 1e-12
+        assert [row.get("epoch") for row in found[1]] == [row.get("epoch") for row in plain[1]]
+    assert ended >= LIMITS // 3
+    assert ended + refused == LIMITS
+
+
+# Evaluation
+
+
+def mean_of_logits(prediction: Any) -> dict[str, float]:
+    logits, labels = prediction
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return {"mean": float(logits.mean()), "rows": float(len(labels))}
+
+
+class Adding:
+    """For ``batch_eval_metrics``: called with each batch, and asked at the last."""
+
+    def __init__(self) -> None:
+        self.total, self.calls = 0.0, 0
+
+    def __call__(self, prediction: Any, compute_result: bool = False) -> dict[str, float]:
+        self.total += float(prediction.predictions.sum())
+        self.calls += 1
+        return {"total": self.total, "calls": self.calls}
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "label smoothing", "classifier", "own module", "loss function, a sum"]
+)
+def test_an_evaluation_in_less_memory_has_the_same_metrics(name: str, tmp_path: Path) -> None:
+    double: dict[str, Any] = {"dtype": torch.float64, "compute_metrics": mean_of_logits}
+    plain = make(CASES[name], tmp_path, **double)
+    with MemoryBudget("4GiB") as budget:
+        expected = plain.evaluate()
+    ours = make(CASES[name], tmp_path, with_us=True, **double)
+    with MemoryBudget(budget.peak_bytes * 6 // 10):
+        found = ours.evaluate()
+    assert ours.automicro.eval_microbatch_size < 8
+    assert found["eval_rows"] == expected["eval_rows"] == 20
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)  # computed in fp32
+    assert found["eval_mean"] == pytest.approx(expected["eval_mean"], rel=1e-9)
+
+
+def test_metrics_by_batch_are_called_as_often(tmp_path: Path) -> None:
+    found = []
+    for with_us in (False, True):
+        trainer = make(
+            CASES["classifier"],
+            tmp_path,
+            with_us=with_us,
+            dtype=torch.float64,
+            options={"eval_microbatch_size": 3},
+            batch_eval_metrics=True,
+            compute_metrics=Adding(),
+        )
+        found.append(trainer.evaluate())
+    assert found[1]["eval_calls"] == found[0]["eval_calls"] == 3
+    assert found[1]["eval_total"] == pytest.approx(found[0]["eval_total"], rel=1e-12)
+
+
+def test_predictions_without_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
+    found = []
+    for with_us in (False, True):
+        case = Case(model=runs.bert, data=runs.unlabelled)
+        trainer = make(
+            case,
+            tmp_path,
+            with_us=with_us,
+            dtype=torch.float64,
+            options={"eval_microbatch_size": 3},
+        )
+        found.append(trainer.predict(runs.unlabelled(20)))
+    assert found[0].label_ids is None
+    assert found[1].label_ids is None
+    assert found[1].predictions == pytest.approx(found[0].predictions, abs=1e-14)
+
+
+def test_generated_tokens_are_those_of_the_trainer(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainingArguments
+
+    found = []
+    for with_us in (False, True):
+        torch.manual_seed(0)
+        trainer: Any = Seq2SeqTrainer(
+            runs.t5(0.0).double(),
+            Seq2SeqTrainingArguments(
+                output_dir=str(tmp_path),
+                per_device_eval_batch_size=8,
+                predict_with_generate=True,
+                generation_max_length=9,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+        )
+        if with_us:
+            enable(trainer, eval_microbatch_size=3)
+        found.append(trainer.predict(runs.tokens(20)))
+    assert (found[1].predictions == found[0].predictions).all()
+    assert (found[1].label_ids == found[0].label_ids).all()
+    assert found[1].metrics["test_loss"] == pytest.approx(found[0].metrics["test_loss"], rel=1e-12)
+
+
+# Going on
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.at
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("then", [False, True])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+    first: bool, then: bool, tmp_path: Path
+) -> None:
+    """Also where the checkpoint is the plain trainer's and we go on, and the other way round."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "dropout": 0.1}
+    expected = run(make(CASES["causal"], tmp_path / "whole", **saving))
+    stopped = make(CASES["causal"], tmp_path / "parts", with_us=first, **saving)
+    stopped.add_callback(Stop(4))
+    stopped.train()
+    resumed = make(CASES["causal"], tmp_path / "parts", with_us=then, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 12
+    assert all(map(torch.equal, runs.parameters(resumed), expected[0]))
+    assert logged(resumed)[:-1] == expected[1][:-1]
+
+
+def test_sizes_travel_in_the_state_of_the_trainer(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "with_us": True}
+    held = peak_of(CASES["causal"], tmp_path) // 2
+    with MemoryBudget(held):
+        first = make(CASES["causal"], tmp_path, **saving)
+        first.add_callback(Stop(4))
+        first.train()
+    kept = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert "train" in kept["stateful_callbacks"]["Sizes"]["attributes"]["found"]
+    with MemoryBudget(held):
+        resumed = make(CASES["causal"], tmp_path, **saving)
+        failures = []
+        step = resumed.training_step
+
+        def counted(*args: Any) -> Tensor:
+            loss: Tensor = step(*args)
+            failures.append(resumed.automicro.last.ooms)
+            return loss
+
+        resumed.training_step = counted
+        resumed.train(resume_from_checkpoint=True)
+    assert first.automicro.microbatch_size < 8
+    assert failures[0] == 0
+
+
+def interrupt(trainer: Any, *, forwards: int) -> None:
+    """Train, and be interrupted in the fourth step, after so many of its forwards."""
+    calls, start = 0, {name: each.clone() for name, each in trainer.model.state_dict().items()}
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += trainer.state.global_step == 3
+        if calls > forwards:
+            raise KeyboardInterrupt
+
+    handle = trainer.model.register_forward_pre_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    handle.remove()
+    trainer.model.load_state_dict(start)
+
+
+def test_interrupted_in_a_step_the_trainer_is_as_it_was_and_trains_again(tmp_path: Path) -> None:
+    plain = make(CASES["causal"], tmp_path, dtype=torch.float64)
+    interrupt(plain, forwards=0)
+    expected = run(plain)
+    options = {"microbatch_size": 3}
+    ours = make(CASES["causal"], tmp_path, dtype=torch.float64, with_us=True, options=options)
+    backward = ours.accelerator.backward
+    interrupt(ours, forwards=1)
+    assert ours.accelerator.backward == backward
+    assert "train" not in vars(ours.model)
+    found = run(ours)
+    assert furthest(found[0], expected[0]) < 1e-12
+    ours.automicro.disable()
+    assert ours.training_step.__func__ is Trainer.training_step
+    assert ours.automicro is None
+    enable(ours)
+
+
+# What is told, and refused
+
+
+class Listing(Trainer):
+    """Keeps losses of its own in a list, and fails at some forward."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[float] = []
+        self.calls = 0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.seen.append(float(len(inputs["input_ids"])))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_what_a_subclass_keeps_in_lists_is_rolled_back_and_told_of(tmp_path: Path) -> None:
+    held = peak_of(CASES["causal"], tmp_path) // 2
+    ours = make(CASES["causal"], tmp_path, with_us=True, kind=Listing)
+    with MemoryBudget(held), pytest.warns(MetricWarning, match="Listing.seen got . entries"):
+        ours.train()
+    assert sum(ours.seen) == 2 * runs.ROWS
+    assert ours.calls == len(ours.seen)
+
+
+def test_a_loss_that_is_divided_in_part_is_refused(tmp_path: Path) -> None:
+    ours = make(Case(model=runs.TwoLosses, data=runs.classes), tmp_path, with_us=True)
+    with pytest.raises(ValueError, match=r"in part only: of one row it is .* auxiliary"):
+        ours.train()
+
+
+class MeanOfTokens(Trainer):
+    """A mean over targets that nobody can read off, where rows have different numbers of them."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def test_a_mean_that_nobody_knows_is_looked_at_and_refused(tmp_path: Path) -> None:
+    ours = make(CASES["causal"], tmp_path, with_us=True, kind=MeanOfTokens)
+    with pytest.raises(LossAverageError, match="loss_average="):
+        ours.train()
+
+
+def count_targets(batch: Any) -> Tensor:
+    found: Tensor = (batch["labels"][:, 1:] != -100).sum()
+    return found
+
+
+def test_a_mean_that_was_declared_is_right(tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {"kind": MeanOfTokens, "dtype": torch.float64}
+    plain = run(make(CASES["causal"], tmp_path, **kinds))
+    options = {"loss_average": count_targets, "microbatch_size": 3}
+    found = run(make(CASES["causal"], tmp_path, with_us=True, options=options, **kinds))
+    assert furthest(found[0], plain[0]) < 1e-12
+
+
+def test_what_would_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
+    ours = make(CASES["causal"], tmp_path, with_us=True)
+    with pytest.raises(ValueError, match="enabled for this trainer already"):
+        enable(ours)
+    with pytest.raises(ValueError, match="auto_find_batch_size=True starts the training again"):
+        make(CASES["causal"], tmp_path, with_us=True, auto_find_batch_size=True)
+    with pytest.raises(TypeError, match="the trainer says that itself"):
+        make(CASES["causal"], tmp_path, with_us=True, options={"precision": "bf16"})
+    with pytest.raises(TypeError, match=r"no option microbatch; use those of Microbatcher"):
+        make(CASES["causal"], tmp_path, with_us=True, options={"microbatch": 3})
+    with pytest.raises(TypeError, match=r"takes a transformers.Trainer, and Linear is none"):
+        enable(nn.Linear(2, 2))
+
+
+def test_a_trainer_with_another_seam_is_refused_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "training_step", lambda self, model, inputs: None)
+    with pytest.raises(ImportError, match=r"transformers .* lacks the parameter 'num_items_in_b"):
+        make(CASES["causal"], tmp_path, with_us=True)
+
+
+# Verified as it is
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("accumulation 4", True),
+        ("smoothing, accumulation", True),
+        ("loss function, a sum", True),
+        ("own module, accumulation", False),
+        ("ignores num_items", False),
+    ],
+)
+def test_it_is_told_whether_accumulation_is_the_full_batch(
+    name: str, exact: bool, tmp_path: Path
+) -> None:
+    trainer = make(CASES[name], tmp_path, dtype=torch.float64, dropout=0.1)
+    before, random = runs.parameters(trainer), torch.get_rng_state()
+    report = verify(trainer)
+    assert report.is_exact == exact
+    assert str(report).startswith("exact" if exact else "not exact")
+    assert sum(report.groups[-1].rows) == runs.ROWS % (8 * len(report.groups[0].rows))
+    assert all(map(torch.equal, runs.parameters(trainer), before))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(each.grad is None for each in trainer.model.parameters())
+    assert trainer.model.training
+    if not exact:
+        assert "per_device_train_batch_size be the full batch" in str(report)
+
+
+def test_nothing_to_verify_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 1"):
+        verify(make(CASES["causal"], tmp_path))
+
+
+# Batches without padding
+
+
+def test_sequences_in_one_row_are_cut_between_sequences() -> None:
+    batch: dict[str, Any] = {
+        "input_ids": torch.arange(6)[None],
+        "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1]]),
+        "labels": torch.tensor([[-100, 1, 2, -100, -100, 5]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 4, 6], dtype=torch.int32),
+        "max_length_q": 3,
+        "seq_idx": torch.tensor([[0, 0, 0, 1, 2, 2]], dtype=torch.int32),
+    }
+    read = Sequences.read(batch)
+    assert read is not None
+    assert read.num_rows == 3
+    part = read.take(1, 3).flat()
+    assert part["input_ids"].tolist() == [[3, 4, 5]]
+    assert part["cu_seq_lens_q"].tolist() == [0, 1, 3]
+    assert part["max_length_q"] == 2
+    assert part["seq_idx"].tolist() == [[0, 1, 1]]
+    whole = read.flat()
+    assert all(
+        torch.equal(whole[name], value) for name, value in batch.items() if name != "max_length_q"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"labels": torch.tensor([[-100, 1, 2, 3, 4, 5]])}, {"attention_mask": torch.ones(1, 6)}],
+)
+def test_sequences_that_depend_on_each_other_stay_whole(change: dict[str, Tensor]) -> None:
+    batch: dict[str, Any] = {
+        "input_ids": torch.arange(6)[None],
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+        "labels": torch.tensor([[-100, 1, 2, -100, 4, 5]]),
+    }
+    assert Sequences.read(batch) is not None
+    assert Sequences.read({**batch, **change}) is None
+
+
+# Several ranks
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "own module"])
+def test_one_rank_out_of_memory_leaves_both_where_ddp_alone_ends(
+    name: str, accumulation: int, tmp_path: Path
+) -> None:
+    """Sums divided by the items of all ranks, and means of each."""
+    module = "tests.integrations.transformers_ranks"
+    for found in torchrun(module, tmp_path, name, accumulation):
+        plain, ours = found["losses"]
+        assert found["microbatch_size"] == 4
+        assert found["differs"] < 1e-12
+        assert ours == pytest.approx(plain, rel=1e-6)
+        cut, whole = found["evaluations"]
+        assert cut == pytest.approx(whole, rel=1e-6)

@@ -1,0 +1,107 @@
+"""TRL's trainers with one line: pairs in two blocks, rows without padding, numbers in lists."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+import datasets
+from transformers.utils import logging
+
+from automicro import MemoryBudget
+from automicro.integrations.transformers import Pairs, enable
+from tests.integrations.transformers_runs import furthest, losses, run
+from tests.integrations.trl_runs import CASES, make
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs, which change with each version
+
+
+@pytest.fixture(autouse=True)
+def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    yield
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_limit_every_bit_is_the_trainers_own(name: str, tmp_path: Path) -> None:
+    plain = run(make(name, tmp_path))
+    ours = run(make(name, tmp_path, with_us=True))
+    assert all(map(torch.equal, ours[0], plain[0]))
+    assert ours[1] == plain[1]
+    assert ours[2] == plain[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_microbatches_all_that_is_logged_is_the_same(name: str, tmp_path: Path) -> None:
+    """TRL computes logarithms of probabilities in fp32, whatever the model's type is."""
+    plain = make(name, tmp_path)
+    ours = make(name, tmp_path, with_us=True, microbatch_size=3, eval_microbatch_size=3)
+    expected, found = run(plain), run(ours)
+    close = 1e-12 if name == "Reward" else 1e-7
+    assert ours.automicro.last.num_microbatches > 1
+    assert furthest(found[0], expected[0]) < close
+    for row, other in zip(found[1], expected[1], strict=True):
+        assert row == pytest.approx(other, rel=2e-6, abs=2e-6)
+    evaluated, wanted = ours.evaluate(), plain.evaluate()
+    for key, value in wanted.items():
+        if not key.endswith(("runtime", "per_second")):
+            assert evaluated[key] == pytest.approx(value, rel=2e-6, abs=2e-6), key
+
+
+@pytest.mark.parametrize("name", ["SFT", "SFT, without padding", "DPO", "Reward"])
+def test_at_less_than_the_peak_it_goes_on(name: str, tmp_path: Path) -> None:
+    plain = make(name, tmp_path)
+    with MemoryBudget("4GiB") as budget:
+        expected = run(plain)
+    held = budget.peak_bytes * 3 // 4
+    with pytest.raises(torch.OutOfMemoryError), MemoryBudget(held):
+        make(name, tmp_path).train()
+    ours = make(name, tmp_path, with_us=True)
+    with MemoryBudget(held):
+        found = run(ours)
+    assert ours.automicro.microbatch_size < 8
+    assert losses(found[1]) == pytest.approx(losses(expected[1]), rel=1e-6)
+    assert found[1][-2]["num_tokens"] == expected[1][-2]["num_tokens"]
+
+
+def test_pairs_are_cut_as_pairs() -> None:
+    batch = {"input_ids": torch.arange(8), "ref_chosen_logps": torch.arange(4), "name": "kept"}
+    part = Pairs(batch).take(1, 3)
+    assert part.num_rows == 2
+    assert part.flat()["input_ids"].tolist() == [1, 2, 5, 6]
+    assert part.flat()["ref_chosen_logps"].tolist() == [1, 2]
+    assert part.flat()["name"] == "kept"
+    with pytest.raises(ValueError, match="4 pairs has a tensor of 3 rows"):
+        Pairs({**batch, "odd": torch.arange(3)}).take(0, 1)
+
+
+@pytest.mark.parametrize("loss_type", ["aot", "sft", "bco_pair"])
+def test_a_loss_that_compares_pairs_is_refused(loss_type: str, tmp_path: Path) -> None:
+    trainer = make("DPO", tmp_path)
+    trainer.loss_types = [loss_type]
+    with pytest.raises(ValueError, match=f"loss_type={loss_type} compares the pairs .* whole with"):
+        enable(trainer)
+    enable(trainer, microbatch_size=None)
+
+
+def test_trainers_that_make_their_batches_are_refused_by_name(tmp_path: Path) -> None:
+    trainer = make("SFT", tmp_path)
+    kind = type("GRPOTrainer", (type(trainer).__mro__[2],), {"__module__": "trl.trainer.grpo"})
+    trainer.__class__ = kind
+    with pytest.raises(ValueError, match="TRL's GRPOTrainer makes its batches inside the step"):
+        enable(trainer)
+
+
+def test_what_was_logged_is_from_every_row_once(tmp_path: Path) -> None:
+    ours = make("Reward", tmp_path, with_us=True, microbatch_size=1)
+    found = run(ours)[1]
+    expected = run(make("Reward", tmp_path))[1]
+    for name in ("min_reward", "max_reward", "mean_reward", "accuracy", "margin", "num_tokens"):
+        assert [row[name] for row in found if name in row] == pytest.approx(
+            [row[name] for row in expected if name in row], abs=1e-12
+        )

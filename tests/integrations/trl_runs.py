@@ -1,0 +1,110 @@
+"""TRL's trainers on tiny Llamas and text made here."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # else it starts a thread
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from automicro.integrations.transformers import enable
+
+WORDS = 46
+SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+
+
+def tokenizer() -> Any:
+    known = {**SPECIAL, **{f"w{number}": number + len(SPECIAL) for number in range(WORDS)}}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+
+
+def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+    )  # fmt: skip
+    return kind(config).double()
+
+
+def texts(rows: int, *, pairs: bool) -> Any:
+    drawn = torch.Generator().manual_seed(0)
+
+    def text() -> str:
+        many = int(torch.randint(3, 13, (), generator=drawn))
+        return " ".join(f"w{n}" for n in torch.randint(0, WORDS, (many,), generator=drawn).tolist())
+
+    names = ("chosen", "rejected") if pairs else ("text",)
+    return Dataset.from_dict({name: [text() for _ in range(rows)] for name in names})
+
+
+# The kind of trainer, and its arguments.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("sft", {}),
+    "SFT, accumulation": ("sft", {"gradient_accumulation_steps": 2}),
+    "SFT, packed": ("sft", {"packing": True}),
+    "SFT, packed and wrapped": ("sft", {"packing": True, "packing_strategy": "wrapped"}),
+    "SFT, without padding": ("sft", {"padding_free": True, "max_length": None}),
+    "SFT, DFT": ("sft", {"loss_type": "dft"}),
+    "DPO": ("dpo", {}),
+    "DPO, accumulation": ("dpo", {"gradient_accumulation_steps": 2}),
+    "Reward": ("reward", {}),
+}
+_NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
+
+
+def make(name: str, folder: Path, *, with_us: bool = False, **options: Any) -> Any:
+    """A trainer of one epoch: two steps of 8 rows, and one of 4."""
+    kind, arguments = CASES[name]
+    trainer, config = (getattr(trl, _NAMES[kind] + each) for each in ("Trainer", "Config"))
+    fields = {each.name for each in dataclasses.fields(config)}
+    recomputing = [each for each in fields if each.endswith("_checkpointing")]
+    args = config(
+        **{
+            "output_dir": str(folder),
+            "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 8,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            "max_length": 32,
+            **{each: False for each in recomputing if each == "activation_checkpointing"},
+            **arguments,
+        }
+    )
+    own = model(LlamaForSequenceClassification, num_labels=1) if kind == "reward" else model()
+    more = {"ref_model": model()} if kind == "dpo" else {}
+    made = trainer(
+        model=own,
+        args=args,
+        train_dataset=texts(20, pairs=kind != "sft"),
+        eval_dataset=texts(10, pairs=kind != "sft"),
+        processing_class=tokenizer(),
+        **more,
+    )
+    return enable(made, **options) if with_us else made
