@@ -13,7 +13,7 @@ from automicro.step.results import StepResult
 
 _accelerate = import_host("accelerate", extra="accelerate")
 
-SUPPORTED = "accelerate 1.10 or newer"
+SUPPORTED = "accelerate 1.10 or later"
 
 _ENGINES = {
     "DEEPSPEED": "DeepSpeed",
@@ -197,13 +197,13 @@ def _check_kind(accelerator: Any) -> None:
 
 
 def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
-    if isinstance(model, nn.Module) and not _is_prepared(model):
+    if isinstance(model, nn.Module) and not _is_prepared(accelerator, model):
         raise ValueError(
             f"the {type(model).__name__} did not come out of accelerator.prepare, so neither "
             "autocast nor other ranks would be there; pass what prepare returned: model, optimizer "
             "= accelerator.prepare(model, optimizer)"
         )
-    if optimizer is not None and not _is_prepared(optimizer):
+    if optimizer is not None and not _is_marked(optimizer):
         raise ValueError(
             f"the {type(optimizer).__name__} did not come out of accelerator.prepare, so it would "
             "step in the middle of an accumulation, and on gradients that are scaled; pass what "
@@ -211,6 +211,13 @@ def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
         )
 
 
-def _is_prepared(thing: object) -> bool:
-    """Whether accelerate has marked it; it does so where nothing needed to be wrapped, too."""
+def _is_prepared(accelerator: Any, model: nn.Module) -> bool:
+    """Whether a model came out of ``prepare``, which marks what it gives; not all versions do."""
+    if _is_marked(model):
+        return True
+    inside = accelerator.unwrap_model(model)
+    return any(each is inside for each in getattr(accelerator, "_models", ()))
+
+
+def _is_marked(thing: object) -> bool:
     return bool(getattr(thing, "_is_accelerate_prepared", False))

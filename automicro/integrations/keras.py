@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 
 _global_state = import_host("keras.src.backend.common.global_state", extra="keras")
 
-SUPPORTED = "Keras 3.6 or later"
+SUPPORTED = "Keras 3.7 or later"
 _OWN = (
     "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
     "update_metric", "carry_layout", "batch_layout", "scales_for_ranks", "eval_loss_average",
