@@ -16,6 +16,9 @@ settings.register_profile("people", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "people")
 
+# Read when huggingface_hub is imported: else TRL starts a thread that tells its maker.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
 # More threads only make small kernels wait for each other, and change the last bits of sums from
 # one machine to the next.
 torch.set_num_threads(1)

@@ -124,6 +124,33 @@ def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path
     assert ended + refused == LIMITS
 
 
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 3}])
+def test_a_loss_scale_moves_as_it_does_without_us(options: dict[str, Any], tmp_path: Path) -> None:
+    """Of fp16, on a device without fp16: the scale grows, overflows, and a step is left out."""
+    found = []
+    for with_us in (False, True):
+        trainer = make(CASES["causal"], tmp_path, with_us=with_us, options=options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=2)
+        trainer.accelerator.scaler = scaler
+        scales: list[float] = []
+
+        class Scales(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                scales.append(scaler.get_scale())  # noqa: B023 - of this trainer
+
+        trainer.add_callback(Scales())
+        trainer.train()
+        found.append((scales, runs.parameters(trainer), losses(logged(trainer))))
+    (expected, plain, its), (scales, ours, told) = found
+    assert len(set(expected)) > 2
+    assert scales == expected
+    assert told == pytest.approx(its, rel=1e-6)
+    if options:
+        assert furthest(ours, plain) < 1e-5
+    else:
+        assert all(map(torch.equal, ours, plain))
+
+
 # Evaluation
 
 

@@ -1,11 +1,8 @@
 """TRL's trainers on tiny Llamas and text made here."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # else it starts a thread
 
 import torch
 import trl
