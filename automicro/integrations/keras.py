@@ -104,7 +104,7 @@ def refuse(model: Any) -> None:
     own = [
         name
         for name in ("train_step", "test_step")
-        if getattr(type(model), name) is not getattr(keras.Model, name)
+        if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     with_activity = [
         layer.name

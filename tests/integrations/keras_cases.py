@@ -495,6 +495,12 @@ def of_own_step() -> Any:
     return model
 
 
+def of_own_step_on_the_instance() -> Any:
+    model = classifier()
+    model.train_step = lambda data: {}
+    return model
+
+
 def with_activity() -> Any:
     return classifier(layers.Dense(8, activity_regularizer="l2"))
 
@@ -526,6 +532,7 @@ def fitted(model: Any, **options: Any) -> Any:
         (lambda: enable(enabled()), ValueError, "enabled for this model already"),
         (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "call model.compile"),
         (lambda: enable(of_own_step()), ValueError, "a train_step of its own"),
+        (lambda: enable(of_own_step_on_the_instance()), ValueError, "a train_step of its own"),
         (lambda: enable(compiled(jit_compile=True)), ValueError, "jit_compile=False"),
         (lambda: enable(compiled(steps_per_execution=2)), ValueError, "steps_per_execution"),
         (lambda: enable(with_activity()), ValueError, "activity_regularizer of 'dense"),

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -514,6 +516,16 @@ def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.Monke
     monkeypatch.setattr(Accelerator, "backward", lambda self, value: None)
     with pytest.raises(ImportError, match=r"accelerate \d+.* lacks the parameter 'loss'"):
         microbatcher(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("host", ["accelerate", "keras"])
+def test_a_host_that_is_missing_is_named_with_its_extra(host: str) -> None:
+    hidden = f"import sys; sys.modules[{host!r}] = None; import automicro.integrations.{host}"
+    ended = subprocess.run(
+        [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert f"pip install 'automicro[{host}]'" in ended.stderr.splitlines()[-1]
 
 
 def test_several_batches_are_one_step_where_the_accelerator_does_not_divide() -> None:

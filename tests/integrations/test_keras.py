@@ -49,3 +49,18 @@ def test_keras_keeps_its_bits_and_survives(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_keras_survives_every_limit(tmp_path: Path) -> None:
     run(tmp_path, "-m", "sweep")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is here")
+def test_without_a_backend_it_is_said_which_to_choose(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "import automicro.integrations.keras"],
+        cwd=ROOT,
+        env={**os.environ, "KERAS_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert "ImportError: Keras looks for TensorFlow" in ended.stderr
+    assert "KERAS_BACKEND=torch" in ended.stderr.splitlines()[-1]
