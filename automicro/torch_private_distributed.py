@@ -371,6 +371,11 @@ def groups_of_shards(
     return group.device, list(dict.fromkeys(gathered)), [group._reduce_scatter_process_group]
 
 
+def withholds_gradients(module: "FSDPModule") -> bool:
+    """Whether ``set_requires_gradient_sync(False)`` lets it keep whole gradients to itself."""
+    return any(not (each.reduce_grads and each.all_reduce_grads) for each in _groups(module))
+
+
 def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:
     """The group over which gradients are summed right after the reduce-scatter; None for none."""
     group = _groups(module)[0]

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
+from automicro.errors import PeerFailedError
 from tests.ranks.steps import local
 from tests.ranks.world import World
 
@@ -93,3 +94,18 @@ def test_the_gradient_of_one_batch_is_another_where_targets_are_uneven(world2: W
         assert found["differs"] > 1e-3
         assert found["loss"] != pytest.approx(found["mean of losses"], rel=1e-3)
         assert found["rank loss"] == pytest.approx(found["own loss"], rel=1e-14)
+
+
+def withhold() -> str:
+    model = wrapped("fsdp")
+    assert isinstance(model, FSDPModule)
+    step = Microbatcher(model, loss_fn=F.cross_entropy, loss_average="tokens", probe=False)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises((ValueError, PeerFailedError)) as caught:
+        step.backward(batch(dist.get_rank()))
+    return str(caught.value)
+
+
+def test_a_sharded_model_that_keeps_whole_gradients_back_is_refused(world2: World) -> None:
+    for message in world2.run(withhold):
+        assert "set_requires_gradient_sync(False)" in message

@@ -26,6 +26,7 @@ from automicro.torch_private_distributed import (
     replicate_group,
     reset_sharded,
     uses_symmetric_memory,
+    withholds_gradients,
 )
 
 _SHARD_WHAT_IS_USED = (
@@ -233,7 +234,13 @@ class FsdpGuard:
             self._has_looked = True
 
     def meet(self, *, training: bool) -> None:
-        """Nothing comes before the first forward."""
+        if training and any(map(withholds_gradients, self._modules)):
+            raise ValueError(
+                "the sharded model keeps whole gradients back (set_requires_gradient_sync(False), "
+                "accelerate's no_sync), and those of earlier batches are lost here; leave it on: "
+                "the gradients of several batches add up in their shards, and accumulate([…]) "
+                "makes one step of them"
+            )
 
     def open(self, num_microbatches: int, *, training: bool) -> None:
         self._num_microbatches = num_microbatches
