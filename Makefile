@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick sweeps hosts test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
+.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -44,6 +44,10 @@ sweeps: $(INSTALLED)  ## run samples of the torture, the search, the kills and t
 
 hosts: $(INSTALLED)  ## run the integrations inside the trainers of others, the newest that are supported
 	$(PYTEST) --dist loadfile -q -m 'not slow and not gpu and not standin' $(HOSTS)
+
+hosts-oldest: $(INSTALLED)  ## the same with the oldest, in an environment of its own
+	@echo "downloads the oldest supported hosts: four minutes on two idle cores"
+	$(BIN)/python -m tests.integrations.oldest -n auto --maxprocesses 8 --dist loadfile
 
 # Some gigabytes are downloaded and go again: nobody's cache may stand in for the index.
 test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both
@@ -107,7 +111,7 @@ gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the device that is none
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_report --standin
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # The stamp is written last, so an interrupted install is taken up again.
 $(INSTALLED): pyproject.toml constraints.txt
