@@ -23,13 +23,14 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # one machine to the next.
 torch.set_num_threads(1)
 
-# Written by pytest, by the first use of a compiler and by the first import of scikit-learn: no
-# test can help it.
+# Written by pytest, by the first use of a compiler and by the first import of scikit-learn or
+# Lightning: no test can help it.
 VARIABLES_OF_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
     "PYTEST_VERSION",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
 }

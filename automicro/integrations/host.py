@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -139,6 +140,36 @@ def require_seam(
         "or tell automicro's developers",
         name=host,
     )
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not hold its object; any other function is as it was.
+
+    Example:
+        >>> class Host:
+        ...     def step(self):
+        ...         return "done"
+        >>> host = Host()
+        >>> step = weakly(host.step)
+        >>> step()
+        'done'
+        >>> del host
+        >>> step()
+        Traceback (most recent call last):
+        ...
+        ReferenceError: the object of Host.step is there no more
+    """
+    if not inspect.ismethod(method):
+        return method
+    reference, name = weakref.WeakMethod(method), method.__qualname__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise ReferenceError(f"the object of {name} is there no more")
+        return found(*args, **kwargs)
+
+    return call
 
 
 class Replacements:

@@ -15,9 +15,11 @@ great number of them. A sum that was divided is gone then, and a mean is what it
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,9 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import num_rows, split_batch
 from automicro.batch.structure import register_batch_type
+from automicro.batch.tensors import map_tensors
 from automicro.errors import (
+    GradientWarning,
     LossError,
     MetricWarning,
     PeerFailedError,
@@ -41,6 +45,7 @@ from automicro.integrations.host import (
     Replacements,
     import_host,
     require_seam,
+    weakly,
 )
 from automicro.loss.averages import IGNORED, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
@@ -51,7 +56,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex, evaluation_mode
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.buffers import BufferHistory, Buffers
-from automicro.transaction.remembering import Growth, State
+from automicro.transaction.remembering import State
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
 
@@ -68,8 +73,9 @@ _OWN = (
     "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
     "update_metric", "carry_layout", "scales_for_ranks", "probe", "eval_loss_average",
 )  # fmt: skip
-_LossOf = Callable[[nn.Module, dict[str, Any], Any], Tensor]
+_LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _MANY = 10**18  # items: what is divided by so many is gone
+_ASKED = 4  # rows, where the first ones' loss is 0
 
 
 def enable(trainer: Any, **options: Any) -> Any:
@@ -153,14 +159,7 @@ def verify(trainer: Any) -> AccumulationReport:
     if args.world_size > 1:
         raise ValueError("verify compares in one process; start it without torchrun")
     parts, size = args.gradient_accumulation_steps, args.train_batch_size
-    loader = trainer.get_train_dataloader()
-    rows = list(itertools.islice(iter(loader.dataset), parts * size))
-    counts = [len(rows)]
-    with contextlib.suppress(TypeError):  # it has no length
-        rest = len(loader.dataset) % (parts * size)
-        if rest and len(rows) == parts * size and not args.dataloader_drop_last:
-            counts.append(rest)
-    if parts == 1 or not rows:
+    if parts == 1:
         raise ValueError(
             "verify: gradient_accumulation_steps is 1, and every step is of one batch, whose "
             "gradient is its own; set gradient_accumulation_steps, or use automicro.verify for "
@@ -175,8 +174,17 @@ def verify(trainer: Any) -> AccumulationReport:
         ]
     )
     groups = []
-    state.begin()
+    state.begin()  # rows may be drawn at random, too
     try:
+        loader = trainer.get_train_dataloader()
+        rows = list(itertools.islice(iter(loader.dataset), parts * size))
+        if not rows:
+            raise ValueError("verify: train_dataset has no rows; give the trainer one that has")
+        counts = [len(rows)]
+        with contextlib.suppress(TypeError):  # it has no length
+            rest = len(loader.dataset) % (parts * size)
+            if rest and len(rows) == parts * size and not args.dataloader_drop_last:
+                counts.append(rest)
         for place, count in zip(("the first", "the last"), counts, strict=False):
             each = [rows[at : min(at + size, count)] for at in range(0, count, size)]
             found = _accumulated(trainer, [loader.collate_fn(part) for part in each])
@@ -304,22 +312,29 @@ class Enabled:
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         self.last: StepResult | None = None
         self.last_evaluation: EvalResult | None = None
-        self._trainer, self._options = trainer, dict(options)
+        # The trainer holds this, so this must not hold it: a cycle would keep a model's memory.
+        self._options = dict(options)
+        self._trainer: Any = weakref.proxy(trainer)
         self._replacements = Replacements()
         put = self._replacements.put
-        self.own_training_step = put(trainer, "training_step", self.training_step)
-        self._own_prediction_step = put(trainer, "prediction_step", self.prediction_step)
-        self._sizes = Sizes(self)
-        trainer.add_callback(self._sizes)
+        self.own_training_step = weakly(put(self._trainer, "training_step", self.training_step))
+        self._own_prediction_step = weakly(
+            put(self._trainer, "prediction_step", self.prediction_step)
+        )
+        trainer.add_callback(Sizes(self))
+        trainer = self._trainer
         self._host_state = HostState(trainer)
         self._series = Series(trainer)
+        self._logs = Logs(trainer)
         self._train: _Made | None = None
         self._eval: _Made | None = None
+        self._known: dict[str, Any] = {}  # sizes of what is made no more
         # Of the batch that is being computed.
         self._num_items: Any = None
         self._arguments: tuple[Any, ...] = ()
         self._backward_options: dict[str, Any] = {}
         self._collected: list[tuple[Any, Any]] = []
+        self._warns = True
 
     @property
     def microbatch_size(self) -> int | None:
@@ -334,31 +349,43 @@ class Enabled:
     def disable(self) -> None:
         """Give the trainer its own steps back."""
         self._replacements.undo()
-        self._trainer.remove_callback(self._sizes)
+        self._trainer.remove_callback(Sizes)
         self._trainer.automicro = None
 
     def sizes(self) -> dict[str, Any]:
         """What was found, as plain values; a checkpoint of the trainer's keeps it."""
         made = {"train": self._train, "eval": self._eval}
-        return {
+        return self._known | {
             name: each.microbatcher.state_dict() for name, each in made.items() if each is not None
         }
+
+    def let_go_of_other_models(self, model: nn.Module) -> None:
+        """Hold no model of an earlier run, which takes a device's memory."""
+        self._known = self.sizes()
+        if self._train is not None and self._inner(self._train.model) is not self._inner(model):
+            self._train = None
+        if self._eval is not None and self._inner(self._eval.model) is not self._inner(model):
+            self._eval = None
 
     # Training
 
     def training_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of a batch: the trainer's own, in microbatches."""
         trainer = self._trainer
         batch = as_rows(trainer, inputs)
         self._num_items = num_items_in_batch
+        # Before anything is remembered: such an optimizer changes parameters there.
         model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
         made = self._train
-        if made is None or made.model is not model or made.optimizer is not trainer.optimizer:
+        if made is None or not made.is_for(model, trainer.optimizer, num_items_in_batch):
             made = self._train = self._make_training(model, batch)
-        with self._series.of_one_batch():
+        with self._logs.of_one_batch(), self._series.of_one_batch():
             self.last = made.microbatcher.backward(batch)
+        self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
 
     def _make_training(self, model: nn.Module, batch: Any) -> "_Made":
@@ -367,20 +394,83 @@ class Enabled:
         if scaler is not None and scaler.is_enabled():
             # Made when it is first used, which an attempt that is rolled back must not be.
             scaler.scale(torch.zeros((), device=trainer.args.device))
-        divides = self._num_items is not None and self._divides(model, batch, self._training_loss)
+        counts = self._num_items is not None
+        divides = self._divides(model, batch, self._training_loss) if counts else False
         microbatcher = Microbatcher(
             model,
-            forward=self._forward,
-            backward=self._backward,
+            forward=weakly(self._forward),
+            backward=weakly(self._backward),
             optimizer=trainer.optimizer,
+            modules=self._further_modules(model),
             loss_average="none" if divides else self._mean(model),
-            state=[self._host_state, self._series.rows],
+            state=[self._host_state, *self._kept(), *self._of_loss(model)],
             scales_for_ranks=False,
             probe="error",
             **{name: value for name, value in self._options.items() if name != "loss_average"},
         )
         self._recall("train", microbatcher, self._train)
-        return _Made(model=model, optimizer=trainer.optimizer, microbatcher=microbatcher)
+        return _Made(
+            model=model,
+            optimizer=trainer.optimizer,
+            counts=counts,
+            is_sure=divides is not None,
+            microbatcher=microbatcher,
+        )
+
+    def _kept(self) -> list[Any]:
+        """What is noted of a batch's microbatches."""
+        return [self._series.rows, self._series.changed, self._logs.told]
+
+    def _further_modules(self, model: nn.Module) -> list[nn.Module]:
+        """What else the optimizer steps: parameters of a loss, that are not the model's."""
+        own = {id(each) for each in model.parameters()}
+        groups = getattr(self._trainer.optimizer, "param_groups", [])
+        others = [each for group in groups for each in group["params"] if id(each) not in own]
+        return [nn.ParameterList(others)] if others else []
+
+    def _of_loss(self, model: nn.Module) -> list[Any]:
+        """Objects that a loss may change: a loss function's own, and modules of the trainer's."""
+        trainer, models = self._trainer, {id(each) for each in model.modules()}
+        found = [
+            each
+            for name, each in vars(trainer).items()
+            if isinstance(each, nn.Module)
+            and name not in (*_MODELS, "compute_loss_func")
+            and id(each) not in models
+            and next(each.buffers(), None) is not None
+        ]
+        function = trainer.compute_loss_func
+        if function is not None and not inspect.isroutine(function):
+            with contextlib.suppress(TypeError):  # it holds what cannot be put back
+                _begun([function])
+                found.append(function)
+        return found
+
+    def _say_what_is_done_often(self, times: int) -> None:
+        """Tell of what a subclass does for each microbatch, and did for each batch."""
+        trainer = self._trainer
+        name = trainer.__class__.__name__
+        if times < 2 or not self._warns:
+            return
+        if _is_own(trainer, "training_step"):
+            self._warns = False
+            warn(
+                f"{name}.training_step is your own, and ran {times} times for one batch, once for "
+                "each microbatch, with all that it does beside the loss; do that once a step in a "
+                "callback (on_pre_optimizer_step, on_step_end); said once",
+                GradientWarning,
+            )
+        rows = self._series.changed
+        often = [each for each in dict.fromkeys(itertools.chain(*rows)) if _often(each, rows)]
+        if often and (_is_own(trainer, "compute_loss") or trainer.compute_loss_func is not None):
+            self._warns = False
+            listed = ", ".join(f"{name}.{each}" for each in often)
+            warn(
+                f"{listed} changed in each of {times} microbatches of one batch, and would have "
+                "changed once; change it in a callback (on_step_begin), or read "
+                "trainer.state.global_step; said once",
+                MetricWarning,
+            )
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Tensor:
         """The trainer's own step, held up before its backward."""
@@ -389,22 +479,28 @@ class Enabled:
             with self._undone(model):
                 return self._training_loss(model, flat, self._num_items)
         self._series.note(flat, microbatch)
-        return self._training_loss(model, flat, self._num_items)
+        self._logs.begin(num_rows(microbatch))
+        with self._series.watching_numbers():
+            return self._training_loss(model, flat, self._num_items)
 
-    def _training_loss(self, model: nn.Module, flat: dict[str, Any], num_items: Any) -> Tensor:
+    def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer, caught = self._trainer, []
+        held = HeldBack(model) if _is_own(trainer, "training_step") else None
 
         def catch(loss: Tensor, **kwargs: Any) -> None:
             caught.append((loss, kwargs))
+            if held is not None:
+                held.start()
 
-        with Replacements() as replacements:
+        with Replacements() as replacements, held or contextlib.nullcontext():
             replacements.put(trainer.accelerator, "backward", catch)
+            replacements.put(trainer, "log", self._logs.note)
             if not model.training or is_extra_pass():  # the step would switch it to training
                 replacements.put(model, "train", lambda mode=True: model)
             self.own_training_step(model, flat, num_items)
         if len(caught) != 1:
             raise LossError(
-                f"{type(trainer).__name__}.training_step called accelerator.backward "
+                f"{trainer.__class__.__name__}.training_step called accelerator.backward "
                 f"{len(caught)} times, and one batch needs one backward; add the losses up and "
                 "call it once"
             )
@@ -419,7 +515,7 @@ class Enabled:
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
@@ -427,33 +523,41 @@ class Enabled:
         trainer = self._trainer
         batch = as_rows(trainer, inputs)
         # Of the whole batch and of all ranks, once: each microbatch is divided by it.
-        self._num_items = trainer._get_num_items_in_batch([dict(inputs)], trainer.args.device)
+        self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         self._arguments = (prediction_loss_only, ignore_keys)
         made = self._eval
-        if made is None or made.model is not model:
+        if made is None or not made.is_for(model, None, self._num_items):
             made = self._eval = self._make_evaluation(model, batch)
-        with self._series.of_one_batch():
+        with self._logs.of_one_batch(), self._series.of_one_batch():
             result = self.last_evaluation = made.microbatcher.evaluate(batch)
         collected, self._collected[:] = list(self._collected), []
         if prediction_loss_only or not collected:
             return result.loss, None, None
-        logits, labels = (functools.reduce(_join, each) for each in zip(*collected, strict=True))
+        rows = [count for count, *_ in self._series.rows]
+        logits, labels = (_join(each, rows) for each in zip(*collected, strict=True))
         return result.loss, logits, labels
 
     def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
-        divides = self._num_items is not None and self._divides(model, batch, self._predicted_loss)
+        counts = self._num_items is not None
+        divides = self._divides(model, batch, self._predicted_loss) if counts else False
         options = {name: each for name, each in self._options.items() if name != "loss_average"}
         microbatcher = Microbatcher(
             model,
-            forward=self._predict,
+            forward=weakly(self._predict),
             loss_average="none" if divides else self._mean(model),
-            state=[self._host_state, self._series.rows, self._collected],
+            state=[self._host_state, *self._kept(), self._collected, *self._of_loss(model)],
             probe="error",
             scales_for_ranks=False,
             **options,
         )
         self._recall("eval", microbatcher, self._eval)
-        return _Made(model=model, optimizer=None, microbatcher=microbatcher)
+        return _Made(
+            model=model,
+            optimizer=None,
+            counts=counts,
+            is_sure=divides is not None,
+            microbatcher=microbatcher,
+        )
 
     def _predict(self, model: nn.Module, microbatch: Any) -> tuple[Tensor | None, None]:
         flat = as_batch(microbatch)
@@ -461,18 +565,20 @@ class Enabled:
             with self._undone(model):
                 return self._prediction(model, flat, self._num_items)[0], None
         self._series.note(flat, microbatch)
+        self._logs.begin(num_rows(microbatch))
         loss, logits, labels = self._prediction(model, flat, self._num_items)
         self._collected.append((logits, labels))
         return loss, None
 
-    def _prediction(self, model: nn.Module, flat: dict[str, Any], num_items: Any) -> Any:
+    def _prediction(self, model: nn.Module, flat: Any, num_items: Any) -> Any:
         with Replacements() as replacements:
+            replacements.put(self._trainer, "log", self._logs.note)
             replacements.put(
                 self._trainer, "_get_num_items_in_batch", lambda *args, **kwargs: num_items
             )
             return self._own_prediction_step(model, flat, *self._arguments)
 
-    def _predicted_loss(self, model: nn.Module, flat: dict[str, Any], num_items: Any) -> Tensor:
+    def _predicted_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         loss: Tensor | None = self._prediction(model, flat, num_items)[0]
         return torch.zeros(()) if loss is None else loss
 
@@ -483,17 +589,27 @@ class Enabled:
         model: nn.Module,
         batch: Any,
         loss_of: _LossOf,
-    ) -> bool:
+    ) -> bool | None:
         """Whether a loss was divided by the number of items: asked, leaving no trace.
+
+        None where the loss of every row that was asked is 0, which says nothing.
 
         Raises:
             ValueError: it was in part.
             SampleTooLargeError: one row does not fit.
         """
+        rows = self._rows_that_count(batch)
+        for index in range(_ASKED):  # as often on all ranks
+            answer = self._divides_row(model, rows[index % len(rows)], loss_of)
+            if answer is not None:
+                return answer
+        return None
+
+    def _divides_row(self, model: nn.Module, row: Any, loss_of: _LossOf) -> bool | None:
         failure: BaseException | None = None
         answer = [0.0, 0.0]
         try:
-            answer = self._ask(model, as_batch(self._row_that_counts(batch)), loss_of)
+            answer = self._ask(model, row, loss_of)
         except Exception as error:
             failure = error
         every: list[Any] = [(answer, failure is None)]
@@ -514,6 +630,8 @@ class Enabled:
         if not all(is_well for _, is_well in every):
             raise PeerFailedError("another rank could not compute one row; its error says why")
         real, rest = max((found for found, _ in every), key=lambda found: abs(found[0]))
+        if real == rest == 0:
+            return None
         if abs(rest) <= 1e-6 * abs(real):
             return True
         if abs(rest - real) <= 1e-3 * abs(real):
@@ -526,28 +644,30 @@ class Enabled:
             f"loss out, {_KEEPS_WHOLE}"
         )
 
-    def _ask(
-        self,
-        model: nn.Module,
-        row: dict[str, Any],
-        loss_of: _LossOf,
-    ) -> list[float]:
+    def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
         """The loss of a row as one of one item, and as one of a very great number of them."""
         device = self._trainer.args.device
-        with torch.no_grad(), self._undone(model), evaluation_mode([model]):
-            return [
-                float(loss_of(model, dict(row), torch.tensor(items, device=device)).detach())
-                for items in (1, _MANY)
-            ]
+        found = []
+        for items in (1, _MANY):
+            # Each of a copy and with the same random numbers: a loss may change what it is given.
+            with torch.enable_grad(), self._undone(model), evaluation_mode([model]):
+                copied = as_batch(map_tensors(row, Tensor.clone))
+                found.append(
+                    float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
+                )
+        return found
 
-    def _row_that_counts(self, batch: Any) -> Any:
-        """A row with a target that is not ignored, if there is one."""
+    def _rows_that_count(self, batch: Any) -> list[Any]:
+        """Rows with a target that is not ignored, if there are any."""
         rows = split_batch(batch, 1)
+        found = []
         for row in rows:
             targets = targets_in(as_batch(row))
             if targets is None or bool((targets[..., 1:] != IGNORED).any()):
-                return row
-        return rows[0]
+                found.append(row)
+            if len(found) == _ASKED:
+                break
+        return found or rows[:1]
 
     def _mean(self, model: nn.Module) -> Any:
         """What a mean averages over, as far as it is known."""
@@ -560,8 +680,9 @@ class Enabled:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
         else:
+            targets = functools.partial(_targets_behind, _virtual_tokens(trainer))
             average = read_average(
-                "auto", loss_fn=None, model=inner, targets=targets_in, reads_model=True
+                "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
             )[""]
         return functools.partial(_count, average) if isinstance(average, Tokens) else "auto"
 
@@ -576,8 +697,10 @@ class Enabled:
         """Whatever is computed meanwhile counts for nothing, also in what the trainer keeps."""
         index = ModuleIndex([model])
         devices = devices_of([model], self._trainer.args.device)
-        parts: list[Part] = [Buffers(BufferHistory(index)), RandomState(devices), self._host_state]
-        extra = Transaction(parts if not is_extra_pass() else [HostState(self._trainer)])
+        parts: list[Part] = [HostState(self._trainer), State(self._of_loss(model))]
+        if not is_extra_pass():
+            parts += [Buffers(BufferHistory(index)), RandomState(devices)]
+        extra = Transaction(parts)
         extra.begin()
         try:
             yield
@@ -592,6 +715,8 @@ class Enabled:
                 callback.enabled = self  # one that was restored knows no trainer
         if earlier is not None:
             microbatcher.load_state_dict(earlier.microbatcher.state_dict())
+        elif name in self._known:
+            microbatcher.load_state_dict(self._known[name])
         elif state.global_step:
             kept = state.stateful_callbacks.get(Sizes.__name__) or {}
             sizes = kept.get("attributes", {}).get("found", {})
@@ -606,7 +731,14 @@ class _Made:
 
     model: nn.Module
     optimizer: Any
+    counts: bool
+    is_sure: bool
     microbatcher: Microbatcher
+
+    def is_for(self, model: nn.Module, optimizer: Any, num_items: Any) -> bool:
+        """Whether it is still the one: batches with items may be divided by them, others not."""
+        is_same = self.model is model and self.optimizer is optimizer
+        return is_same and self.is_sure and self.counts == (num_items is not None)
 
 
 class Sizes(TrainerCallback, ExportableState):
@@ -622,11 +754,15 @@ class Sizes(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.stateful_callbacks.setdefault(type(self).__name__, {})  # a plain checkpoint has none
+        if self.enabled is not None:
+            self.enabled.let_go_of_other_models(kwargs["model"])
 
 
 # What a trainer keeps
 
 
+_MODELS = ("model", "model_wrapped", "ref_model")
+_ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
 _NOT_OF_A_STEP = ("train_dataset", "eval_dataset", "label_names", "automicro")
 _PLAIN = (bool, int, float, str, type(None), list, dict, set, tuple, collections.deque, Tensor)
 
@@ -637,7 +773,7 @@ class HostState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._table: dict[str, Any] = {}
-        self._growth = Growth()
+        self._left: set[str] = set()
         self._state: State | None = None
 
     def begin(self) -> None:
@@ -646,9 +782,30 @@ class HostState:
             for name, value in vars(self._trainer).items()
             if name not in _NOT_OF_A_STEP and isinstance(value, _PLAIN)
         }
-        held = [each for each in self._table.values() if isinstance(each, _PLAIN[5:])]
-        self._state = State(each for each in held if not isinstance(each, tuple))
-        self._state.begin()
+        held = {
+            name: value
+            for name, value in self._table.items()
+            if isinstance(value, _PLAIN[5:]) and not isinstance(value, tuple)
+        }
+        try:
+            self._state = _begun([each for name, each in held.items() if name not in self._left])
+        except TypeError:
+            for name, value in held.items():
+                self._leave_out(name, value)
+            self._state = _begun([each for name, each in held.items() if name not in self._left])
+
+    def _leave_out(self, name: str, value: Any) -> None:
+        """Do without what cannot be put back, and say so."""
+        try:
+            _begun([value])
+        except TypeError as error:
+            self._left.add(name)
+            warn(
+                f"{self._trainer.__class__.__name__}.{name} stays as a failed attempt has left it, "
+                f"because it cannot be put back ({error.__cause__}); keep what a step changes in "
+                "an attribute of its own; said once",
+                MetricWarning,
+            )
 
     def prepare(self) -> None:
         """Nothing can fail."""
@@ -669,6 +826,12 @@ class HostState:
         self._state = None
 
 
+def _begun(values: Sequence[Any]) -> State:
+    state = State(values)
+    state.begin()
+    return state
+
+
 def _completion_tokens(batch: Mapping[str, Any], part: slice | None = None) -> float:
     mask = batch["completion_mask"][..., 1:]
     half = len(mask) // 2
@@ -676,11 +839,8 @@ def _completion_tokens(batch: Mapping[str, Any], part: slice | None = None) -> f
     return float(counted.sum())
 
 
-def _label_tokens(batch: Mapping[str, Any]) -> float:
-    targets = targets_in(batch)
-    if targets is None:
-        return _completion_tokens(batch, slice(None, None))
-    return float((targets[..., 1:] != IGNORED).sum())
+def _label_tokens(targets: Tensor | None) -> float:
+    return 0.0 if targets is None else float((targets[..., 1:] != IGNORED).sum())
 
 
 _CHOSEN, _REJECTED = slice(None, 0), slice(0, None)
@@ -696,19 +856,38 @@ class Series:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._warned: set[str] = set()
+        self.changed: list[list[str]] = []
         self.rows: list[tuple[float, dict[str, float]]] = []
 
     def note(self, flat: Mapping[str, Any], microbatch: Any) -> None:
         """A microbatch is about to be computed: what entries that come of it are means over."""
         counts: dict[str, float] = {}
-        if "completion_mask" in flat:
+        if not isinstance(flat, Mapping):
+            pass
+        elif "completion_mask" in flat:
             counts["entropy"] = _completion_tokens(flat)
             counts["mean_token_accuracy"] = _completion_tokens(flat, _CHOSEN)
             counts["logits/chosen"] = counts["mean_token_accuracy"]
             counts["logits/rejected"] = _completion_tokens(flat, _REJECTED)
         elif targets_in(flat) is not None:
-            counts["entropy"] = counts["mean_token_accuracy"] = _label_tokens(flat)
+            count = _label_tokens(_targets_behind(_virtual_tokens(self._trainer), flat))
+            counts["entropy"] = counts["mean_token_accuracy"] = count
         self.rows.append((float(num_rows(microbatch)), counts))
+
+    @contextlib.contextmanager
+    def watching_numbers(self) -> Iterator[None]:
+        """Note which numbers among a trainer's attributes a microbatch changes."""
+        before = self._numbers()
+        yield
+        after = self._numbers()
+        self.changed.append([each for each in after if after[each] != before.get(each)])
+
+    def _numbers(self) -> dict[str, float]:
+        return {
+            name: value
+            for name, value in vars(self._trainer).items()
+            if type(value) in (int, float) and name not in _ADDED_UP
+        }
 
     @contextlib.contextmanager
     def of_one_batch(self) -> Iterator[None]:
@@ -718,6 +897,7 @@ class Series:
             MetricWarning: a list of a subclass's own has one for each microbatch.
         """
         self.rows.clear()
+        self.changed.clear()
         before = {path: len(values) for path, values in self._lists()}
         yield
         many = len(self.rows)
@@ -732,9 +912,9 @@ class Series:
             elif path[0] not in self._warned:
                 self._warned.add(path[0])
                 warn(
-                    f"{type(self._trainer).__name__}.{path[0]} got {many} entries from one batch, "
-                    "one for each microbatch that it was cut into; append in a callback, once a "
-                    "step, or weigh entries by their rows; said once",
+                    f"{self._trainer.__class__.__name__}.{path[0]} got {many} entries from one "
+                    "batch, one for each microbatch that it was cut into; append in a callback, "
+                    "once a step, or weigh entries by their rows; said once",
                     MetricWarning,
                 )
 
@@ -762,9 +942,102 @@ class Series:
         return sum(w * v for w, v in weighted if w) / (sum(weights) or 1.0)
 
 
+class Logs:
+    """What a loss tells ``trainer.log`` of: told once a batch, when it is computed.
+
+    Numbers of several microbatches are their mean, weighted by rows.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.told: list[tuple[int, list[tuple[Any, ...]]]] = []
+
+    def begin(self, rows: int) -> None:
+        self.told.append((rows, []))
+
+    def note(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """In the place of ``trainer.log``."""
+        if self.told and not is_extra_pass():
+            self.told[-1][1].append((dict(logs), args, kwargs))
+
+    @contextlib.contextmanager
+    def of_one_batch(self) -> Iterator[None]:
+        self.told.clear()
+        yield
+        same: dict[Any, list[tuple[int, tuple[Any, ...]]]] = {}
+        for rows, calls in self.told:
+            seen: collections.Counter[Any] = collections.Counter()
+            for call in calls:
+                names = tuple(call[0])
+                seen[names] += 1
+                same.setdefault((names, seen[names]), []).append((rows, call))
+        self.told.clear()
+        for parts in same.values():
+            logs, args, kwargs = parts[0][1]
+            if len(parts) > 1:
+                weights = [count for count, _ in parts]
+                logs = {name: _mean([call[0][name] for _, call in parts], weights) for name in logs}
+            self._trainer.log(logs, *args, **kwargs)
+
+
+def _mean(values: Sequence[Any], rows: Sequence[float]) -> Any:
+    if not all(isinstance(each, int | float | Tensor) for each in values):
+        return values[0]
+    return sum(n * each for n, each in zip(rows, values, strict=True)) / sum(rows)
+
+
+def _often(name: str, changed: Sequence[Sequence[str]]) -> bool:
+    return sum(name in each for each in changed) > 1
+
+
+class _HeldBack(Tensor):
+    """Stands for a gradient where there is none yet: whoever looks at it is told."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LossError(_TOO_EARLY)
+
+
+_TOO_EARLY = (
+    "this trainer's own training_step reads or changes gradients, and automicro holds its backward "
+    "up until all microbatches have run; do that in a callback's on_pre_optimizer_step, which sees "
+    "the gradient of the whole batch, or train without automicro"
+)
+_ADDED_TO = "single memory location"  # what torch says of adding to a gradient that stands for one
+
+
+class HeldBack:
+    """Refuses, meanwhile, whatever looks at gradients or replaces them.
+
+    Raises:
+        LossError: it was done.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        of_model = [each for each in model.parameters() if type(each) is nn.Parameter]
+        self._kept = [(each, each.grad) for each in of_model]
+
+    def start(self) -> None:
+        """From here on; also where gradients were set to None, which changes nothing."""
+        for parameter, _ in self._kept:
+            nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = nothing.expand_as(parameter).as_subclass(_HeldBack)
+
+    def __enter__(self) -> "HeldBack":
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        is_held = all(isinstance(each.grad, _HeldBack) for each, _ in self._kept)
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        if (kind is None and not is_held) or _ADDED_TO in str(error):
+            raise LossError(_TOO_EARLY) from error
+
+
 def _is_own(trainer: Any, name: str) -> bool:
     """Whether a method is neither of transformers nor of TRL."""
-    module = inspect.getmodule(inspect.unwrap(getattr(type(trainer), name)))
+    module = inspect.getmodule(inspect.unwrap(getattr(trainer.__class__, name)))
     return (module.__name__ if module else "").partition(".")[0] not in ("transformers", "trl")
 
 
@@ -781,31 +1054,65 @@ def _count(average: Tokens, microbatch: Any) -> Any:
 def targets_in(batch: Any) -> Tensor | None:
     """The targets of a batch, None where it has none."""
     flat = as_batch(batch)
+    if not isinstance(flat, Mapping):
+        return None
     return next((flat[key] for key in TARGET_KEYS if flat.get(key) is not None), None)
 
 
-def _join(one: Any, other: Any) -> Any:
-    """Outputs of two microbatches: as the trainer's own loop joins those of two batches."""
-    if one is None:
-        return None
-    return nested_concat(one, other, padding_index=IGNORED)  # type: ignore[no-untyped-call]
+def _virtual_tokens(trainer: Any) -> int:
+    """How many tokens peft puts before each row's, none of them a target."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
+        return 0
+    return int(config.num_virtual_tokens)
+
+
+def _targets_behind(virtual: int, batch: Any) -> Tensor | None:
+    """The targets of a batch as peft's prompts hand them on, behind tokens of their own."""
+    targets = targets_in(batch)
+    if targets is None or not virtual:
+        return targets
+    return nn.functional.pad(targets, (virtual, 0), value=IGNORED)
+
+
+def _join(parts: Sequence[Any], rows: Sequence[float]) -> Any:
+    """Outputs of microbatches: as the trainer's own loop joins those of batches.
+
+    A number that a batch has one of is the mean of theirs, weighted by rows.
+    """
+    first = parts[0]
+    if first is None or len(parts) == 1:
+        return first
+    if isinstance(first, tuple | list):
+        return type(first)(_join(each, rows) for each in zip(*parts, strict=True))
+    if isinstance(first, Mapping):
+        return type(first)({name: _join([each[name] for each in parts], rows) for name in first})  # type: ignore[call-arg]
+    if isinstance(first, Tensor) and first.dim() == 0:
+        return _mean(parts, rows).to(first.dtype)
+    return functools.reduce(functools.partial(nested_concat, padding_index=IGNORED), parts)
 
 
 # Batches whose rows are not those of their tensors
 
 
-def as_rows(trainer: Any, inputs: Mapping[str, Any]) -> Any:
+def as_rows(trainer: Any, inputs: Any) -> Any:
     """A batch of the trainer's as one that is cut into what its loss takes for a row."""
+    if not isinstance(inputs, Mapping):
+        return inputs
     collator = getattr(trainer.data_collator, "data_collator", trainer.data_collator)
-    if "Preference" in type(collator).__name__:
+    kinds = {each.__name__ for each in trainer.__class__.__mro__}
+    if "Preference" in type(collator).__name__ or kinds & {"DPOTrainer", "RewardTrainer"}:
         return Pairs(dict(inputs))
     sequences = Sequences.read(inputs)
-    return dict(inputs) if sequences is None else sequences
+    return inputs if sequences is None else sequences
 
 
-def as_batch(batch: Any) -> dict[str, Any]:
-    """What `as_rows` gave, or a part of it, as the trainer knows it."""
-    return batch.flat() if isinstance(batch, Pairs | Sequences) else dict(batch)
+def as_batch(batch: Any) -> Any:
+    """What `as_rows` gave, or a part of it, as the trainer knows it: of its own kind, a copy."""
+    if isinstance(batch, Pairs | Sequences):
+        return batch.flat()
+    return copy.copy(batch) if isinstance(batch, Mapping) else batch
 
 
 @dataclass

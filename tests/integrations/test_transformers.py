@@ -1,22 +1,28 @@
 """Hugging Face's Trainer with one line: the same without a limit, and alive with one."""
 
+import gc
 import json
+import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+from transformers import BatchEncoding, Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.utils import logging
 
 from automicro import (
+    GradientWarning,
     LossAverageError,
+    LossError,
     MemoryBudget,
     MetricWarning,
     SampleTooLargeError,
@@ -358,7 +364,11 @@ class Listing(Trainer):
 def test_what_a_subclass_keeps_in_lists_is_rolled_back_and_told_of(tmp_path: Path) -> None:
     held = peak_of(CASES["causal"], tmp_path) // 2
     ours = make(CASES["causal"], tmp_path, with_us=True, kind=Listing)
-    with MemoryBudget(held), pytest.warns(MetricWarning, match="Listing.seen got . entries"):
+    with (
+        MemoryBudget(held),
+        pytest.warns(MetricWarning, match="Listing.seen got . entries"),
+        pytest.warns(MetricWarning, match="Listing.calls changed in each of . microbatches"),
+    ):
         ours.train()
     assert sum(ours.seen) == 2 * runs.ROWS
     assert ours.calls == len(ours.seen)
@@ -424,6 +434,355 @@ def test_a_trainer_with_another_seam_is_refused_by_its_version(
     monkeypatch.setattr(Trainer, "training_step", lambda self, model, inputs: None)
     with pytest.raises(ImportError, match=r"transformers .* lacks the parameter 'num_items_in_b"):
         make(CASES["causal"], tmp_path, with_us=True)
+
+
+# Subclasses of others
+
+
+class Mine(Trainer):
+    """Calls a loss of its own: ``of(trainer, model, inputs)`` gives it and the outputs."""
+
+    of: Any
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        loss, outputs = type(self).of(self, model, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+def mine(of: Any) -> Any:
+    return type("Mine", (Mine,), {"of": staticmethod(of)})
+
+
+def logging_its_loss(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    outputs = model(**inputs)
+    trainer.log({"own": outputs["loss"].item()})
+    return outputs["loss"], outputs
+
+
+def changing_its_inputs(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    inputs["input_ids"].add_(1).remainder_(runs.VOCABULARY)
+    outputs = model(**inputs)
+    return outputs["loss"], outputs
+
+
+def drawing_in_python(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    outputs = model(**inputs)
+    return outputs["loss"] * random.random(), outputs
+
+
+def with_a_penalty(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    """Of the gradient by its inputs: needs a graph, also where it is only asked."""
+    outputs = model(**inputs)
+    weight = model.get_parameter("head.weight")
+    rows = len(inputs["labels"])
+    found = torch.autograd.grad(outputs["loss"] * rows, weight, create_graph=True)
+    return outputs["loss"] + 0.0 * found[0].sum(), outputs
+
+
+def by_attribute(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    outputs = model(input_ids=inputs.input_ids, labels=inputs.labels)
+    return outputs["loss"], outputs
+
+
+def by_place(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    outputs = model(*inputs)
+    return outputs["loss"], outputs
+
+
+def to_zero_at_first(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    """A divergence that the first batch has none of."""
+    outputs = model(**inputs)
+    logits = outputs["logits"].log_softmax(-1)
+    push = trainer.state.global_step * torch.tensor([0.1, 0.0, -0.1], dtype=logits.dtype)
+    target = (logits.detach() + push).log_softmax(-1)
+    return F.kl_div(logits, target, reduction="batchmean", log_target=True), outputs
+
+
+def columns(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def encoded(rows: list[dict[str, Tensor]]) -> Any:
+    return BatchEncoding(columns(rows))
+
+
+def pair(rows: list[dict[str, Tensor]]) -> Any:
+    found = columns(rows)
+    return found["input_ids"], found["labels"]
+
+
+@pytest.mark.parametrize(
+    ("of", "collator"),
+    [
+        (logging_its_loss, columns),
+        (changing_its_inputs, columns),
+        (drawing_in_python, columns),
+        (with_a_penalty, columns),
+        (by_attribute, encoded),
+        (by_place, pair),
+        (to_zero_at_first, columns),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 3}])
+def test_a_loss_of_a_subclass_is_as_without_us(
+    of: Any, collator: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for with_us in (False, True):
+        random.seed(0)
+        case = Case(model=runs.Deaf, data=runs.classes)
+        if of is drawing_in_python and options:
+            return  # each microbatch draws a number of its own
+        kinds: dict[str, Any] = {"kind": mine(of), "data_collator": collator}
+        found.append(
+            run(
+                make(case, tmp_path, dtype=torch.float64, with_us=with_us, options=options, **kinds)
+            )
+            if with_us
+            else run(make(case, tmp_path, dtype=torch.float64, **kinds))
+        )
+    plain, ours = found
+    assert furthest(ours[0], plain[0]) <= (1e-12 if options else 0.0)
+    assert ours[2] == plain[2]
+    for row, other in zip(ours[1], plain[1], strict=True):
+        assert row == pytest.approx(other, rel=1e-6 if options else 0.0)
+
+
+class Scaled(Trainer):
+    """A loss with a parameter of its own, that the optimizer steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Linear(3, 3, dtype=torch.float64)
+        with torch.no_grad():
+            self.scale.weight.copy_(torch.eye(3))
+
+    def create_optimizer(self, *args: Any) -> Any:
+        optimizer = super().create_optimizer(*args)
+        optimizer.add_param_group({"params": list(self.scale.parameters())})
+        return optimizer
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"])["logits"]
+        return F.cross_entropy(self.scale(logits), inputs["labels"])
+
+
+def test_parameters_of_a_loss_take_part(tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {"kind": Scaled, "dtype": torch.float64}
+    plain = make(CASES["own module"], tmp_path, **kinds)
+    ours = make(CASES["own module"], tmp_path, with_us=True, **kinds)
+    with MemoryBudget("4GiB") as budget:
+        plain.train()
+    with MemoryBudget(budget.peak_bytes * 6 // 10):
+        ours.train()
+    assert ours.automicro.microbatch_size < 8
+    assert torch.allclose(ours.scale.weight, plain.scale.weight, rtol=0, atol=1e-12)
+
+
+class Counting(nn.Module):
+    """A loss that counts its rows in a buffer."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(3))
+
+    def forward(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        self.rows.add_(torch.bincount(labels, minlength=3))
+        return F.cross_entropy(outputs["logits"], labels)
+
+
+def test_what_a_loss_function_counts_has_each_row_once(tmp_path: Path) -> None:
+    held = peak_of(CASES["own module"], tmp_path) * 6 // 10
+    counting = Counting()
+    ours = make(CASES["own module"], tmp_path, with_us=True, compute_loss_func=counting)
+    with MemoryBudget(held):
+        ours.train()
+    assert ours.automicro.microbatch_size < 8
+    assert counting.rows.sum() == 2 * runs.ROWS
+
+
+class Stepping(Trainer):
+    """A step of its own: ``after(trainer, model)`` is done behind the backward."""
+
+    after: Any
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        type(self).after(self, model, loss)
+        return loss
+
+
+def add_noise(trainer: Any, model: nn.Module, loss: Tensor) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.add_(0.01)
+
+
+def attack(trainer: Any, model: nn.Module, loss: Tensor) -> None:
+    weight = next(model.parameters())
+    assert weight.grad is not None
+    weight.data.add_(weight.grad / weight.grad.norm())
+
+
+def clip(trainer: Any, model: nn.Module, loss: Tensor) -> None:
+    trainer.accelerator.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def drop(trainer: Any, model: nn.Module, loss: Tensor) -> None:
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("after", [add_noise, attack, clip, drop])
+def test_a_step_that_needs_gradients_is_refused(after: Any, tmp_path: Path) -> None:
+    kind = type("Noisy", (Stepping,), {"after": staticmethod(after)})
+    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind)
+    with pytest.raises(LossError, match=r"own training_step reads or changes .* on_pre_optimizer"):
+        ours.train()
+    assert all(each.grad is None for each in ours.model.parameters())
+
+
+class Alone(Trainer):
+    """Calls the backward of the loss itself, and not accelerate's."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Any = self.compute_loss(model, inputs)
+        loss.backward()
+        found: Tensor = loss.detach()
+        return found
+
+
+def test_a_step_with_a_backward_of_its_own_is_refused(tmp_path: Path) -> None:
+    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=Alone)
+    with pytest.raises(LossError, match="own training_step reads or changes gradients"):
+        ours.train()
+
+
+def test_what_a_step_does_for_each_microbatch_is_told(tmp_path: Path) -> None:
+    def count(trainer: Any, model: nn.Module, loss: Tensor) -> None:
+        trainer.state.custom = 1
+
+    kind = type("Averaging", (Stepping,), {"after": staticmethod(count)})
+    options = {"microbatch_size": 3}
+    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind, options=options)
+    with pytest.warns(GradientWarning, match=r"Averaging.training_step is your own, and ran 3 tim"):
+        ours.train()
+
+
+class Switching(torch.optim.SGD):
+    """As those without a schedule: training and evaluation have other parameters."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self._scale(1.01, True)
+
+    def eval(self) -> None:
+        self._scale(1 / 1.01, False)
+
+    @torch.no_grad()
+    def _scale(self, by: float, is_training: bool) -> None:
+        if self.is_training != is_training:
+            self.is_training = is_training
+            for each in self.param_groups[0]["params"]:
+                each.mul_(by)
+
+
+def test_an_optimizer_that_switches_parameters_does_so_before_the_batch(tmp_path: Path) -> None:
+    found = []
+    for with_us in (False, True):
+        ours = make(CASES["classifier"], tmp_path, with_us=with_us, eval_strategy="epoch")
+        ours.optimizer = Switching(ours.model.parameters(), lr=0.1)
+        found.append(run(ours))
+    assert all(map(torch.equal, found[1][0], found[0][0]))
+    assert found[1][1] == found[0][1]
+
+
+def test_an_evaluation_after_one_without_labels_has_the_same_loss(tmp_path: Path) -> None:
+    found = []
+    for with_us in (False, True):
+        options = {"eval_microbatch_size": 3}
+        trainer = make(CASES["causal"], tmp_path, with_us=with_us, options=options)
+        trainer.predict(runs.unlabelled(8))
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+class Numbered(runs.Own):
+    """Gives a number beside its logits, one for a batch."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        return {**found, "mean": found["logits"].mean()}
+
+
+def test_a_number_among_the_outputs_stays_one_for_a_batch(tmp_path: Path) -> None:
+    found = []
+    for with_us in (False, True):
+        case = Case(model=Numbered, data=runs.classes)
+        options = {"eval_microbatch_size": 3}
+        trainer = make(case, tmp_path, dtype=torch.float64, with_us=with_us, options=options)
+        found.append(trainer.predict(runs.classes(20)).predictions[1])
+    assert len(found[0]) == len(found[1]) == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_what_cannot_be_put_back_is_told_and_left(tmp_path: Path) -> None:
+    ours = make(CASES["classifier"], tmp_path, with_us=True)
+    with (tmp_path / "told.txt").open("w") as opened:
+        ours.files = {"told": opened}
+        with pytest.warns(MetricWarning, match=r"Trainer.files stays as a failed attempt has left"):
+            ours.train()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_trainer_and_its_model_are_free_when_nobody_has_them(train: bool, tmp_path: Path) -> None:
+    """Without waiting for the garbage collector, which knows nothing of a device's memory."""
+    trainer = make(CASES["classifier"], tmp_path, with_us=True)
+    model, held = weakref.ref(trainer.model), weakref.ref(trainer)
+    gc.disable()
+    try:
+        if train:
+            trainer.train()
+        trainer.evaluate()
+        del trainer
+        assert held() is None
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_of_an_earlier_run_is_not_kept(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def init() -> Any:
+        made.append(weakref.ref(model := runs.bert(0.0)))
+        return model
+
+    class Alive(TrainerCallback):
+        counts: ClassVar[list[int]] = []
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            gc.collect()
+            self.counts.append(sum(each() is not None for each in made))
+
+    arguments = make(CASES["classifier"], tmp_path).args
+    trainer = Trainer(
+        None, arguments, train_dataset=runs.classes(8), eval_dataset=runs.classes(8),
+        model_init=init, callbacks=[Alive()],
+    )  # fmt: skip
+    enable(trainer)
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+    assert set(Alive.counts) == {1}
 
 
 # Verified as it is

@@ -1,7 +1,9 @@
 """TRL's trainers with one line: pairs in two blocks, rows without padding, numbers in lists."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +107,35 @@ def test_what_was_logged_is_from_every_row_once(tmp_path: Path) -> None:
         assert [row[name] for row in found if name in row] == pytest.approx(
             [row[name] for row in expected if name in row], abs=1e-12
         )
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"with_us": True, "microbatch_size": 3, "eval_microbatch_size": 3},
+]
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def test_pairs_of_a_collator_of_ones_own_are_cut_as_pairs(name: str, tmp_path: Path) -> None:
+    found = []
+    for options in VARIANTS:
+        trainer = make(name, tmp_path, **options)
+        trainer.data_collator = functools.partial(trainer.data_collator)
+        found.append((run(trainer), trainer.evaluate()["eval_loss"]))
+    (plain, expected), (ours, evaluated) = found
+    assert furthest(ours[0], plain[0]) < (1e-12 if name == "Reward" else 1e-7)
+    assert evaluated == pytest.approx(expected, rel=2e-6)
+
+
+def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for options in VARIANTS:
+        config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+        trainer = make("SFT", tmp_path, peft_config=config, **options)
+        found.append((run(trainer)[1], trainer.evaluate()))
+    (expected, plain), (told, ours) = found
+    for row, other in zip(told, expected, strict=True):
+        assert row == pytest.approx(other, rel=2e-6, abs=2e-6)
+    for key in ("eval_loss", "eval_mean_token_accuracy", "eval_entropy"):
+        assert ours[key] == pytest.approx(plain[key], rel=2e-6), key

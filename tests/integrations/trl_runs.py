@@ -70,7 +70,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 _NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
 
 
-def make(name: str, folder: Path, *, with_us: bool = False, **options: Any) -> Any:
+def make(
+    name: str, folder: Path, *, with_us: bool = False, peft_config: Any = None, **options: Any
+) -> Any:
     """A trainer of one epoch: two steps of 8 rows, and one of 4."""
     kind, arguments = CASES[name]
     trainer, config = (getattr(trl, _NAMES[kind] + each) for each in ("Trainer", "Config"))
@@ -95,7 +97,9 @@ def make(name: str, folder: Path, *, with_us: bool = False, **options: Any) -> A
         }
     )
     own = model(LlamaForSequenceClassification, num_labels=1) if kind == "reward" else model()
-    more = {"ref_model": model()} if kind == "dpo" else {}
+    more: dict[str, Any] = {"ref_model": model()} if kind == "dpo" else {}
+    if peft_config is not None:
+        more["peft_config"] = peft_config
     made = trainer(
         model=own,
         args=args,
