@@ -671,18 +671,20 @@ class Enabled:
 
     def _mean(self, model: nn.Module) -> Any:
         """What a mean averages over, as far as it is known."""
-        if "loss_average" in self._options:
-            return self._options["loss_average"]
+        declared = self._options.get("loss_average")
+        if declared not in (None, "tokens"):
+            return declared
         trainer, inner = self._trainer, self._inner(model)
-        if trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss"):
+        is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
+        if declared is None and is_own:
             return "auto"  # nobody knows, so a few rows are looked at
         if trainer.label_smoother is not None:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
-        else:
+        else:  # a causal model's tokens are shifted, also where they are counted for a subclass
             targets = functools.partial(_targets_behind, _virtual_tokens(trainer))
             average = read_average(
-                "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
+                declared or "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
             )[""]
         return functools.partial(_count, average) if isinstance(average, Tokens) else "auto"
 

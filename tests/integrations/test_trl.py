@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,10 +109,16 @@ def test_what_was_logged_is_from_every_row_once(tmp_path: Path) -> None:
         )
 
 
+ALONE_AND_CUT: tuple[dict[str, Any], ...] = (
+    {},
+    {"with_us": True, "microbatch_size": 3, "eval_microbatch_size": 3},
+)
+
+
 @pytest.mark.parametrize("name", ["DPO", "Reward"])
 def test_pairs_of_a_collator_of_ones_own_are_cut_as_pairs(name: str, tmp_path: Path) -> None:
     found = []
-    for options in ({}, {"with_us": True, "microbatch_size": 3, "eval_microbatch_size": 3}):
+    for options in ALONE_AND_CUT:
         trainer = make(name, tmp_path, **options)
         trainer.data_collator = functools.partial(trainer.data_collator)
         found.append((run(trainer), trainer.evaluate()["eval_loss"]))
@@ -123,7 +130,7 @@ def test_pairs_of_a_collator_of_ones_own_are_cut_as_pairs(name: str, tmp_path: P
 def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     found = []
-    for options in ({}, {"with_us": True, "microbatch_size": 3, "eval_microbatch_size": 3}):
+    for options in ALONE_AND_CUT:
         config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
         trainer = make("SFT", tmp_path, peft_config=config, **options)
         found.append((run(trainer)[1], trainer.evaluate()))
@@ -132,3 +139,21 @@ def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path)
         assert row == pytest.approx(other, rel=2e-6, abs=2e-6)
     for key in ("eval_loss", "eval_mean_token_accuracy", "eval_entropy"):
         assert ours[key] == pytest.approx(plain[key], rel=2e-6), key
+
+
+def test_a_subclass_with_a_loss_of_its_own_declares_tokens_and_is_right(tmp_path: Path) -> None:
+    """Its evaluation is a mean over shifted targets, as its model's is."""
+    found = []
+    for options in ALONE_AND_CUT:
+        declared: dict[str, Any] = {"loss_average": "tokens"} if options else {}
+        trainer = make("SFT", tmp_path, **options, **declared)
+
+        def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(type(self), self).compute_loss(*args, **kwargs)
+
+        names = {"compute_loss": compute_loss, "__module__": __name__}
+        trainer.__class__ = type("Own", (type(trainer),), names)
+        found.append((run(trainer)[1], trainer.evaluate()))
+    (expected, plain), (told, ours) = found
+    assert losses(told) == pytest.approx(losses(expected), rel=2e-6)
+    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=2e-6)
