@@ -647,10 +647,16 @@ class Enabled:
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
         """The loss of a row as one of one item, and as one of a very great number of them."""
         device = self._trainer.args.device
+        # A penalty on gradients needs a graph; a wrapper for ranks waits for the backward of one.
+        is_alone = self._trainer.args.world_size == 1
         found = []
         for items in (1, _MANY):
             # Each of a copy and with the same random numbers: a loss may change what it is given.
-            with torch.enable_grad(), self._undone(model), evaluation_mode([model]):
+            with (
+                torch.set_grad_enabled(is_alone),
+                self._undone(model),
+                evaluation_mode([model]),
+            ):
                 copied = as_batch(map_tensors(row, Tensor.clone))
                 found.append(
                     float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
