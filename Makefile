@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick sweeps test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
+.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -17,12 +17,15 @@ help:  ## list the targets
 train: $(INSTALLED)  ## train the digits example on a device too small for its batch
 	OMP_NUM_THREADS=1 $(BIN)/automicro train configs/digits.yaml
 
+# What needs the trainers of others has a target of its own: importing them takes seconds.
+HOSTS := tests/integrations automicro/integrations
+
 # Worlds of processes and their files stay together in one worker.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 7,300 tests, in three minutes on two idle cores (make test-quick: the core of them)"
-	$(PYTEST) --dist loadfile
+	@echo "about 7,200 tests, in two and a half minutes on two idle cores (make test-quick: the core of them)"
+	$(PYTEST) --dist loadfile $(addprefix --ignore ,$(HOSTS))
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
 QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,\
@@ -37,7 +40,14 @@ test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
 
 # With the seeds that are always the same; all of them by make torture, search and so on.
 sweeps: $(INSTALLED)  ## run samples of the torture, the search, the kills and the walks of collectives
-	$(PYTEST) --dist loadfile -q -m 'sweep and not slow and not gpu and not standin' tests
+	$(PYTEST) --dist loadfile -q -m 'sweep and not slow and not gpu and not standin' tests --ignore tests/integrations
+
+hosts: $(INSTALLED)  ## run the integrations inside the trainers of others, the newest that are supported
+	$(PYTEST) --dist loadfile -q -m 'not slow and not gpu and not standin' $(HOSTS)
+
+hosts-oldest: $(INSTALLED)  ## the same with the oldest, in an environment of its own
+	@echo "downloads the oldest supported hosts: four minutes on two idle cores"
+	$(BIN)/python -m tests.integrations.oldest -n auto --maxprocesses 8 --dist loadfile
 
 # Some gigabytes are downloaded and go again: nobody's cache may stand in for the index.
 test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both
@@ -49,7 +59,7 @@ dist: $(INSTALLED)  ## build what an index gets; REPOSITORY=https://… is where
 	rm -rf dist
 	AUTOMICRO_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m hatchling build
 
-check: format-check lint types standin gpu-rehearsal sweeps test  ## everything CI runs: format, lint, types, tests
+check: format-check lint types standin gpu-rehearsal sweeps hosts test  ## everything CI runs: format, lint, types, tests
 
 format-check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -101,7 +111,7 @@ gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the device that is none
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_report --standin
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # The stamp is written last, so an interrupted install is taken up again.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -30,6 +30,11 @@ KEPT_VARIABLES = (
 # The same terminal everywhere, and the same threads in every process.
 SET_VARIABLES = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "OMP_NUM_THREADS": "1"}
 
+# Keras reads its backend when it is imported: tests/integrations/test_keras.py runs this elsewhere.
+collect_ignore = (
+    [] if os.environ.get("KERAS_BACKEND") == "torch" else ["automicro/integrations/keras.py"]
+)
+
 _numbers = itertools.count()
 
 

@@ -125,8 +125,7 @@ class Microbatcher:
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
             a fourth parameter called ``name`` it is told the metric's name.
         probe: whether to compare, at the first batches that could be split, the gradient of a few
-            rows with those of two parts of them. Where they differ it is warned of, or with
-            ``"error"`` refused.
+            rows with those of two parts of them.
         observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same kind
             found, and leaves its own for the next; see ``automicro cache``.
@@ -138,6 +137,9 @@ class Microbatcher:
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
+
+    With ``probe="error"`` a look that shows another average than the loss was taken for is a
+    `LossAverageError` of `backward` or `evaluate`, and not a warning.
     """
 
     @announcing_failed_construction

@@ -21,7 +21,10 @@ _Place: TypeAlias = tuple[str, Read]
 
 # What their code gets at is no state of the caller's.
 _LIBRARIES = frozenset(
-    ("numpy", "torch", "torchmetrics", "torchvision", "transformers")
+    (
+        *("numpy", "torch", "torchmetrics", "torchvision", "transformers"),
+        *("lightning", "lightning_fabric", "pytorch_lightning"),
+    )
 ) | frozenset(sys.stdlib_module_names)
 _OPAQUE = (str, bytes, int, float, complex, Tensor, np.ndarray, type(None))
 _MOST_ELEMENTS = 100

@@ -187,6 +187,11 @@ def buffer_comm_hook(model: DistributedDataParallel) -> Any:
     return getattr(model, "buffer_hook", None)
 
 
+def joins_uneven_inputs(model: DistributedDataParallel) -> bool:
+    """Whether ranks that have run dry answer the collectives of the others (``model.join()``)."""
+    return bool(model._join_config.enable)
+
+
 def rebuild_buckets(model: DistributedDataParallel) -> bool:
     """Let the reducer order its buckets as gradients arrived, which the next forward would do.
 

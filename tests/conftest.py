@@ -16,17 +16,21 @@ settings.register_profile("people", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "people")
 
+# Read when huggingface_hub is imported: else TRL starts a thread that tells its maker.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
 # More threads only make small kernels wait for each other, and change the last bits of sums from
 # one machine to the next.
 torch.set_num_threads(1)
 
-# Written by pytest, by the first use of a compiler and by the first import of scikit-learn: no
-# test can help it.
+# Written by pytest, by the first use of a compiler and by the first import of scikit-learn or
+# Lightning: no test can help it.
 VARIABLES_OF_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
     "PYTEST_VERSION",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
 }

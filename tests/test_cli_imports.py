@@ -12,6 +12,8 @@ from automicro.cli.commands.torture import CALLS, QUICK_PLANS
 from automicro.torture.torture import QUICK_PLANS as PLANS
 from automicro.torture.trials import CALLS as ALL_CALLS
 
+pytestmark = pytest.mark.sweep
+
 HEAVY = ("torch", "torchmetrics", "numpy", "omegaconf", "yaml", "transformers", "matplotlib")
 LIGHT = (
     "--help",

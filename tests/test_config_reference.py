@@ -60,8 +60,10 @@ def test_every_plain_option_of_the_trainer_is_there_with_the_same_default() -> N
 def test_every_plain_option_of_the_primitive_is_there() -> None:
     known = {each.name for each in fields(TrainerConfig)} | MADE | ONLY_IN_PYTHON
     # The Trainer scales the loss itself, for fp16, and listens itself; state is carried from batch
-    # to batch in loops of people's own; and a seed says that a run is to be repeatable.
+    # to batch in loops of people's own; a seed says that a run is to be repeatable; and trainers of
+    # others have state, averages and ranks of their own.
     others = {"backward", "carry_layout", "observer", "repeatable"}
+    others |= {"state", "eval_loss_average", "scales_for_ranks"}
     assert set(inspect.signature(Microbatcher).parameters) - known <= others
 
 

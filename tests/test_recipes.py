@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.sweep
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SHORT = [1]  # an epoch, or a step
 

@@ -202,20 +202,25 @@ class InputWatch:
     ) -> None:
         self._guard = guard
         self._leaves: list[Tensor] = []
-        self._inner: list[Tensor] = []
         self._versions: list[int] = []
         self._inner_versions: list[int] = []
         self._wrote = False
         self.requiring_grad: list[Tensor] = []
         aliases = unwatchable = False
-        for batch in batches:
-            self._leaves += batch.tensors
-            self._inner += batch.inner_tensors
-        for leaf in self._leaves:
+        for leaf in (tensor for batch in batches for tensor in batch.tensors):
             aliases |= leaf.device == device
-            unwatchable |= leaf.is_inference()
+            if leaf.is_inference():  # it has no version
+                unwatchable = True
+            else:
+                self._leaves.append(leaf)
             if leaf.requires_grad and leaf.is_leaf:
                 self.requiring_grad.append(leaf)
+        self._inner = [
+            tensor
+            for batch in batches
+            for tensor in batch.inner_tensors
+            if not tensor.is_inference()
+        ]
         # A budget models the copy to its device, so there nothing aliases the batch.
         may_be_written = aliases and (guard.writes is not False or unwatchable)
         self.isolate = may_be_written and active_budget() is None

@@ -208,6 +208,9 @@ class _CarryingForward(_OwnForward):
         rest = {name: value for name, value in result.items() if name != "carry"}
         return dataclasses.replace(_read_result(rest), carry=result["carry"])
 
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return self.train(model, microbatch)
+
     def targets(self, batch: Any) -> Any:
         return super().targets(batch.batch)
 

@@ -42,8 +42,12 @@ _CONSTANT = (
     fractions.Fraction, uuid.UUID, pathlib.PurePath, re.Pattern, enum.Enum, inspect.Signature,
     weakref.ref, logging.Logger, type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
-# Objects of theirs are no counts: tokenizers are slow to copy, and refer to whole vocabularies.
-_UNCHANGING_PACKAGES = ("tokenizers", "sentencepiece", "automicro")
+# Objects of theirs are no counts: tokenizers are slow to copy, and refer to whole vocabularies; a
+# module of Lightning's refers to its trainer, and that to loaders and files.
+_UNCHANGING_PACKAGES = (
+    *("tokenizers", "sentencepiece", "automicro"),
+    *("lightning", "lightning_fabric", "pytorch_lightning"),
+)
 _UNCHANGING_KINDS = (
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,

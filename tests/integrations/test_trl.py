@@ -109,16 +109,16 @@ def test_what_was_logged_is_from_every_row_once(tmp_path: Path) -> None:
         )
 
 
-ALONE_AND_CUT: tuple[dict[str, Any], ...] = (
+VARIANTS: list[dict[str, Any]] = [
     {},
     {"with_us": True, "microbatch_size": 3, "eval_microbatch_size": 3},
-)
+]
 
 
 @pytest.mark.parametrize("name", ["DPO", "Reward"])
 def test_pairs_of_a_collator_of_ones_own_are_cut_as_pairs(name: str, tmp_path: Path) -> None:
     found = []
-    for options in ALONE_AND_CUT:
+    for options in VARIANTS:
         trainer = make(name, tmp_path, **options)
         trainer.data_collator = functools.partial(trainer.data_collator)
         found.append((run(trainer), trainer.evaluate()["eval_loss"]))
@@ -130,7 +130,7 @@ def test_pairs_of_a_collator_of_ones_own_are_cut_as_pairs(name: str, tmp_path: P
 def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     found = []
-    for options in ALONE_AND_CUT:
+    for options in VARIANTS:
         config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
         trainer = make("SFT", tmp_path, peft_config=config, **options)
         found.append((run(trainer)[1], trainer.evaluate()))
@@ -144,7 +144,7 @@ def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path)
 def test_a_subclass_with_a_loss_of_its_own_declares_tokens_and_is_right(tmp_path: Path) -> None:
     """Its evaluation is a mean over shifted targets, as its model's is."""
     found = []
-    for options in ALONE_AND_CUT:
+    for options in VARIANTS:
         declared: dict[str, Any] = {"loss_average": "tokens"} if options else {}
         trainer = make("SFT", tmp_path, **options, **declared)
 

@@ -21,6 +21,8 @@ from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
 from tests.config_jobs import complaint, job
 
+pytestmark = pytest.mark.sweep
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS = 96
 DATA = [

@@ -19,6 +19,8 @@ from tests.ranks.jobs import (
 from tests.ranks.plans import allocations, points
 from tests.ranks.world import World, world_of
 
+pytestmark = pytest.mark.sweep
+
 POINTS = list(points(2))
 ALLOCATIONS = list(allocations(2))
 

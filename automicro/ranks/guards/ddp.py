@@ -21,6 +21,7 @@ from automicro.torch_private_distributed import (
     buffer_comm_hook,
     comm_hooks,
     expect_gradients,
+    joins_uneven_inputs,
     keeping_versions,
     local_used_map,
     missing_gradients,
@@ -200,6 +201,13 @@ class DdpGuard:
         return self._unused
 
     def prepare(self) -> None:
+        if joins_uneven_inputs(self._model):
+            raise ValueError(
+                "the model is in a join context (model.join(), accelerate's join_uneven_inputs), "
+                "in which ranks that have run dry answer DistributedDataParallel alone, and no "
+                "vote; leave it out, wrap the model anew, and let a rank without a batch go on "
+                "with backward(None) until num_global_samples is 0"
+            )
         if not self._has_looked:
             watch_for_strangers(self._votes)
             self._has_looked = True

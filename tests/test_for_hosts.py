@@ -204,6 +204,15 @@ def test_evaluation_under_inference_mode_is_evaluation(within: bool) -> None:
     step.backward((x, y))
 
 
+def test_inference_tensors_can_be_evaluated_on_a_simulated_device() -> None:
+    model = Mlp()
+    step = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=3)
+    expected = step.evaluate((x, y), return_outputs=True)
+    with torch.inference_mode(), MemoryBudget("64MiB"):
+        result = step.evaluate((x.clone(), y.clone()), return_outputs=True)
+    assert torch.equal(result.outputs, expected.outputs)
+
+
 def test_a_look_that_shows_another_average_can_be_refused() -> None:
     step = Microbatcher(
         Mlp(),

@@ -1,0 +1,223 @@
+"""Loops written with accelerate: a step stands where forward and ``accelerator.backward`` stood."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.integrations.host import import_host, require_seam
+from automicro.microbatcher import Microbatcher
+from automicro.step.outputs import Where
+from automicro.step.results import StepResult
+
+_accelerate = import_host("accelerate", extra="accelerate")
+
+SUPPORTED = "accelerate 1.10 or later"
+
+_ENGINES = {
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "torch_xla",
+}
+_ACCELERATORS = {
+    "backward": "it is accelerator.backward, which scales the loss as the accelerator was told to",
+    "precision": (
+        "autocast is the accelerator's, around the model's forward; pass "
+        "Accelerator(mixed_precision='bf16') for it"
+    ),
+}
+
+
+def microbatcher(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    forward: Callable[..., Any] | None = None,
+    scales_for_ranks: bool = False,
+    probe: bool | str = "error",
+    **options: Any,
+) -> Microbatcher:
+    """A `Microbatcher` for what ``accelerator.prepare`` gave: its backward, its scaler, its ranks.
+
+    ``loss = step.backward(batch).loss`` stands where the forward and ``accelerator.backward(loss)``
+    stood. All else stays: ``accumulate``, ``clip_grad_norm_``, optimizer, scheduler,
+    ``gather_for_metrics``, ``save_state``.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        model: as it came out of ``accelerator.prepare``.
+        optimizer: as it came out of there; memory for its state is reserved while sizes are found.
+        loss_fn: ``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``.
+        forward: ``forward(model, microbatch)`` returning the loss or ``(loss, outputs)``. Without
+            both, the model is called as ``model(**batch).loss``.
+        scales_for_ranks: False for what accelerate does: each rank's loss is a mean of its own, and
+            these are averaged. True for the gradient of all ranks' rows (or tokens) as one batch.
+        probe: as in `Microbatcher`; a loss that turns out to be another mean is refused.
+        options: further ones of `Microbatcher`, such as ``loss_average`` or ``memory_limit``.
+
+    Raises:
+        TypeError: what is given is no accelerator, or an option is the accelerator's to decide.
+        ValueError: the model or the optimizer did not come out of ``prepare``, or something else
+            would give other numbers without a word. The message ends with the remedy.
+        ImportError: accelerate is missing, or its version is not supported.
+
+    Example:
+        >>> import torch
+        >>> from accelerate import Accelerator
+        >>> from automicro.integrations.accelerate import microbatcher
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(8, 2)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        >>> loss_fn = torch.nn.CrossEntropyLoss()
+        >>> step = microbatcher(accelerator, model, optimizer, loss_fn=loss_fn)
+        >>> for batch in [(torch.randn(32, 8), torch.randint(2, (32,)))]:
+        ...     loss = step.backward(batch).loss
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> loss.requires_grad
+        False
+    """
+    _check_accelerator(accelerator)
+    for name in _ACCELERATORS.keys() & options.keys():
+        raise TypeError(f"{name}={options[name]!r} was given: {_ACCELERATORS[name]}; leave it out")
+    _check_kind(accelerator)
+    _check_prepared(accelerator, model, optimizer)
+    if accelerator.scaler is not None:
+        # It makes its scale when it is first used, and that would be inside an attempt.
+        accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
+    step = _InAccelerator(
+        accelerator,
+        model,
+        loss_fn=loss_fn,
+        forward=forward,
+        optimizer=optimizer,
+        scales_for_ranks=scales_for_ranks,
+        probe=probe,
+        **options,
+    )
+    if step.ranks.world_size != accelerator.num_processes:
+        raise ValueError(
+            f"the accelerator has {accelerator.num_processes} processes, and the model is wrapped "
+            f"for {step.ranks.world_size}, so nobody would average its gradients; let "
+            "accelerator.prepare(model, optimizer) wrap it for training"
+        )
+    return step
+
+
+class _InAccelerator(Microbatcher):
+    """Asks, for each batch, whether what accelerate has set goes with it."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, **options: Any) -> None:
+        def backward(loss: Tensor) -> None:
+            accelerator.backward(loss)
+
+        super().__init__(model, backward=backward, **options)
+        self._accelerator = accelerator
+
+    def accumulate(
+        self,
+        batches: Sequence[Any],
+        metrics: Any = None,
+        *,
+        accept: Callable[[Tensor], bool] | None = None,
+        return_outputs: Where = False,
+    ) -> StepResult:
+        batches = list(batches)
+        self._refuse_division(len(batches))
+        self._refuse_unsynchronized()
+        return super().accumulate(batches, metrics, accept=accept, return_outputs=return_outputs)
+
+    def _refuse_division(self, num_batches: int) -> None:
+        steps = self._accelerator.gradient_accumulation_steps
+        if num_batches > 1 and steps > 1:
+            raise ValueError(
+                f"accumulate was given {num_batches} batches, which it averages over, and "
+                f"accelerator.backward divides by gradient_accumulation_steps={steps} once more; "
+                "use Accelerator(gradient_accumulation_steps=1) for one step of several batches, "
+                "or backward(batch) inside accelerator.accumulate(model)"
+            )
+
+    def _refuse_unsynchronized(self) -> None:
+        accelerator = self._accelerator
+        if accelerator.sync_gradients or not getattr(accelerator, "is_fsdp2", False):
+            return
+        if not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            raise ValueError(
+                "accelerator.accumulate keeps whole gradients of FSDP2 back until its last batch, "
+                "and those of a failed attempt cannot be told from them; pass "
+                "Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+                f"num_steps={accelerator.gradient_accumulation_steps}, sync_each_batch=True))"
+            )
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    if not isinstance(accelerator, _accelerate.Accelerator):
+        raise TypeError(
+            f"accelerator is of type {type(accelerator).__name__}, not an accelerate.Accelerator; "
+            "pass the one that prepared the model, as microbatcher(accelerator, model, optimizer)"
+        )
+    require_seam(accelerator, "backward", ["loss"], host="accelerate", supported=SUPPORTED)
+
+
+def _check_kind(accelerator: Any) -> None:
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind in _ENGINES:
+        raise ValueError(
+            f"{_ENGINES[kind]} keeps gradients of its own, which cannot be rolled back after "
+            "running out of memory; use one process, DDP, or FSDP2 "
+            "(FullyShardedDataParallelPlugin(fsdp_version=2))"
+        )
+    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+        raise ValueError(
+            "FSDP1 keeps state of its own between forward and backward, which cannot be rolled "
+            "back; pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "fp8 keeps histories of maxima in libraries of its own, which a failed attempt would "
+            "change; pass Accelerator(mixed_precision='bf16')"
+        )
+    if getattr(accelerator, "has_lomo_optimizer", False):
+        raise ValueError(
+            "LOMO changes parameters inside the backward, which cannot be rolled back; use another "
+            "optimizer"
+        )
+    sizes = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size", "pp_size"):
+        size = getattr(sizes, name, 1)
+        if size is not None and size > 1:
+            raise ValueError(
+                f"ParallelismConfig({name}={size}) lets several ranks compute the same rows, and "
+                "automicro was not tested with accelerate's way of it; use dp_replicate_size and "
+                "dp_shard_size, or Microbatcher itself with a model that you shard"
+            )
+
+
+def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
+    if isinstance(model, nn.Module) and not _is_prepared(accelerator, model):
+        raise ValueError(
+            f"the {type(model).__name__} did not come out of accelerator.prepare, so neither "
+            "autocast nor other ranks would be there; pass what prepare returned: model, optimizer "
+            "= accelerator.prepare(model, optimizer)"
+        )
+    if optimizer is not None and not _is_marked(optimizer):
+        raise ValueError(
+            f"the {type(optimizer).__name__} did not come out of accelerator.prepare, so it would "
+            "step in the middle of an accumulation, and on gradients that are scaled; pass what "
+            "prepare returned: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
+
+
+def _is_prepared(accelerator: Any, model: nn.Module) -> bool:
+    """Whether a model came out of ``prepare``, which marks what it gives; not all versions do."""
+    if _is_marked(model):
+        return True
+    inside = accelerator.unwrap_model(model)
+    return any(each is inside for each in getattr(accelerator, "_models", ()))
+
+
+def _is_marked(thing: object) -> bool:
+    return bool(getattr(thing, "_is_accelerate_prepared", False))

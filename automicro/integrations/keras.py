@@ -1,0 +1,494 @@
+"""Whole batches on any memory inside Keras' ``fit``, ``evaluate`` and ``predict``, on torch.
+
+    model.compile(optimizer, loss, metrics)
+    automicro.integrations.keras.enable(model)
+    model.fit(x, y, batch_size=4096)
+
+Keras' variables that no gradient reaches (moving averages, seeds) are parameters to torch, and a
+forward changes them; so a `Microbatcher` gets a module in which they are buffers. What a loss
+divides by is read off its ``reduction``.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
+from automicro.integrations.host import Replacements, import_host, require_seam
+from automicro.loss.passes import is_extra_pass
+from automicro.microbatcher import Microbatcher
+from automicro.options import check_choice
+from automicro.step.results import EvalResult, StepResult
+from automicro.step.split_guard import BATCHNORM_MODES, find_batchnorm
+
+try:
+    keras = import_host("keras", extra="keras")
+except ModuleNotFoundError as error:
+    if error.name != "tensorflow":
+        raise
+    raise ImportError(
+        "Keras looks for TensorFlow, its usual backend, and there is none; set the environment "
+        "variable KERAS_BACKEND=torch before Keras is imported",
+        name="tensorflow",
+    ) from error
+
+_global_state = import_host("keras.src.backend.common.global_state", extra="keras")
+
+SUPPORTED = "Keras 3.7 or later"
+_OWN = (
+    "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
+    "update_metric", "carry_layout", "batch_layout", "scales_for_ranks", "eval_loss_average",
+)  # fmt: skip
+_MEANS = ("sum_over_batch_size", "mean")
+_SEED = "global_seed_generator"
+
+
+def enable(model: Any, **options: Any) -> Any:
+    """Let a compiled model take its whole batches on any memory.
+
+    Args:
+        model: a ``keras.Model`` that was compiled, on Keras' torch backend.
+        options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
+            ``loss_average`` (``"samples"``, ``"none"``, or a callable from ``(x, y,
+            sample_weight)`` to what the loss is divided by, where its ``reduction`` does not tell),
+            ``memory_limit``, ``batchnorm``, ``gradient_sums``, ``remember_sizes``, ``repeatable``,
+            ``probe``, ``observer``.
+
+    Returns:
+        The model. ``model.automicro`` has what it found: see `Enabled`.
+
+    Raises:
+        ValueError: something about the model would make it wrong; the message says what helps.
+        TypeError: no model of Keras', or an option that Keras decides.
+        ImportError: Keras is missing, or a version that does not have what this stands on.
+    """
+    for name in _OWN:
+        if name in options:
+            raise TypeError(f"enable(model, {name}=…): Keras says that itself; leave it out")
+    unknown = set(options) - set(inspect.signature(Microbatcher).parameters)
+    if unknown:
+        raise TypeError(
+            f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "
+            "microbatch_size, eval_microbatch_size, loss_average, memory_limit …"
+        )
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"enable takes a keras.Model, and {type(model).__name__} is none; for a loop of your "
+            "own use automicro.Microbatcher"
+        )
+    seams = {
+        "train_step": ["data"],
+        "test_step": ["data"],
+        "predict_step": ["data"],
+        "compute_metrics": ["x", "y", "y_pred", "sample_weight"],
+        "_compute_loss": ["x", "y", "y_pred", "sample_weight", "training"],
+    }
+    for name, parameters in seams.items():
+        require_seam(keras.Model, name, parameters, host="keras", supported=SUPPORTED)
+    refuse(model)
+    model.automicro = Enabled(model, options)
+    return model
+
+
+def refuse(model: Any) -> None:
+    """Say what about a model would be wrong with whole batches in microbatches.
+
+    Raises:
+        ValueError: it would; with the remedy.
+    """
+    own = [
+        name
+        for name in ("train_step", "test_step")
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    with_activity = [
+        layer.name
+        for layer in model._flatten_layers()
+        if getattr(layer, "activity_regularizer", None) is not None
+    ]
+    why = ""
+    if keras.backend.backend() != "torch":
+        why = (
+            f"Keras runs on {keras.backend.backend()}; set the environment variable "
+            "KERAS_BACKEND=torch before Keras is imported"
+        )
+    elif getattr(model, "automicro", None) is not None:
+        why = "automicro is enabled for this model already; call enable once"
+    elif not model.compiled:
+        why = "it has no loss and no optimizer yet; call model.compile(…) before"
+    elif own:
+        why = (
+            f"it has a {own[0]} of its own, of which nobody knows where its backward is; override "
+            "compute_loss and compute_metrics in its place, or use automicro.Microbatcher"
+        )
+    elif model.jit_compile:
+        why = (
+            "jit_compile=True makes one program of forward, backward and step, which nobody can "
+            "stop between them; compile with jit_compile=False"
+        )
+    elif model.steps_per_execution > 1:
+        why = "steps_per_execution makes one step of several; leave it at 1"
+    elif with_activity:
+        why = (
+            f"the activity_regularizer of {with_activity[0]!r} adds up over the rows of a batch, "
+            "and the loss is a mean over them; add it in call with "
+            "self.add_loss(keras.ops.mean(…)), which is a mean, too"
+        )
+    if why:
+        raise ValueError(f"automicro cannot be enabled for this {type(model).__name__}: {why}")
+
+
+class Enabled:
+    """What stands in for the steps of one model; made by `enable`, as ``model.automicro``.
+
+    Attributes:
+        last: the result of the last training batch; None before the first.
+        last_evaluation: of the last batch that was evaluated.
+    """
+
+    def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
+        self.last: StepResult | None = None
+        self.last_evaluation: EvalResult | None = None
+        self._model = model
+        self._options = {"probe": "error", **options}
+        self._average = self._options.pop("loss_average", "auto")
+        self._batchnorm = check_choice(
+            "batchnorm", self._options.pop("batchnorm", "warn"), BATCHNORM_MODES
+        )
+        self._has_warned = False
+        self._made: _Made | None = None
+        self._values: Mapping[str, Any] = {}  # of a compute_metrics of the model's own
+        read_average(model, self._average)  # refuse now what the first batch would be refused for
+        self._replacements = Replacements()
+        put = self._replacements.put
+        self._own_train_step = put(model, "train_step", self._train_step)
+        put(model, "test_step", self._test_step)
+        self._own_predict_step = put(model, "predict_step", self._predict_step)
+        self._forget_functions()
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Rows of the largest microbatch of the last training batch; None before the first."""
+        return None if self._made is None else self._made.microbatcher.microbatch_size
+
+    @property
+    def eval_microbatch_size(self) -> int | None:
+        """The same of the last evaluated batch."""
+        return None if self._made is None else self._made.microbatcher.eval_microbatch_size
+
+    def disable(self) -> None:
+        """Give the model its own steps back."""
+        self._replacements.undo()
+        self._forget_functions()
+        del self._model.automicro
+
+    def _forget_functions(self) -> None:
+        """Keras keeps what it makes of the steps."""
+        self._model.train_function = self._model.test_function = None
+        self._model.predict_function = None
+
+    def _train_step(self, data: Any) -> Any:
+        model = self._model
+        if not model.trainable_weights:
+            return self._own_train_step(data)  # which warns
+        made = self._ready(data, "train")
+        model.zero_grad()
+        result = self.last = made.microbatcher.backward(made.flat, _Counted())
+        if result.num_microbatches > 1:
+            self._warn_of_batchnorm(result)
+        model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
+        trained = model.trainable_weights[:]
+        with torch.no_grad():
+            model.optimizer.apply([each.value.grad for each in trained], trained)
+        return self._told()
+
+    def _test_step(self, data: Any) -> Any:
+        made = self._ready(data, "test")
+        result = self.last_evaluation = made.microbatcher.evaluate(made.flat, _Counted())
+        self._model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
+        return self._told()
+
+    def _predict_step(self, data: Any) -> Any:
+        made = self._ready(data, "predict")
+        return made.microbatcher.predict(made.flat)
+
+    def _told(self) -> Any:
+        """What a step returns: all metrics, or those that a ``compute_metrics`` has returned."""
+        now = self._model.get_metrics_result()
+        if not self._has_own_metrics():
+            return now
+        return {name: now.get(name, value) for name, value in self._values.items()}
+
+    def _has_own_metrics(self) -> bool:
+        return type(self._model).compute_metrics is not keras.Model.compute_metrics
+
+    def _ready(self, data: Any, phase: str) -> "_Made":
+        """The microbatcher for a batch: another where the model was compiled, or has changed."""
+        model, made = self._model, self._made
+        variables = variables_of(model)
+        key = (model._compile_loss, model.optimizer, *map(id, variables))
+        if made is None or made.key != key:
+            if model.jit_compile:
+                raise ValueError(
+                    "the model was compiled anew with jit_compile=True, which makes one program "
+                    "of forward, backward and step; compile with jit_compile=False"
+                )
+            earlier, made = made, self._made_for(key, variables)
+            if earlier is not None:
+                made.microbatcher.load_state_dict(earlier.microbatcher.state_dict())
+            self._made = made
+        made.flat, made.pack = flatten(data)
+        made.phase = phase
+        return made
+
+    def _made_for(self, key: tuple[Any, ...], variables: list[Any]) -> "_Made":
+        average = read_average(self._model, self._average)
+        counts = average if callable(average) else None
+        new = _Made(key=key, is_sum=average == "none")
+        new.microbatcher = Microbatcher(
+            Variables(self._model, variables),
+            forward=lambda _, flat: self._forward(new, new.pack(flat)),
+            backward=self._backward,
+            loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
+            update_metric=lambda metric, outputs, flat: metric.update(
+                lambda: self._count(new, outputs, new.pack(flat))
+            ),
+            modules=list(_of_torch(self._model).values()),
+            state=[each for each in metrics_of(self._model) if _is_own(each)],
+            batchnorm="ignore",  # Keras' layers are none of torch's, and warned of here
+            **self._allowed(),
+        )
+        return new
+
+    def _forward(self, made: "_Made", data: Any) -> tuple[Tensor | None, Any]:
+        model = self._model
+        if made.phase == "predict":
+            return None, self._own_predict_step(data)
+        # In a look at a few rows nothing is drawn, and each is normalised by itself.
+        trains = made.phase == "train" and not is_extra_pass()
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        # As Keras calls it: a call that knows of no training is asked for none.
+        outputs = model(x, training=trains) if model._call_has_training_arg else model(x)
+        made.masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+        if self._average == "auto" and any(each is not None for each in made.masks):
+            raise LossError(
+                "the outputs have a mask (mask_zero=True or a Masking layer), so the loss is "
+                "divided by how many steps are not masked, which nobody knows before the forward; "
+                "say it with enable(model, loss_average=lambda data: …), which gets (x, y, "
+                "sample_weight), such as lambda data: (data[0] != 0).sum()"
+            )
+        loss = model._compute_loss(
+            x=x, y=y, y_pred=outputs, sample_weight=weight, training=made.phase == "train"
+        )
+        if made.is_sum and model.losses:
+            raise LossError(
+                "the loss is a sum over rows, and the model adds losses to it (regularizers, "
+                "add_loss) that would count once for each microbatch; compile with "
+                "reduction='sum_over_batch_size'"
+            )
+        return loss, outputs
+
+    def _backward(self, loss: Tensor) -> None:
+        scaled = self._model.optimizer.scale_loss(loss)
+        scaled.backward()
+
+    def _count(self, made: "_Made", outputs: Any, data: Any) -> None:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        for each, mask in zip(keras.tree.flatten(outputs), made.masks, strict=True):
+            if mask is not None:
+                each._keras_mask = mask  # detached, it has lost it
+        if self._has_own_metrics():
+            self._values = self._model.compute_metrics(x, y, outputs, sample_weight=weight)
+        elif self._model._compile_metrics is not None:
+            self._model._compile_metrics.update_state(y, outputs, weight)
+
+    def _allowed(self) -> dict[str, Any]:
+        """The options, with whole batches where BatchNormalization forbids others.
+
+        Raises:
+            UnsplittableModelError: it forbids what is asked for.
+        """
+        names = self._batchnorms()
+        if not names or self._batchnorm not in ("error", "disable"):
+            return self._options
+        if self._batchnorm == "error" and self._options.get("microbatch_size", "auto") is not None:
+            raise UnsplittableModelError(
+                f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}; "
+                "replace them (GroupNormalization), freeze them (layer.trainable = False), or "
+                "train on whole batches only with microbatch_size=None or batchnorm='disable'"
+            )
+        return {**self._options, "microbatch_size": None}
+
+    def _warn_of_batchnorm(self, result: StepResult) -> None:
+        names = self._batchnorms()
+        if not names or self._has_warned or self._batchnorm == "ignore":
+            return
+        self._has_warned = True
+        warn(
+            f"{len(names)} BatchNormalization layer(s) ({', '.join(names[:5])}"
+            f"{', …' * (len(names) > 5)}) now average over {result.microbatch_size} rows at a time "
+            f"instead of {result.num_samples}, so gradients and moving averages are not those of "
+            "the whole batch; use GroupNormalization or LayerNormalization, freeze the layers "
+            "(layer.trainable = False), or say batchnorm='ignore' to accept it, 'disable' to "
+            "train on whole batches only",
+            BatchNormWarning,
+        )
+
+    def _batchnorms(self) -> list[str]:
+        found = [
+            layer.name
+            for layer in self._model._flatten_layers()
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        ]
+        for name, module in _of_torch(self._model).items():
+            found += [f"{name}.{inner}" for inner in find_batchnorm(module)]
+        return found
+
+
+class Variables(nn.Module):
+    """A model's variables as torch takes them: weights, and buffers, which a forward may change.
+
+    Args:
+        model: of Keras.
+        variables: all of it, and of its metrics.
+    """
+
+    def __init__(self, model: Any, variables: list[Any]) -> None:
+        super().__init__()
+        weights = {id(v) for each in model._flatten_layers() for v in each._trainable_variables}
+        for index, variable in enumerate(variables):
+            name = f"{index}:{variable.path}".replace(".", "_")
+            if id(variable) in weights:  # frozen ones, too: only watched, and not copied
+                self.register_parameter(name, variable.value)
+            else:
+                self.register_buffer(name, variable.value)
+
+
+class _Counted:
+    """Stands for all metrics of a model, which keep their numbers in variables."""
+
+    def update(self, count: Callable[[], None]) -> None:
+        """Let them count a microbatch."""
+        count()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Made:
+    """A microbatcher for a model as it is now, and the batch that it runs.
+
+    Attributes:
+        key: tells when it is another model's.
+        is_sum: whether the loss is a sum over rows.
+        flat: the batch as tensors by number.
+        pack: from some rows of them to what Keras gave.
+        phase: ``"train"``, ``"test"`` or ``"predict"``.
+        masks: of the outputs of the last forward.
+    """
+
+    key: tuple[Any, ...]
+    is_sum: bool
+    microbatcher: Microbatcher = field(init=False)
+    flat: dict[str, Any] = field(default_factory=dict)
+    pack: Callable[[Any], Any] = field(default=lambda flat: flat)
+    phase: str = "train"
+    masks: list[Any] = field(default_factory=list)
+
+
+def read_average(model: Any, given: Any) -> Any:
+    """What a model's loss is divided by, for ``loss_average``; a callable of Keras' data.
+
+    Raises:
+        ValueError: it cannot be told, or ``given`` is none.
+    """
+    if given != "auto":
+        if callable(given) or given in ("samples", "none"):
+            return given
+        raise ValueError(
+            f"loss_average={given!r} is not known; use 'samples', 'none' (a sum), or a callable "
+            "from (x, y, sample_weight) to what the loss is divided by"
+        )
+    losses = [each for each in keras.tree.flatten(model.loss) if each is not None]
+    kinds = {getattr(each, "reduction", _MEANS[0]) for each in losses}
+    if kinds <= set(_MEANS):
+        return "samples"  # of as many numbers each; sample weights do not change by what
+    if len(losses) > 1:
+        raise ValueError(
+            f"the model has {len(losses)} losses with the reductions "
+            f"{', '.join(sorted(map(repr, kinds)))}, which do not add up over microbatches in the "
+            "same way; compile all of them with reduction='sum_over_batch_size'"
+        )
+    [kind] = kinds
+    if kind == "sum":
+        return "none"
+    if kind == "mean_with_sample_weight":
+        return _sum_of_weights
+    raise ValueError(
+        f"the loss has reduction={kind!r}, and training needs one number; compile it with "
+        "reduction='sum_over_batch_size'"
+    )
+
+
+def _sum_of_weights(data: Any) -> Any:
+    x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
+    if weight is None:
+        return len(next(each for each in keras.tree.flatten(x) if each is not None))
+    return weight.sum()
+
+
+def flatten(data: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """A batch of Keras' as tensors by number, and what makes one of some of their rows again.
+
+    Example:
+        >>> flat, pack = flatten(([torch.ones(3, 2), np.zeros(3)], torch.arange(3), None))
+        >>> sorted(flat), [type(each).__name__ for each in flat.values()]
+        (['0', '1', '2'], ['Tensor', 'Tensor', 'Tensor'])
+        >>> x, y, weight = pack({name: each[:1] for name, each in flat.items()})
+        >>> len(x), y, weight
+        (2, tensor([0]), None)
+    """
+    leaves = keras.tree.flatten(data)
+    flat = {
+        str(index): torch.as_tensor(each) if isinstance(each, np.ndarray) else each
+        for index, each in enumerate(leaves)
+        if each is not None
+    }
+
+    def pack(rows: Mapping[str, Any]) -> Any:
+        return keras.tree.pack_sequence_as(data, [rows.get(str(i)) for i in range(len(leaves))])
+
+    return flat, pack
+
+
+def _of_torch(model: Any) -> dict[str, nn.Module]:
+    """Modules of torch inside of layers, by their names; Keras does not know their buffers."""
+    return {
+        layer.name: layer.module
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.TorchModuleWrapper)
+    }
+
+
+def variables_of(model: Any) -> list[Any]:
+    """All variables of a model, of its metrics, and of Keras' own seed, each once."""
+    found = {id(each): each for each in model.variables}
+    for metric in model.metrics:
+        found |= {id(each): each for each in metric.variables}
+    seed = _global_state.get_global_attribute(_SEED)
+    if seed is not None:
+        found[id(seed.state)] = seed.state
+    return list(found.values())
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """The metrics that a model was compiled with, and its own."""
+    return [each for metric in model.metrics for each in getattr(metric, "metrics", [metric])]
+
+
+def _is_own(metric: Any) -> bool:
+    """Whether somebody else than Keras wrote a metric, which may count in attributes."""
+    return type(metric).__module__.partition(".")[0] != "keras"

@@ -1,0 +1,876 @@
+"""Lightning: ``Trainer(callbacks=[AutoMicrobatch()])``; `microbatcher` for loops with Fabric.
+
+The callback stands in the place of the closure that runs a batch, and of the three steps of
+evaluation. The host's own step runs for each microbatch, in its precision and strategy; what it
+logs, returns and appends is kept until the batch is certain, and then told once, as of the whole
+batch. See docs/integrations/lightning.md.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.layout import BatchLayout
+from automicro.errors import BatchError, LossError, MetricWarning, warn
+from automicro.integrations.gathered import Joined, Kept, Logged, detached, is_mean
+from automicro.integrations.host import (
+    AccumulationReport,
+    Group,
+    Replacements,
+    import_host,
+    require_seam,
+)
+from automicro.loss.look import Compared, relative_errors
+from automicro.loss.silence import Silence
+from automicro.microbatcher import Microbatcher
+from automicro.step.events import Subject
+from automicro.step.results import EvalResult, StepResult
+
+_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_SUPPORTED = "2.5 or 2.6"
+
+
+def _package() -> str:
+    """Where the host lies: what the program has imported already, else what is installed."""
+    for name, place in _PACKAGES.items():
+        if name in sys.modules:
+            return place
+    installed = [place for name, place in _PACKAGES.items() if importlib.util.find_spec(name)]
+    return installed[0] if installed else "lightning.pytorch"
+
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = import_host(_package(), extra="lightning").Callback
+    LightningModule = import_host(_package(), extra="lightning").LightningModule
+
+logger = logging.getLogger(__name__)
+
+_EVALUATIONS = ("validation_step", "test_step", "predict_step")
+_AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
+# What the integration says itself; everything else of a Microbatcher's is an option.
+_OURS = frozenset(
+    (
+        *("model", "loss_fn", "forward", "backward", "optimizer", "precision", "state"),
+        *("scales_for_ranks", "carry_layout", "update_metric", "device"),
+    )
+)
+_OPTIONS = frozenset(inspect.signature(Microbatcher).parameters) - _OURS
+_OF_EVERY_LIGHTNING_MODULE = frozenset(vars(LightningModule()))
+_STRATEGIES = {
+    "DeepSpeedStrategy": "keeps gradients of its own, which cannot be rolled back; use "
+    "ModelParallelStrategy (FSDP2) or DDPStrategy",
+    "FSDPStrategy": "is FSDP1, whose flat parameters cannot be rolled back; use "
+    "ModelParallelStrategy (FSDP2)",
+    "XLAStrategy": "runs on devices that do not say when memory runs out; use a GPU",
+    "SingleDeviceXLAStrategy": "runs on a device that does not say when memory runs out; use a GPU",
+}
+
+
+class AutoMicrobatch(Callback):
+    """Full batches in fit, validate, test and predict, on a device too small for them.
+
+    The gradient, the loss and what is logged are those of whole batches, however they are cut.
+    Precision, strategy, clipping, accumulation, schedules and checkpoints stay the trainer's own.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[AutoMicrobatch()], logger=False, accelerator="cpu")
+
+    Args:
+        options: those of `Microbatcher` that say how, such as ``microbatch_size``,
+            ``loss_average="tokens"``, ``batch_layout`` or ``memory_limit``.
+
+    Attributes:
+        options: as given.
+        result: of the last batch: rows, microbatches, attempts; None before the first.
+
+    Raises:
+        TypeError: an option that does not exist, or that the trainer says itself.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        for name in options:
+            if name in _OURS:
+                raise TypeError(
+                    f"AutoMicrobatch({name}=…): that comes from the trainer and its module; leave "
+                    f"it out. Options are {', '.join(sorted(_OPTIONS))}"
+                )
+            if name not in _OPTIONS:
+                raise TypeError(
+                    f"AutoMicrobatch({name}=…) is not known; options are "
+                    f"{', '.join(sorted(_OPTIONS))}"
+                )
+        self.options = options
+        self._run: _Run | None = None
+        self._sizes: dict[str, Any] | None = None
+        self.result: StepResult | EvalResult | None = None
+
+    @property
+    def microbatcher(self) -> Microbatcher | None:
+        """What runs the batches; None outside of a run, and before its first batch."""
+        return None if self._run is None else self._run.microbatcher
+
+    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Take the places of the host's methods; refuse what cannot be right.
+
+        Raises:
+            ValueError: the trainer or the module does what cannot be cut, or cannot be undone.
+            ImportError: this version of the host lacks what this stands on.
+        """
+        self._leave()
+        if stage == "fit":
+            _refuse_training(trainer, pl_module)
+        _refuse(self, trainer, pl_module)
+        self._run = _Run(self, trainer, pl_module)
+        try:
+            self._run.take_places(trains=stage == "fit")
+        except BaseException:
+            self._leave()
+            raise
+
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Give all places back."""
+        self._leave()
+
+    def on_exception(
+        self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
+    ) -> None:
+        """Give all places back, where a run ends by an error or by Ctrl-C."""
+        self._leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes that were found."""
+        if self.microbatcher is not None:
+            return self.microbatcher.state_dict()
+        return self._sizes or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with sizes that were found earlier."""
+        self._sizes = dict(state_dict)
+
+    def make(self, **own: Any) -> Microbatcher:
+        """A Microbatcher with the options, and the sizes that are known.
+
+        Args:
+            own: arguments of the integration's.
+        """
+        options = {"probe": "error", **self.options}
+        made = Microbatcher(**{**options, **own})
+        if self._sizes:
+            try:
+                made.load_state_dict(self._sizes)
+            except ValueError as error:  # of another microbatch_size=: it finds its own
+                logger.info("sizes of an earlier run are not used (%s)", error)
+        return made
+
+    def _leave(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.places.undo()
+            if run.microbatcher is not None:
+                self._sizes = run.microbatcher.state_dict()
+
+
+class _Host:
+    """The modules of the package that a trainer is of."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        kinds = [kind.__module__ for kind in type(trainer).__mro__]
+        self.name, place = next(
+            (name, place)
+            for kind in kinds
+            for name, place in _PACKAGES.items()
+            if kind.startswith(f"{place}.")
+        )
+        self.call: Any = importlib.import_module(f"{place}.trainer.call")
+        self._automatic: Any = importlib.import_module(f"{place}.loops.optimization.automatic")
+        self._seam = functools.partial(
+            require_seam, host=self.name, supported=f"{self.name} {_SUPPORTED}"
+        )
+        self.Closure: Any = self.seam(self._automatic, "Closure", ("step_fn",))
+        for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
+            self.seam(self.call, hooks, ("trainer", "hook_name"))
+
+    def seam(self, owner: Any, name: str, parameters: Sequence[str] = ()) -> Any:
+        """A method of the host's, or an error that names its version."""
+        return self._seam(owner, name, parameters)
+
+
+class _Run:
+    """One call of fit, validate, test or predict.
+
+    Args:
+        owner: the callback.
+        trainer: the host.
+        module: what it trains.
+
+    Attributes:
+        microbatcher: None before the first batch.
+        places: of the host's methods, to be given back.
+    """
+
+    def __init__(
+        self, owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule"
+    ) -> None:
+        self._owner, self._trainer, self._module = owner, trainer, module
+        self._host = _Host(trainer)
+        self._told = _Told(module, owner.options.get("batch_layout", 0))
+        self._step: Callable[[Any], Any] = lambda batch: None
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._optimizer: Any = None
+        self._trains = self._has_warned = False
+        self.microbatcher: Microbatcher | None = None
+        self.places = Replacements()
+
+    def take_places(self, *, trains: bool) -> None:
+        """Stand in for the host's methods, until `places` are undone."""
+        host, strategy = self._host, self._trainer.strategy
+        self._trains = trains
+        if trains:
+            host.seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
+            host.seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
+            host.seam(self._loop, "_training_step", ("kwargs",))
+            self.places.put(self._loop, "_make_closure", self._make_closure)
+        for name in _EVALUATIONS:
+            own = host.seam(strategy, name)
+            self.places.put(strategy, name, functools.partial(self._evaluate, name, own))
+
+    # Training
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        """In place of the host's: forward, zero_grad and backward of a batch."""
+        zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        return self._host.Closure(
+            step_fn=functools.partial(self._train, kwargs, optimizer, zero_grad)
+        )
+
+    def _train(self, kwargs: Any, optimizer: Any, zero_grad: Callable[[], None] | None) -> Any:
+        trainer, told, call = self._trainer, self._told, self._host.call
+        if zero_grad is not None:
+            zero_grad()  # before the step: a second set of gradients would take memory
+        self._optimizer = optimizer
+        microbatcher = self._ready()
+        parts = trainer.accumulate_grad_batches
+
+        def step(microbatch: Any) -> Tensor:
+            given = {**kwargs, "batch": microbatch}
+            output = call._call_strategy_hook(trainer, "training_step", *given.values())
+            trainer.strategy.post_training_step()
+            read = self._loop.output_result_cls.from_training_step_output(output, parts)
+            if read.closure_loss is None:
+                raise _SkippedError(told.rows, told.num_rows)
+            told.took(output["loss"] if isinstance(output, Mapping) else output, read.extra or None)
+            loss: Tensor = read.closure_loss
+            return loss
+
+        self._step = step
+        try:
+            told.expect(kwargs["batch"])
+            with self._listening(), _muted(trainer, self._module):
+                result = microbatcher.backward(kwargs["batch"])
+        except _SkippedError as skipped:
+            return self._skip(skipped, kwargs)
+        finally:
+            self._step = lambda batch: None  # it holds the batch
+            # The closure runs inside the optimizer's step, past the place that would give it back.
+            microbatcher.release_reservation()
+        self._owner.result = result
+        outputs = told.tell(result.rank_loss, scale=parts)
+        loss = result.rank_loss
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for name in _AROUND_BACKWARD:
+            shown = loss if scaler is None else scaler.scale(loss)
+            given = (shown,) if name == "on_before_backward" else ()
+            call._call_callback_hooks(trainer, name, *given)
+            call._call_lightning_module_hook(trainer, name, *given)
+        return self._loop.output_result_cls(loss, extra=outputs or {})
+
+    def _backward(self, loss: Tensor) -> None:
+        self._host.call._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
+
+    def _skip(self, skipped: "_SkippedError", kwargs: Any) -> Any:
+        """The step returned None: the host's own, once more, for what it logs and draws."""
+        if skipped.is_split:
+            raise LossError(
+                f"training_step returned None for {skipped.rows} of {skipped.num_rows} rows, and "
+                "what it would have returned for the whole batch cannot be known; return a loss "
+                "of zero for rows that do not count (0.0 * outputs.sum()), or skip batches in the "
+                "data loader"
+            ) from None
+        result = self._loop._training_step(kwargs)
+        if result.closure_loss is not None:
+            raise LossError(
+                "training_step returned None, and then a loss for the same batch; let it decide by "
+                "the batch and by torch's random numbers alone"
+            ) from None
+        return result
+
+    # Evaluation
+
+    def _evaluate(self, name: str, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        """In place of a step of the strategy's."""
+        told = self._told
+        microbatcher = self._ready()
+        modes = [module for module in self._module.modules() if module.training]
+
+        def step(microbatch: Any) -> tuple[Tensor | None, None]:
+            with _training(modes):
+                output = own(microbatch, *rest)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
+            loss = loss if is_loss and name != "predict_step" else None
+            told.took(loss, output)
+            return loss, None
+
+        self._step = step
+        try:
+            told.expect(batch)
+            with self._listening():
+                result = microbatcher.evaluate(batch)
+        finally:
+            self._step = lambda batch: None
+        self._owner.result = result
+        self._warn_of_rows(told, result)
+        return told.tell(result.loss)
+
+    def _warn_of_rows(self, told: "_Told", result: EvalResult) -> None:
+        """Warn, once, where means were weighted by rows although losses are means of others."""
+        options = self._owner.options
+        average = options.get("eval_loss_average") or options.get("loss_average", "samples")
+        is_known = average in ("samples", "auto") or result.loss is not None
+        if is_known or self._has_warned or result.num_microbatches == 1 or not told.has_means:
+            return
+        self._has_warned = True
+        warn(
+            "a step of evaluation returns no loss, and the means that it logs are weighted by rows "
+            f"although losses were declared means of others (loss_average={average!r}); return the "
+            "loss, so that values that are it are the batch's, or give self.log(batch_size=…)",
+            MetricWarning,
+        )
+
+    # Both
+
+    def _ready(self) -> Microbatcher:
+        """The Microbatcher of this run; strategies have wrapped the model only by its start."""
+        if self.microbatcher is None:
+            trainer, told = self._trainer, self._told
+            optimizers = trainer.optimizers if self._trains else []
+            if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+                raise ValueError(
+                    "AutoMicrobatch: LBFGS runs a batch several times in one step and compares "
+                    "the losses, which must not differ by how it was cut; use another optimizer"
+                )
+            own: dict[str, Any] = {
+                "model": trainer.strategy.model,
+                "forward": self._forward,
+                "backward": self._backward,
+                "optimizer": optimizers[0] if optimizers else None,
+                "state": [told],
+                "scales_for_ranks": False,  # the mean of each rank's mean, as the host has it
+            }
+            if trainer.world_size > 1:  # fillers of other ranks run the step as well
+                own["observer"] = self._observe
+                told.is_announced = True
+            self.microbatcher = self._owner.make(**own)
+        return self.microbatcher
+
+    def _forward(self, model: nn.Module, microbatch: Any) -> Any:
+        with self._told.microbatch(microbatch):
+            return self._step(microbatch)
+
+    def _observe(self, event: str, subject: Subject) -> None:
+        if event == "forward_start":
+            self._told.is_next_real = True
+        observer = self._owner.options.get("observer")
+        if observer is not None:
+            observer(event, subject)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Hear what is logged, in place of the host's results."""
+        results = self._trainer._results
+        with Replacements() as replacements:
+            if results is not None:
+                log = self._host.seam(results, "log", ("fx", "name", "value", "batch_size"))
+                replacements.put(results, "log", self._told.log)
+                self._told.host_log = log
+            for each in self._trainer.loggers:
+                send = functools.partial(self._told.log_metrics, each.log_metrics)
+                replacements.put(each, "log_metrics", send)
+            yield
+
+
+class _SkippedError(Exception):
+    """The module's step wants no training on these rows.
+
+    Args:
+        rows: of the microbatches of this batch so far.
+        num_rows: of the batch.
+    """
+
+    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
+        super().__init__("training_step returned None")
+        self.rows, self.num_rows = rows[-1] if rows else 0, num_rows
+        self.is_split = self.rows < num_rows
+
+
+class _Told:
+    """What the step of one batch logged, gave back and appended: a part of its transaction.
+
+    Args:
+        module: whose attributes and metrics a failed attempt must leave as they were.
+        layout: where batches have their rows; see `split_batch`.
+
+    Attributes:
+        host_log: the host's own ``log``.
+        is_announced: whether an observer says which forwards are of the batch, and no fillers.
+        is_next_real: it has said so of the next.
+        num_rows: of the batch.
+    """
+
+    def __init__(self, module: "LightningModule", layout: int | Mapping[str, Any]) -> None:
+        self._kept = Kept(module, apart_from=_OF_EVERY_LIGHTNING_MODULE)
+        self._layout = BatchLayout(layout)
+        self._dims = dict.fromkeys((0, layout) if isinstance(layout, int) else (0,))
+        self.host_log: Callable[..., None] = lambda *_, **__: None
+        self.is_announced = self.is_next_real = False
+        self.num_rows = 0
+        self._is_open = self._counts = False
+        self._dtype = torch.get_default_dtype()  # while the step runs: precisions change it
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: list[int] = []  # of each microbatch
+        self._losses: list[Tensor | None] = []
+        self._outputs: list[Any] = []
+        self._logged: dict[tuple[str, str, int], list[Logged]] = {}
+        self._times: dict[tuple[str, str], int] = {}  # in this microbatch
+        self._joined: Joined | None = None
+        self._together: list[tuple[str, str, Any, dict[str, Any]]] = []
+        self._sent: dict[int, list[tuple[Callable[..., None], Any, Any]]] = {}
+        self._sending: list[Callable[[], None]] = []
+        self._output: Any = None
+
+    # As a part of the transaction
+
+    def begin(self) -> None:
+        self._forget()
+        self._is_open = True
+        self._kept.begin()
+
+    def prepare(self) -> None:
+        """Put together what the microbatches told: only here may it take memory."""
+        self._is_open = False
+        self._joined = joined = Joined(self.rows, self._losses, list(self._dims))
+        self._output = joined.join("what the step returns", self._outputs)
+        for (fx, name, _), said in self._logged.items():
+            self._together.append((fx, name, *joined.logged(said)))
+        for calls in self._sent.values():
+            send, _, step = calls[0]
+            metrics = joined.join("what the step sends to a logger", [each[1] for each in calls])
+            for each in metrics if isinstance(metrics, list) else [metrics]:
+                self._sending.append(functools.partial(send, each, step))
+        self._kept.prepare(joined)
+
+    def commit(self) -> None:
+        self._is_open = False
+        self._kept.commit()
+
+    def roll_back(self) -> None:
+        self._is_open = False
+        self._kept.roll_back()
+        self._forget()
+
+    # While it runs
+
+    def expect(self, batch: Any) -> None:
+        """A batch comes next."""
+        self.num_rows = self._layout.num_rows(batch)
+
+    @contextlib.contextmanager
+    def microbatch(self, microbatch: Any) -> Iterator[None]:
+        """Around the step of a microbatch; of a filler, or of a look, nothing is kept."""
+        self._counts = self._is_open and (self.is_next_real or not self.is_announced)
+        self.is_next_real = False
+        self._times.clear()
+        try:
+            if not self._counts:
+                yield
+                return
+            self.rows.append(self._layout.num_rows(microbatch))
+            self._kept.begin_microbatch(is_split=self.is_split, is_first=len(self.rows) == 1)
+            yield
+            self._kept.end_microbatch()
+            if self.is_split:
+                self._pack()
+        finally:
+            self._counts = False
+
+    def _pack(self) -> None:
+        """Let the numbers of a microbatch share one block of memory: there may be many of both."""
+        index = len(self.rows) - 1
+        for dtype in (torch.float32, torch.float64):
+            places = [
+                place
+                for place in self._logged.values()
+                if place[-1].microbatch == index and _is_number(place[-1].value, dtype)
+            ]
+            if len(places) > 1:
+                packed = torch.stack([place[-1].value for place in places])
+                for place, value in zip(places, packed.unbind(), strict=True):
+                    place[-1] = place[-1]._replace(value=value)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the microbatch is less than the batch."""
+        return self._counts and self.rows[-1] < self.num_rows
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a mean was logged whose weight was not given."""
+        return any(
+            isinstance(value, Tensor)
+            and options.get("batch_size") is None
+            and is_mean(options.get("reduce_fx", "mean"))
+            for _, _, value, options in self._together
+        )
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """In place of the host's, which is told once the batch is certain."""
+        if not self._counts:
+            return
+        self._dtype = torch.get_default_dtype()
+        if self.is_split:
+            value = detached(value)
+        time = self._times[fx, name] = self._times.get((fx, name), -1) + 1
+        said = Logged(value, options, len(self.rows) - 1)
+        self._logged.setdefault((fx, name, time), []).append(said)
+
+    def log_metrics(
+        self, own: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
+    ) -> None:
+        """In place of a logger's own, where the step goes past the host to it."""
+        if self._counts:
+            time = self._times["", ""] = self._times.get(("", ""), -1) + 1
+            self._sent.setdefault(time, []).append((own, dict(metrics), step))
+
+    def took(self, loss: Tensor | None, output: Any) -> None:
+        """What the step of a microbatch came to."""
+        if self._counts:
+            self._losses.append(None if loss is None else loss.detach())
+            self._outputs.append(detached(output))
+
+    # Afterwards
+
+    def tell(self, loss: Tensor | None, *, scale: int = 1) -> Any:
+        """Log what was logged, as of the whole batch; returns what the step returned.
+
+        Args:
+            loss: of the batch.
+            scale: of how many batches it is a part.
+        """
+        assert self._joined is not None
+        if loss is not None:
+            self._joined.settle(loss * scale if scale > 1 else loss)
+        with _default_dtype(self._dtype):
+            for fx, name, value, options in self._together:
+                self.host_log(fx, name, value, **options)
+        for send in self._sending:
+            send()
+        output = self._output
+        self._forget()
+        return output
+
+
+def _is_number(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype is dtype
+
+
+@contextlib.contextmanager
+def _muted(trainer: "Trainer", module: "LightningModule") -> Iterator[None]:
+    """Keep hooks around the backward from running for each microbatch."""
+    with Replacements() as replacements:
+        for owner in (*_callbacks_of(trainer), module):
+            for name in _AROUND_BACKWARD:
+                replacements.put(owner, name, _nothing)
+        yield
+
+
+def _callbacks_of(trainer: Any) -> list[Any]:
+    return list(trainer.callbacks)
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The type of new tensors, in which the host keeps what is logged."""
+    before = torch.get_default_dtype()
+    if dtype is before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let modules be in training mode that the host left in it for evaluation."""
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
+def _refuse(owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule") -> None:
+    """Raise ValueError where nothing can be cut, or no failed attempt undone."""
+    _refuse_strategy(trainer.strategy)
+    for callback in _callbacks_of(trainer):
+        if isinstance(callback, AutoMicrobatch) and callback is not owner:
+            raise ValueError("AutoMicrobatch was given to this trainer twice; leave one out")
+        if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
+            raise ValueError(
+                "AutoMicrobatch: BatchSizeFinder looks for the largest batch that fits, and with "
+                "AutoMicrobatch every batch does; leave it out, and choose the batch size that "
+                "trains best"
+            )
+    for name in ("training_step", *_EVALUATIONS):
+        step = getattr(module, name, None)
+        if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
+            raise ValueError(
+                f"AutoMicrobatch: {name}(dataloader_iter) takes its batches itself, so nobody can "
+                f"cut them; let it be {name}(batch, batch_idx)"
+            )
+
+
+def _refuse_strategy(strategy: Any) -> None:
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _STRATEGIES:
+            raise ValueError(f"{kind.__name__} {_STRATEGIES[kind.__name__]}")
+
+
+def _refuse_training(trainer: "Trainer", module: "LightningModule") -> None:
+    """Raise ValueError where `fit` would not be that of whole batches."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"AutoMicrobatch: {type(module).__name__} optimizes manually and calls backward "
+            "itself; use automicro.Microbatcher in its training_step, with "
+            "backward=self.manual_backward, or automatic_optimization=True"
+        )
+
+
+def microbatcher(
+    fabric: "Fabric", model: nn.Module, optimizer: Any = None, **options: Any
+) -> Microbatcher:
+    """A `Microbatcher` for a loop that Fabric runs, with its precision, strategy and loss scale.
+
+    In the loop ``microbatcher.backward(batch)`` stands for forward and ``fabric.backward``; what
+    comes after, ``fabric.clip_gradients``, the step, ``zero_grad``, stays as it is.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(accelerator="cpu")
+        >>> model = nn.Linear(8, 2)
+        >>> model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+        >>> step = microbatcher(fabric, model, optimizer, loss_fn=nn.CrossEntropyLoss())
+        >>> result = step.backward((torch.randn(32, 8), torch.randint(2, (32,))))
+        >>> _ = optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> result.num_samples
+        32
+
+    Args:
+        fabric: that runs the loop.
+        model: as ``fabric.setup`` gave it.
+        optimizer: likewise; memory for its state is reserved.
+        options: of `Microbatcher`, such as ``loss_fn`` or ``forward``. ``forward(model, batch)``
+            gets the model as Fabric has set it up.
+
+    Raises:
+        ValueError: the model was not set up, or the strategy cannot be undone.
+        TypeError: an option that Fabric says itself.
+    """
+    ours = {"backward": "fabric.backward", "precision": "Fabric(precision=…)"}
+    for name in options.keys() & ours.keys():
+        raise TypeError(f"microbatcher({name}=…): that is {ours[name]} here; leave it out")
+    if "_FabricModule" not in [kind.__name__ for kind in type(model).__mro__]:
+        raise ValueError(
+            f"microbatcher(fabric, model, …) got a {type(model).__name__} that Fabric has not set "
+            "up; pass what fabric.setup(model, optimizer) returns"
+        )
+    _refuse_strategy(fabric.strategy)
+    given = {"probe": "error", "scales_for_ranks": False, **options}
+    return Microbatcher(model, backward=fabric.backward, optimizer=optimizer, **given)
+
+
+_REMEDY = (
+    "Let the data loader give the full batch, leave accumulate_grad_batches at 1, and add "
+    'AutoMicrobatch() (with loss_average="tokens" where the loss is a mean over tokens)'
+)
+
+
+def verify(
+    trainer: "Trainer", module: "LightningModule", train_dataloader: Any = None
+) -> AccumulationReport:
+    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
+
+    It is the trainer's own loop that runs, twice, without automicro: on a copy of the module, in
+    this process, with the same precision and accumulation, and with dropout that lets everything
+    through. Neither the trainer nor the module is changed.
+
+    Args:
+        trainer: with the ``accumulate_grad_batches`` in question.
+        module: as it would be given to ``fit``.
+        train_dataloader: of batches; ``module.train_dataloader()`` unless given. Its first batches
+            are taken, and as many as the last step of an epoch has.
+
+    Raises:
+        ValueError: a loader without a batch, or no accumulation that could be wrong.
+        BatchError: the batches do not fit together, as those of other lengths do not.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> class Module(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(4, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.linear(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> trainer = pl.Trainer(accumulate_grad_batches=2, accelerator="cpu", logger=False)
+        >>> report = verify(trainer, Module(), torch.utils.data.DataLoader(torch.randn(20, 4), 8))
+        >>> report.is_exact, [group.rows for group in report.groups]
+        (False, [(8, 8), (4,)])
+    """
+    parts = trainer.accumulate_grad_batches
+    loader = module.train_dataloader() if train_dataloader is None else train_dataloader
+    layout = BatchLayout()
+    batches = list(itertools.islice(iter(loader), parts))
+    if not batches:
+        raise ValueError("verify: the data loader gave no batch; pass one that has some")
+    last = _last_of_an_epoch(loader, batches, parts, layout)
+    groups = [("the first", batches)]
+    if [layout.num_rows(each) for each in last] != [layout.num_rows(each) for each in batches]:
+        groups.append(("the last", last))
+    if len(groups) == len(batches) == 1:
+        raise ValueError(
+            "verify: accumulate_grad_batches is 1, and every step is of one batch, whose gradient "
+            "is its own; set accumulate_grad_batches, or use automicro.verify for microbatches"
+        )
+    compared = []
+    for place, each in groups:
+        found = _gradient(trainer, module, each, parts)
+        whole = _gradient(trainer, module, [_as_one(each, layout)], 1)
+        compared.append(
+            Group(
+                place=place,
+                rows=tuple(layout.num_rows(batch) for batch in each),
+                divisor=parts,
+                loss=found.loss,
+                whole_loss=whole.loss,
+                error=max(relative_errors(found, whole).values()),
+                ratio=found.norm / whole.norm if whole.norm else 1.0,
+            )
+        )
+    precision = str(trainer.precision)
+    tolerance = 1e-9 if "64" in precision else 3e-2 if "16" in precision else 1e-4
+    return AccumulationReport(groups=tuple(compared), tolerance=tolerance, remedy=_REMEDY)
+
+
+def _last_of_an_epoch(
+    loader: Any, batches: Sequence[Any], parts: int, layout: BatchLayout
+) -> list[Any]:
+    """As many batches as the last step of an epoch has, the last with as few rows."""
+    try:
+        num_batches, num_rows = len(loader), len(loader.dataset)
+    except (TypeError, AttributeError):
+        return list(batches)
+    last = list(batches[: num_batches % parts or parts])
+    rest = num_rows % (loader.batch_size or num_rows)
+    if rest and not loader.drop_last and rest < layout.num_rows(last[-1]):
+        last[-1] = layout.take_rows(last[-1], range(rest))
+    return last
+
+
+def _as_one(batches: Sequence[Any], layout: BatchLayout) -> Any:
+    rows = [layout.num_rows(each) for each in batches]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MetricWarning)
+            return Joined(rows, []).join("the batch", batches)
+    except MetricWarning as error:
+        raise BatchError(
+            f"verify: the {len(batches)} batches do not fit together ({error}); give batches of "
+            "one form and length, such as padded ones"
+        ) from error
+
+
+def _gradient(
+    trainer: "Trainer", module: "LightningModule", batches: Sequence[Any], parts: int
+) -> Compared:
+    """The gradient of one optimizer step of the host's, on a copy."""
+    place = _PACKAGES[_Host(trainer).name]
+    host: Any = importlib.import_module(place)
+    losses: list[Tensor] = []
+    gradients: dict[str, Tensor | None] = {}
+
+    class Watch(host.Callback):  # type: ignore[misc]
+        """Takes the gradient before it is clipped."""
+
+        def on_before_optimizer_step(self, _: Any, copied: nn.Module, optimizer: Any) -> None:
+            for name, parameter in copied.named_parameters():
+                gradient = parameter.grad
+                gradients[name] = None if gradient is None else gradient.detach().clone()
+
+        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
+            losses.append(outputs["loss"].detach())
+
+    kind = trainer.strategy.root_device.type
+    told = logging.getLogger(place)
+    level = told.level
+    with warnings.catch_warnings(), torch.random.fork_rng(), Silence():
+        warnings.simplefilter("ignore")
+        told.setLevel(logging.ERROR)
+        try:
+            twin = host.Trainer(
+                accelerator="gpu" if kind == "cuda" else kind,
+                devices=1,
+                plugins=[copy.deepcopy(trainer.precision_plugin)],
+                accumulate_grad_batches=parts,
+                max_epochs=1,
+                limit_val_batches=0,
+                logger=importlib.import_module(f"{place}.loggers.logger").DummyLogger(),
+                callbacks=[Watch()],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            given: Any = torch.utils.data.DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+            twin.fit(copy.deepcopy(module), given)
+        finally:
+            told.setLevel(level)
+    return Compared(loss=float(torch.stack(losses).sum()), gradients=gradients)

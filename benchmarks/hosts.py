@@ -1,0 +1,225 @@
+"""What automicro costs inside the trainers of others, beside these alone, in turn.
+
+    python -m benchmarks.hosts [lightning …] [--steps 40] [--json FILE]
+
+A host trains twice at once, each in a thread of its own: alone, and with automicro. A loader gives
+each of them its batch in turn and takes the time until it asks for the next, so that both have the
+same machine. Two comparisons: a batch in one piece, and the host's own accumulation in eight pieces
+beside automicro's eight microbatches. Where bits must not differ they are compared.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.overhead import median_with_interval
+
+GOAL_WHOLE, GOAL_PIECES = 1.02, 1.0
+PIECES = 8
+ROWS, WIDTH, LENGTH = 32, 256, 96
+WARM_UP = 4  # steps: looks at a few rows come first
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_model() -> nn.Module:
+    """A small transformer whose step takes about 0.2 s."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return nn.Sequential(encoder, nn.Flatten(), nn.Linear(WIDTH * LENGTH, 10))
+
+
+def make_batches(count: int) -> list[Batch]:
+    """Batches of `ROWS` rows."""
+    drawn = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(ROWS, LENGTH, WIDTH, generator=drawn),
+            torch.randint(10, (ROWS,), generator=drawn),
+        )
+        for _ in range(count)
+    ]
+
+
+class Turns:
+    """Lets threads go one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self._condition = threading.Condition(threading.RLock())
+        self._waiting, self._at = list(range(count)), 0
+        self.failed = False
+
+    def wait(self, number: int) -> None:
+        """Until it is this one's turn.
+
+        Raises:
+            RuntimeError: another has failed, and its turn would never end.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._at == number or self.failed)
+        if self.failed:
+            raise RuntimeError("the other trainer failed")
+
+    def pass_on(self) -> None:
+        """Let the next one go."""
+        with self._condition:
+            after = [each for each in self._waiting if each > self._at]
+            self._at = (after or self._waiting or [0])[0]
+            self._condition.notify_all()
+
+    def leave(self, number: int) -> None:
+        """Let the others go on without this one: no host asks once more after the last batch."""
+        with self._condition:
+            self._waiting.remove(number)
+            if self._at == number:
+                self.pass_on()
+
+    def fail(self) -> None:
+        """Let nobody wait any longer."""
+        with self._condition:
+            self.failed = True
+            self._condition.notify_all()
+
+
+class Loader:
+    """Gives batches, whole or in pieces, in turn; takes the time of each.
+
+    Args:
+        batches: of the run.
+        pieces: of each batch.
+        turns: shared with the other loader.
+        number: of this one.
+    """
+
+    def __init__(self, batches: Sequence[Batch], pieces: int, turns: Turns, number: int) -> None:
+        self._batches, self._pieces = batches, pieces
+        self._turns, self._number = turns, number
+        self.seconds: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._batches) * self._pieces
+
+    def __iter__(self) -> Iterator[Batch]:
+        for x, y in self._batches:
+            self._turns.wait(self._number)
+            start = time.perf_counter()
+            yield from zip(x.chunk(self._pieces), y.chunk(self._pieces), strict=True)
+            self.seconds.append(time.perf_counter() - start)
+            self._turns.pass_on()
+
+
+Train = Callable[[nn.Module, Loader, int, int | None], None]
+"""Trains a model on what a loader gives, accumulating so many batches; None for the host alone,
+else the rows of a microbatch, 0 for ``"auto"``."""
+
+
+def lightning(model: nn.Module, loader: Loader, accumulated: int, size: int | None) -> None:
+    """Lightning's Trainer."""
+    import lightning.pytorch as pl
+
+    from automicro.integrations.lightning import AutoMicrobatch
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    pl.Trainer(
+        callbacks=[] if size is None else [AutoMicrobatch(microbatch_size=size or "auto")],
+        accumulate_grad_batches=accumulated,
+        max_epochs=1,
+        accelerator="cpu",
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), loader)
+
+
+HOSTS: dict[str, Train] = {"lightning": lightning}
+
+
+def compare(train: Train, steps: int, pieces: int) -> dict[str, Any]:
+    """The time of a step with automicro by that of the host alone."""
+    batches = make_batches(steps + WARM_UP)
+    turns = Turns(2)
+    loaders = [Loader(batches, pieces, turns, 0), Loader(batches, 1, turns, 1)]
+    models = [make_model(), make_model()]
+    sizes = [None, 0 if pieces == 1 else ROWS // pieces]
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            accumulated = pieces if number == 0 else 1
+            train(models[number], loaders[number], accumulated, sizes[number])
+            turns.leave(number)
+        except BaseException as error:
+            failures.append(error)
+            turns.fail()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    alone, ours = (each.seconds[WARM_UP:-1] for each in loaders)
+    ratios = [one / other for one, other in zip(ours, alone, strict=False)]
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    gap = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    if pieces == 1 and gap:
+        raise AssertionError(f"parameters differ by {gap}, although no batch was cut")
+    middle, low, high = median_with_interval(ratios)
+    return {
+        "pieces": pieces,
+        "ratio": middle,
+        "interval": [low, high],
+        "seconds_alone": sorted(alone)[len(alone) // 2],
+        "largest_gap": gap,
+    }
+
+
+def main() -> None:
+    """Compare the hosts that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("hosts", nargs="*", choices=[[], *HOSTS], metavar="HOST")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    for name in arguments.hosts or HOSTS:
+        found[name] = [compare(HOSTS[name], arguments.steps, pieces) for pieces in (1, PIECES)]
+        for each, goal in zip(found[name], (GOAL_WHOLE, GOAL_PIECES), strict=True):
+            low, high = each["interval"]
+            print(
+                f"{name}, {each['pieces']} × {ROWS // each['pieces']} rows: "
+                f"×{each['ratio']:.3f} ({low:.3f} to {high:.3f}) of "
+                f"{each['seconds_alone']:.3f} s; goal ×{goal}"
+            )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,622 @@
+"""What Keras does on torch, and the same with one line more. Run by ``test_keras.py``.
+
+Keras takes its backend from the environment when it is imported, so this needs a process of its
+own, with ``KERAS_BACKEND=torch``.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("keras")
+
+import keras
+from keras import layers, ops
+
+from automicro import (
+    BatchNormWarning,
+    Halving,
+    LossAverageError,
+    LossError,
+    MemoryBudget,
+    SampleTooLargeError,
+    UnsplittableModelError,
+)
+from automicro.integrations.keras import enable
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning"),
+]
+ROWS, FEATURES, CLASSES = 300, 12, 4
+BATCH = 64  # the last one has 44 rows
+
+_drawn = np.random.default_rng(0)
+INPUTS = _drawn.standard_normal((ROWS, FEATURES)).astype("float32")
+LABELS = _drawn.integers(0, CLASSES, ROWS)
+WEIGHTS = _drawn.random(ROWS).astype("float32")
+
+
+def classifier(*between: Any, width: int = 128, **options: Any) -> Any:
+    given = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"], **options}
+    optimizer = given.pop("optimizer", None) or keras.optimizers.SGD(0.05, momentum=0.9)
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(width, activation="relu"),
+            *between,
+            layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
+    model.compile(optimizer=optimizer, **given)
+    return model
+
+
+def two_outputs(**options: Any) -> Any:
+    inputs = {"a": keras.Input((FEATURES,), name="a"), "b": keras.Input((1,), name="b")}
+    hidden = layers.Dense(96, activation="tanh")(layers.Concatenate()(list(inputs.values())))
+    outputs = {
+        "kind": layers.Dense(CLASSES, activation="softmax", name="kind")(hidden),
+        "size": layers.Dense(1, name="size")(hidden),
+    }
+    model = keras.Model(inputs, outputs)
+    given: dict[str, Any] = {
+        "loss": {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        "loss_weights": {"kind": 1.0, "size": 0.3},
+        "metrics": {"kind": ["accuracy"], "size": ["mae"]},
+    }
+    model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), **given | options)
+    return model
+
+
+class OwnLoss(keras.Model):
+    """A loss and metrics of its own, which call for what Keras would have called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Dense(128, activation="relu")
+        self.outer = layers.Dense(CLASSES)
+        self.margin = keras.metrics.Mean(name="margin")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.outer(self.inner(x))
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:  # fmt: skip
+        del x, sample_weight, training
+        return ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.margin.update_state(ops.max(y_pred, axis=-1))
+        return {"margin": self.margin.result(), "loss": super().get_metrics_result()["loss"]}
+
+
+def own_loss() -> Any:
+    model = OwnLoss()
+    model.compile(optimizer=keras.optimizers.AdamW(1e-2))
+    return model
+
+
+class InTorch(OwnLoss):
+    """Computed by torch: Keras' own operations multiply and divide in fp32, whatever the type."""
+
+    def build(self, shape: Any) -> None:
+        self.into = self.add_weight(shape=(FEATURES, 128), initializer="glorot_uniform")
+        self.out_of = self.add_weight(shape=(128, CLASSES), initializer="glorot_uniform")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return torch.tanh(x.double() @ self.into.value) @ self.out_of.value
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:  # fmt: skip
+        if y_pred.is_meta:
+            return y_pred.mean()
+        return torch.nn.functional.cross_entropy(y_pred, torch.as_tensor(y).long())
+
+
+def in_torch() -> Any:
+    model = InTorch()
+    model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9))
+    return model
+
+
+class Listed(keras.metrics.Metric):
+    """Keeps what it was told in a list, as people's metrics do, and counts rows."""
+
+    def __init__(self) -> None:
+        super().__init__(name="listed")
+        self.told: list[int] = []
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.told.append(len(y_true))
+
+    def result(self) -> Any:
+        return ops.convert_to_tensor(float(sum(self.told)))
+
+    def reset_state(self) -> None:
+        del self.told[:]
+
+
+class Normed(torch.nn.Module):
+    """A module of torch's inside a model of Keras', with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(128)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what ``fit`` is told, and what splitting changes in it."""
+
+    make: Callable[[], Any]
+    told: dict[str, Any] = field(default_factory=dict)
+    x: Any = None
+    y: Any = None
+    is_exact: bool = True
+
+
+def generated() -> Any:
+    class Rows(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            rows = slice(index * BATCH, (index + 1) * BATCH)
+            return INPUTS[rows], LABELS[rows], WEIGHTS[rows]
+
+    return Rows()
+
+
+def loaded() -> Any:
+    rows = torch.utils.data.TensorDataset(torch.tensor(INPUTS), torch.tensor(LABELS))
+    return torch.utils.data.DataLoader(rows, batch_size=BATCH)
+
+
+TWO_X = {"a": INPUTS, "b": INPUTS[:, :1]}
+TWO_Y = {"kind": LABELS, "size": INPUTS[:, 1:2]}
+SPARSE = keras.losses.SparseCategoricalCrossentropy
+L2 = {"kernel_regularizer": "l2"}
+CASES = {
+    "plain": Case(classifier),
+    "dropout": Case(lambda: classifier(layers.Dropout(0.2)), is_exact=False),
+    "seeded dropout": Case(lambda: classifier(layers.Dropout(0.2, seed=3)), is_exact=False),
+    "sample weights": Case(
+        lambda: classifier(weighted_metrics=["accuracy"]), {"sample_weight": WEIGHTS}
+    ),
+    "class weights": Case(
+        lambda: classifier(weighted_metrics=["accuracy"]),
+        {"class_weight": {kind: kind + 0.5 for kind in range(CLASSES)}},
+    ),
+    "mean by weights": Case(
+        lambda: classifier(loss=SPARSE(reduction="mean_with_sample_weight")),
+        {"sample_weight": WEIGHTS},
+    ),
+    "mean without weights": Case(
+        lambda: classifier(loss=SPARSE(reduction="mean_with_sample_weight"))
+    ),
+    "sum": Case(
+        lambda: classifier(loss=SPARSE(reduction="sum"), optimizer=keras.optimizers.SGD(1e-3))
+    ),
+    "regularizer": Case(lambda: classifier(layers.Dense(8, **L2))),
+    "adam": Case(lambda: classifier(optimizer="adam")),
+    "clipping": Case(lambda: classifier(optimizer=keras.optimizers.Adam(1e-2, clipnorm=0.1))),
+    "accumulation": Case(
+        lambda: classifier(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+    ),
+    "averages of weights": Case(
+        lambda: classifier(optimizer=keras.optimizers.Adam(1e-2, use_ema=True))
+    ),
+    "schedule": Case(
+        lambda: classifier(
+            optimizer=keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 12))
+        )
+    ),
+    "two outputs": Case(two_outputs, x=TWO_X, y=TWO_Y),
+    "own loss and metrics": Case(own_loss),
+    "area under the curve": Case(
+        lambda: classifier(metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2), Listed()])
+    ),
+    "batches of a data set": Case(classifier, x=generated()),
+    "batches of a loader": Case(classifier, x=loaded()),
+    "frozen": Case(lambda: classifier(layers.Dense(8, trainable=False))),
+    "group normalization": Case(lambda: classifier(layers.GroupNormalization(8))),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@dataclass
+class Trained:
+    history: dict[str, list[float]]
+    evaluated: dict[str, float]
+    predicted: list[np.ndarray]
+    variables: list[np.ndarray]
+    peak: int
+    model: Any
+
+    def differ(self, other: "Trained") -> float:
+        """The largest difference of any logged value."""
+        mine, theirs = (
+            {**each.history, "eval": list(each.evaluated.values())} for each in (self, other)
+        )
+        assert mine.keys() == theirs.keys()
+        return max(
+            abs(a - b) for name in mine for a, b in zip(mine[name], theirs[name], strict=True)
+        )
+
+
+def train(case: Case, *, ours: bool, limit: int | None = None, **options: Any) -> Trained:
+    keras.utils.set_random_seed(7)
+    model = case.make()
+    if ours:
+        assert enable(model, **options) is model
+    x = INPUTS if case.x is None else case.x
+    y = LABELS if case.y is None else case.y
+    given: dict[str, Any] = {"x": x, "y": y, "batch_size": BATCH}
+    evaluated: dict[str, Any] = {"x": x, "y": y, "batch_size": 100}
+    if not isinstance(x, np.ndarray | dict):  # brings its own
+        given = evaluated = {"x": x}
+    budget = MemoryBudget("1GiB" if limit is None else limit)
+    with budget:
+        history = model.fit(
+            **given, epochs=3, verbose=0, validation_data=(INPUTS[:90], LABELS[:90])
+            if case.y is None else None, **case.told
+        )  # fmt: skip
+        values = model.evaluate(**evaluated, verbose=0, return_dict=True)
+        predicted = model.predict(
+            x if isinstance(x, np.ndarray | dict) else INPUTS, batch_size=128, verbose=0
+        )
+    return Trained(
+        history.history,
+        values,
+        keras.tree.flatten(predicted),
+        [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]],
+        budget.peak_bytes,
+        model,
+    )
+
+
+def same(ours: list[np.ndarray], plain: list[np.ndarray]) -> bool:
+    return len(ours) == len(plain) and all(map(np.array_equal, ours, plain))
+
+
+@each_case
+def test_without_a_limit_every_bit_is_keras_own(name: str) -> None:
+    plain, ours = (train(CASES[name], ours=which) for which in (False, True))
+    assert ours.history == plain.history
+    assert ours.evaluated == plain.evaluated
+    assert same(ours.predicted, plain.predicted)
+    assert same(ours.variables, plain.variables)
+    assert ours.model.automicro.last.num_samples in (44, BATCH)
+
+
+def in_half(case: Case, share: float = 0.6, **options: Any) -> tuple[Trained, Trained]:
+    """The plain run, and ours in a device on which that dies."""
+    plain = train(case, ours=False)
+    limit = int(plain.peak * share)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(case, ours=False, limit=limit)
+    ours = train(case, ours=True, limit=limit, **options)
+    assert ours.model.automicro.microbatch_size < BATCH
+    return plain, ours
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_exact])
+def test_in_little_memory_the_numbers_are_keras_own(name: str) -> None:
+    plain, ours = in_half(CASES[name])
+    assert ours.differ(plain) < 1e-6 * max(1.0, max(plain.history["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "difference"),
+    [("float64", 1e-12), ("mixed_bfloat16", 1e-3), ("mixed_float16", 1e-3)],
+)
+def test_in_little_memory_in_other_precisions(policy: str, difference: float) -> None:
+    before, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    if policy == "float64":
+        keras.config.set_floatx(policy)  # of metrics, too
+    keras.config.set_dtype_policy(policy)
+    try:
+        case = Case(in_torch if policy == "float64" else classifier)
+        plain, ours = in_half(case, 0.7)
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(before)
+    losses = (each.history["loss"] for each in (ours, plain))
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < difference
+    if policy == "float64":
+        assert (
+            max(np.abs(a - b).max() for a, b in zip(ours.variables, plain.variables, strict=True))
+            < 1e-12
+        )
+    if policy == "mixed_float16":
+        scales = [each.model.optimizer.dynamic_scale.numpy() for each in (ours, plain)]
+        assert scales[0] == scales[1]
+
+
+@pytest.mark.sweep
+def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit() -> None:
+    case = Case(
+        lambda: classifier(metrics=["accuracy", Listed()], optimizer=keras.optimizers.SGD(0.1))
+    )
+    plain = train(case, ours=False)
+    assert plain.evaluated["listed"] == ROWS
+    ended = 0
+    for share in range(4, 26):
+        try:
+            ours = train(case, ours=True, limit=plain.peak * share // 25)
+        except SampleTooLargeError:
+            assert not ended
+            continue
+        ended += 1
+        assert ours.differ(plain) < 1e-6
+    assert ended > 12
+
+
+@pytest.mark.parametrize("name", ["two outputs", "area under the curve", "plain"])
+def test_no_row_is_counted_twice_by_any_metric(name: str) -> None:
+    plain, ours = in_half(CASES[name])
+    for metric, values in plain.history.items():
+        if "accuracy" in metric or "listed" in metric:
+            assert ours.history[metric] == values
+            assert (
+                ours.evaluated[metric.removeprefix("val_")]
+                == plain.evaluated[metric.removeprefix("val_")]
+            )
+
+
+def test_batch_normalization_is_named_once_and_is_another_training() -> None:
+    case = Case(lambda: classifier(layers.BatchNormalization(), layers.BatchNormalization()))
+    plain = train(case, ours=False)
+    with pytest.warns(
+        BatchNormWarning, match=r"2 BatchNormalization layer\(s\).*trainable"
+    ) as told:
+        ours = train(case, ours=True, limit=int(plain.peak * 0.6))
+    assert sum(issubclass(each.category, BatchNormWarning) for each in told) == 1
+    assert ours.differ(plain) > 1e-4
+    whole = train(case, ours=True, batchnorm="disable")
+    assert whole.history == plain.history
+    ignored = train(case, ours=True, limit=int(plain.peak * 0.6), batchnorm="ignore")
+    assert ignored.history == ours.history
+    with pytest.raises(UnsplittableModelError, match="batchnorm='error'"):
+        train(case, ours=True, batchnorm="error")
+
+
+class Failing:
+    """Runs out of memory at the end of microbatches of 64 and of 32 rows."""
+
+    failed = 0
+
+    def __call__(self, event: str, subject: Any) -> None:
+        if event == "microbatch_end" and len(subject.batch["0"]) > 16:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_failed_attempt_leaves_moving_averages_and_seeds_as_they_were() -> None:
+    def job(**options: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(7)
+        noise = layers.GaussianNoise(0.1)
+        model = classifier(layers.BatchNormalization(), layers.Dropout(0.2, seed=3), noise)
+        enable(model, batchnorm="ignore", **options)
+        rows = slice(0, BATCH)
+        for _ in range(3):
+            model.train_on_batch(INPUTS[rows], LABELS[rows])
+        return [variable.numpy() for variable in model.variables]
+
+    undisturbed = job(microbatch_size=16)
+    failing = Failing()
+    disturbed = job(microbatch_size=Halving(), observer=failing)
+    assert failing.failed == 2
+    assert same(disturbed, undisturbed)
+
+
+def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
+    def job(**options: Any) -> Any:
+        keras.utils.set_random_seed(7)
+        inside = Normed()
+        model = classifier(layers.TorchModuleWrapper(inside))
+        enable(model, **options)
+        for _ in range(2):
+            model.train_on_batch(INPUTS[:BATCH], LABELS[:BATCH])
+        return [*map(torch.clone, inside.buffers())], [v.numpy() for v in model.variables]
+
+    undisturbed = job(microbatch_size=16, batchnorm="ignore")
+    failing = Failing()
+    with pytest.warns(BatchNormWarning, match="norm"):
+        disturbed = job(microbatch_size=Halving(), observer=failing)
+    assert failing.failed == 2
+    assert all(map(torch.equal, disturbed[0], undisturbed[0]))
+    assert same(disturbed[1], undisturbed[1])
+
+
+def masked(**options: Any) -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Embedding(20, 8, mask_zero=True),
+            layers.Dense(64),
+            layers.Dense(20),
+        ]
+    )
+    model.compile("sgd", SPARSE(from_logits=True), weighted_metrics=["accuracy"])
+    return model
+
+
+TOKENS = np.where(_drawn.random((ROWS, 6)) < 0.4, 0, _drawn.integers(1, 20, (ROWS, 6)))
+
+
+def test_a_mask_is_counted_where_somebody_says_how() -> None:
+    case = Case(masked, x=TOKENS, y=TOKENS)
+    with pytest.raises(LossError, match=r"mask_zero=True.*\(data\[0\] != 0\).sum"):
+        train(case, ours=True)
+    plain = train(case, ours=False)
+    count = lambda data: (data[0] != 0).sum()  # noqa: E731
+    whole = train(case, ours=True, loss_average=count)
+    assert whole.history == plain.history
+    ours = train(case, ours=True, loss_average=count, microbatch_size=10)
+    assert ours.differ(plain) < 1e-6 * 3
+    with pytest.raises(LossAverageError, match="loss_average"):
+        train(case, ours=True, loss_average="samples", microbatch_size=10)
+
+
+def test_a_loss_that_turns_out_to_be_another_mean_is_an_error() -> None:
+    def summed(y_true: Any, y_pred: Any) -> Any:
+        return ops.sum(ops.square(ops.cast(y_true, "float32")[:, None] - y_pred))
+
+    model = classifier(loss=summed, metrics=None)
+    enable(model)
+    with pytest.raises(LossAverageError, match="loss_average='none'"):
+        model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def of_own_step() -> Any:
+    model = OwnStep([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def with_activity() -> Any:
+    return classifier(layers.Dense(8, activity_regularizer="l2"))
+
+
+def enabled() -> Any:
+    return enable(classifier())
+
+
+def compiled(loss: Any = "mse", **options: Any) -> Any:
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", loss, **options)
+    return model
+
+
+def mixed() -> Any:
+    return two_outputs(loss={"kind": SPARSE(reduction="sum"), "size": "mse"})
+
+
+def fitted(model: Any, **options: Any) -> Any:
+    enable(model, **options).fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "says"),
+    [
+        (lambda: enable(torch.nn.Linear(1, 1)), TypeError, "takes a keras.Model"),
+        (lambda: enable(classifier(), forward=print), TypeError, "Keras says that itself"),
+        (lambda: enable(classifier(), micro=3), TypeError, "no option micro"),
+        (lambda: enable(enabled()), ValueError, "enabled for this model already"),
+        (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "call model.compile"),
+        (lambda: enable(of_own_step()), ValueError, "a train_step of its own"),
+        (lambda: enable(compiled(jit_compile=True)), ValueError, "jit_compile=False"),
+        (lambda: enable(compiled(steps_per_execution=2)), ValueError, "steps_per_execution"),
+        (lambda: enable(with_activity()), ValueError, "activity_regularizer of 'dense"),
+        (lambda: enable(mixed()), ValueError, "2 losses with the reductions"),
+        (lambda: enable(classifier(), loss_average="tokens"), ValueError, "'tokens' is not known"),
+        (
+            lambda: enable(compiled(loss=keras.losses.MeanSquaredError(reduction=None))),
+            ValueError,
+            "reduction=None",
+        ),
+        (
+            lambda: fitted(classifier(layers.Dense(8, **L2), loss=SPARSE(reduction="sum"))),
+            LossError,
+            "count once for each microbatch",
+        ),
+    ],
+)
+def test_what_would_be_wrong_without_a_word_is_refused(wrong: Any, kind: Any, says: str) -> None:
+    with pytest.raises(kind, match=says):
+        wrong()
+
+
+def test_a_model_that_is_compiled_anew_with_a_compiler_is_refused() -> None:
+    model = enabled()
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    with pytest.raises(ValueError, match="compiled anew with jit_compile=True"):
+        model.train_on_batch(INPUTS, LABELS)
+
+
+def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = classifier()
+    monkeypatch.setattr(keras.Model, "_compute_loss", lambda self, x: None)
+    with pytest.raises(ImportError, match=r"keras 3\..* lacks the parameter 'y'"):
+        enable(model)
+
+
+def test_disabled_it_is_keras_own_again_and_can_be_enabled_once_more() -> None:
+    model = classifier()
+    enable(model).fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+    own = model.automicro
+    model.automicro.disable()
+    assert not {"train_step", "test_step", "predict_step", "automicro"} & set(vars(model))
+    last = own.last
+    model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+    assert own.last is last
+    enable(model).fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+    assert model.automicro.last is not None
+
+
+def test_a_second_fit_goes_on_also_after_an_interrupt_and_another_compile() -> None:
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    def job(ours: bool) -> Any:
+        keras.utils.set_random_seed(5)
+        model = classifier()
+        if ours:
+            enable(model)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0, callbacks=[Stops()])
+        first = model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0).history
+        model.layers[0].trainable = False
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        second = model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0).history
+        alone = model.train_on_batch(INPUTS[:9], LABELS[:9]), model.predict_on_batch(INPUTS[:9])
+        return first, second, alone[0], alone[1].tolist()
+
+    assert job(True) == job(False)
+
+
+def test_saved_and_loaded_it_is_the_plain_model(tmp_path: Path) -> None:
+    model = enabled()
+    model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert getattr(loaded, "automicro", None) is None
+    plain = loaded.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0, shuffle=False).history
+    assert model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0, shuffle=False).history == plain
+
+
+def test_the_code_of_the_page_runs_and_prints_what_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    page = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "keras.md"
+    [code] = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    shown = re.findall(r"^print\(.*\)  # (.+)$", code, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()[-len(shown) :]
+    wanted = [".*".join(map(re.escape, line.split("…"))) for line in shown]
+    assert wanted
+    assert all(map(re.fullmatch, wanted, printed))

@@ -1,0 +1,324 @@
+"""Small runs of Lightning's Trainer, with the callback and without it."""
+
+import csv
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from automicro.integrations.lightning import AutoMicrobatch
+from tests.ranks.steps import local
+
+ROWS, BATCH = 110, 32  # an epoch of four batches, the last of 14 rows
+WIDTH, LAYERS = 512, 12
+
+
+class Module(pl.LightningModule):
+    """A classifier that logs in every way there is.
+
+    Args:
+        dropout: between the layers.
+        dtype: of its data.
+    """
+
+    def __init__(self, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 4),
+            nn.Tanh(),
+            nn.Linear(4, WIDTH),
+            *[nn.Tanh() for _ in range(LAYERS)],  # what they keep for the backward is the peak
+            nn.Dropout(dropout),
+            nn.Linear(WIDTH, 3),
+        )
+        self.metrics = nn.ModuleDict(
+            {
+                f"of_{name}": nn.ModuleDict(
+                    {
+                        "accuracy": MulticlassAccuracy(3, average="micro"),
+                        "several": MetricCollection(
+                            {"mean": MeanMetric(), "sum": SumMetric()},
+                            compute_groups=False,
+                            prefix=f"{name}/",
+                        ),
+                        "matrix": MulticlassConfusionMatrix(3),
+                    }
+                )
+                for name in ("train", "val", "test")
+            }
+        )
+        self.losses: list[Tensor] = []
+        self.kept: dict[str, list[Any]] = {"outputs": [], "hits": []}
+        self.data_dtype = dtype
+
+    def step(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        metrics: Any = self.metrics[f"of_{name}"]
+        outputs = self.net(x)
+        loss = F.cross_entropy(outputs, y)
+        right = outputs.argmax(-1) == y
+        self.log(f"{name}/loss", loss, on_step=name == "train", on_epoch=True, prog_bar=True)
+        self.log(f"{name}/half", loss.detach() / 2, batch_size=len(x), on_epoch=True)
+        self.log(f"{name}/right", right.float().sum(), reduce_fx="sum", on_epoch=True)
+        self.log(f"{name}/most", x.max(), reduce_fx=torch.max, on_step=name == "train")
+        self.log(f"{name}/least", x.min(), reduce_fx="min", on_epoch=True)
+        self.log_dict({f"{name}/one": 1.0, f"{name}/first": x[:, 0].mean()}, on_epoch=True)
+        metrics.accuracy(outputs, y)
+        self.log(f"{name}/acc", metrics.accuracy, on_step=name == "train", on_epoch=True)
+        metrics.several(outputs.detach().mean(1))
+        self.log_dict(metrics.several, on_epoch=True)
+        metrics.matrix.update(outputs, y)
+        self.log(f"{name}/twice", loss)
+        self.log(f"{name}/twice", right.float().mean())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.step(batch, "train")
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.step(batch, "val")
+        self.kept["outputs"].append(self.net(batch[0]))
+        self.kept["hits"].extend(batch[1].tolist())
+        return {"loss": loss, "rows": len(batch[0]), "outputs": self.net(batch[0])}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]), {"labels": batch[1]}
+
+    def on_train_epoch_end(self) -> None:
+        matrix: Any = self.metrics["of_train"]
+        self.log("matrix", matrix.matrix.compute().float().trace())
+        matrix.matrix.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": warm_up, "interval": "step"},
+        }
+
+
+def loader(dtype: torch.dtype = torch.float32, *, rows: int = ROWS, batch: int = BATCH) -> Any:
+    drawn = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 6, generator=drawn, dtype=dtype)
+    return DataLoader(TensorDataset(x, torch.randint(3, (rows,), generator=drawn)), batch)
+
+
+EVENTS = sorted(
+    name
+    for name in dir(pl.Callback)
+    if name.startswith("on_") and "checkpoint" not in name and name != "on_exception"
+)
+MODULE_EVENTS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_validation_batch_end"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+)
+
+
+class Recorder(pl.Callback):
+    """Notes every event, of callbacks and of the module, and what some of them are given."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        for name in EVENTS:
+            setattr(self, name, self._noting(name))
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(trainer: Any, module: Any, *given: Any, **named: Any) -> None:
+            told: list[Any] = []
+            if name == "on_before_backward":
+                told = [given[0].detach().clone()]
+            elif name in ("on_after_backward", "on_before_optimizer_step"):
+                told = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            elif name == "on_train_batch_end":
+                told = [each.detach() for each in given[0].values()]
+            self.events.append((name, told))
+
+        return note
+
+    def watch(self, module: Any) -> None:
+        for name in MODULE_EVENTS:
+            own = getattr(module, name)
+
+            def note(*given: Any, _name: str = name, _own: Any = own, **named: Any) -> Any:
+                self.events.append((f"module.{_name}", []))
+                return _own(*given, **named)
+
+            setattr(module, name, note)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+@dataclass
+class Run:
+    """One call of fit."""
+
+    trainer: Any
+    module: Any
+    rows: list[dict[str, str]] = field(default_factory=list)
+    recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [each.detach() for each in self.module.parameters()]
+
+
+def trainer_of(folder: Path, callbacks: Sequence[Any] = (), **options: Any) -> Any:
+    given: dict[str, Any] = {
+        "max_epochs": 3,
+        "logger": CSVLogger(folder, name="", version=""),
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 1,
+        **options,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **given)
+
+
+def fit(
+    folder: Path,
+    callbacks: Sequence[Any] = (),
+    *,
+    make: Any = None,
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
+    records: bool = False,
+    ckpt_path: Path | None = None,
+    train: Any = None,
+    **options: Any,
+) -> Run:
+    torch.manual_seed(0)
+    module = Module(dropout=dropout, dtype=dtype) if make is None else make()
+    recorder = Recorder()
+    if records:
+        recorder.watch(module)
+        callbacks = [*callbacks, recorder]
+    trainer = trainer_of(folder, callbacks, **options)
+    given = train or loader(dtype), loader(dtype, rows=40, batch=24)
+    trainer.fit(module, *given, ckpt_path=ckpt_path)
+    return Run(trainer, module, rows_of(folder), recorder)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    path = folder / "metrics.csv"
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def furthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def furthest_row(
+    ours: Sequence[dict[str, str]], theirs: Sequence[dict[str, str]], *, of: str = ""
+) -> tuple[float, str]:
+    """The largest relative gap between what was logged, and where; the same cells are filled.
+
+    Args:
+        ours: rows.
+        theirs: rows.
+        of: what the names of numbers that are compared hold.
+    """
+    worst = (0.0, "")
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert [k for k, v in one.items() if v] == [k for k, v in other.items() if v]
+        for name, value in other.items():
+            if value and of in name:
+                gap = abs(float(one[name]) - float(value)) / max(abs(float(value)), 1e-2)
+                worst = max(worst, (math.inf if math.isnan(gap) else gap, name))
+    return worst
+
+
+class Sharded(Module):
+    """Under FSDP2, as the host has it."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
+    """One rank's part: the host alone, and with the callback where memory is short on rank 1.
+
+    Args:
+        folder: for logs.
+        kind: ``"ddp"``, ``"uneven"`` for ranks with batches of 32 and of 12 rows, or ``"fsdp2"``.
+        parts: batches that are accumulated.
+    """
+    rank = dist.get_rank()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost")
+    told: list[str] = []
+
+    def short(module: Module) -> Module:
+        own = module.step
+
+        def step(batch: Any, name: str) -> Tensor:
+            if rank == 1 and len(batch[0]) > 9:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return own(batch, name)
+
+        module.step = step  # type: ignore[method-assign]
+        return module
+
+    def observe(event: str, subject: Any) -> None:
+        told.append(event)
+
+    def run(place: str, callbacks: Sequence[Any], make: Callable[[], Any]) -> Run:
+        return fit(
+            Path(folder) / f"{place} {rank}",
+            callbacks,
+            make=make,
+            strategy=strategy(process_group_backend="gloo"),
+            devices=2,
+            accumulate_grad_batches=parts,
+            use_distributed_sampler=kind != "uneven",
+            train=loader(rows=48, batch=12) if rank == 1 and kind == "uneven" else None,
+        )
+
+    strategy: Any = ModelParallelStrategy if kind == "fsdp2" else DDPStrategy
+    module = Sharded if kind == "fsdp2" else Module
+    plain = run("plain", [], module)
+    ours = run("ours", [AutoMicrobatch(observer=observe)], lambda: short(module()))
+    return {
+        "ooms": told.count("oom"),
+        "parameters": furthest(*([local(p) for p in each.parameters] for each in (ours, plain))),
+        "rows": furthest_row(ours.rows, plain.rows)[0],
+        "validated": abs(
+            float(ours.trainer.callback_metrics["val/loss"])
+            - float(plain.trainer.callback_metrics["val/loss"])
+        ),
+        "losses": len(ours.module.losses),
+        "its losses": len(plain.module.losses),
+    }

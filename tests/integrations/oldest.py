@@ -1,0 +1,71 @@
+"""Run the tests of the integrations with the oldest hosts that are supported.
+
+    python -m tests.integrations.oldest [ARGUMENTS OF PYTEST]
+
+The versions are those from which the extras in ``pyproject.toml`` begin. They come into an
+environment of their own, ``.venv-hosts``; all that they do not bring is that of the environment
+which runs this.
+"""
+
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-hosts"
+EXTRAS = ("accelerate", "keras", "lightning", "transformers")
+# Transformers before 5.16 hands num_items_in_batch to no label smoothing, and sums it in fp32.
+_ROUNDING = "tests/integrations/test_transformers.py::test_in_microbatches_it_is_the_same_but_for"
+_TELLING = "tests/integrations/test_transformers.py::test_it_is_told_whether_accumulation_is_the"
+OF_NEWER_ONES = (
+    f"{_ROUNDING}_rounding[label smoothing]",
+    f"{_ROUNDING}_rounding[smoothing, accumulation]",
+    f"{_TELLING}_full_batch[smoothing, accumulation-True]",
+)
+
+
+def oldest(extras: dict[str, list[str]]) -> list[str]:
+    """The first version of each host, as pip is told it.
+
+    >>> oldest({"keras": ["keras>=3.7"], "docs": ["matplotlib>=3.8"]})
+    ['keras==3.7']
+    """
+    found = [extras[name] for name in EXTRAS if name in extras]
+    return [requirement.replace(">=", "==") for each in found for requirement in each]
+
+
+def make_environment(requirements: list[str]) -> str:
+    """An environment with these, made anew where they are others than before; its Python."""
+    python = str(FOLDER / "bin" / "python")
+    wanted = "\n".join([sys.prefix, *requirements])
+    stamp = FOLDER / "requirements.txt"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    print(f"installing {', '.join(requirements)} into {FOLDER.name}", flush=True)
+    venv.create(FOLDER, clear=True, with_pip=True)
+    ours = sysconfig.get_path("purelib")
+    theirs = sysconfig.get_path("purelib", vars={"base": str(FOLDER), "platbase": str(FOLDER)})
+    (Path(theirs) / "beneath.pth").write_text(ours + "\n", encoding="utf-8")
+    # pip counts what lies beneath as installed, and tells what does not fit it: newer hosts.
+    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements]
+    installed = subprocess.run(command, capture_output=True, text=True)
+    if installed.returncode:
+        sys.exit(installed.stdout + installed.stderr)
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def main(arguments: list[str]) -> int:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    python = make_environment(oldest(extras))
+    left_out = [word for test in OF_NEWER_ONES for word in ("--deselect", test)]
+    command = [python, "-m", "pytest", "-q", *left_out, "tests/integrations", *arguments]
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Keras on torch, in a process of its own: Keras reads its backend when it is imported."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = "tests/integrations/keras_cases.py", "automicro/integrations/keras.py"
+
+if importlib.util.find_spec("keras") is None:
+    pytest.skip("Keras is not installed", allow_module_level=True)
+
+
+def run(folder: Path, *arguments: str) -> None:
+    there = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *arguments,
+            *FILES,
+        ],
+        cwd=ROOT,
+        env={**os.environ, **there},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
+    assert " passed" in ended.stdout
+
+
+@pytest.mark.timeout(300)
+def test_keras_keeps_its_bits_and_survives(tmp_path: Path) -> None:
+    run(tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+def test_keras_survives_every_limit(tmp_path: Path) -> None:
+    run(tmp_path, "-m", "sweep")

@@ -1,0 +1,839 @@
+"""Lightning's Trainer with one callback: the same without a limit, and alive with one."""
+
+import functools
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl
+from lightning.fabric import Fabric
+
+from automicro import (
+    LossAverageError,
+    LossError,
+    MemoryBudget,
+    MetricWarning,
+    SampleTooLargeError,
+)
+from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
+from automicro.reach import Reach
+from automicro.transaction.remembering import Remembered
+from tests.integrations import lightning_runs as runs
+from tests.integrations.lightning_runs import fit, furthest, furthest_row
+from tests.ranks.world import world_of
+
+LIMITS = 20
+EVALUATIONS = ("validation_step", "test_step", "predict_step")
+# What the host says of data loaders, and of torch's own changes.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{said}")
+    for said in (
+        *("LeafSpec", "does not have many workers", "smaller than the logging interval"),
+        *("The value of", "litlogger", "exists and is not empty", "It is recommended to use"),
+        *("You defined a `validation_step`", "You are using the `dataloader_iter`"),
+        *("callbacks used to create the checkpoint", "resuming from a checkpoint that ended"),
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without what the host says of devices and of loggers."""
+    told = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [each.level for each in told]
+    for each in told:
+        each.setLevel(logging.ERROR)
+    yield
+    for each, level in zip(told, levels, strict=True):
+        each.setLevel(level)
+
+
+def peak_of(folder: Path, **options: Any) -> int:
+    with MemoryBudget(None) as budget:
+        fit(folder, **options)
+    return budget.peak_bytes
+
+
+# The same as the host alone
+
+
+def scaled() -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+PLAIN_CASES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "accumulation": {"accumulate_grad_batches": 4},
+    "clipping": {"gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+    "float64": {"precision": "64-true", "dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CASES)
+def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_path: Path) -> None:
+    case = {"dropout": 0.1, "records": True, **PLAIN_CASES[name]}
+    plain = fit(tmp_path / "plain", **case)
+    ours = fit(tmp_path / "ours", [AutoMicrobatch()], **case)
+    assert plain.trainer.fit_loop.total_batch_idx + 1 >= 10
+    assert all(map(torch.equal, ours.parameters, plain.parameters))
+    assert ours.rows == plain.rows
+    assert ours.recorder.names == plain.recorder.names
+    for (name, given), (_, expected) in zip(
+        ours.recorder.events, plain.recorder.events, strict=True
+    ):
+        assert len(given) == len(expected), name
+        assert all(map(torch.equal, given, expected)), name
+    assert all(map(torch.equal, ours.module.losses, plain.module.losses))
+    assert ours.trainer.callback_metrics == plain.trainer.callback_metrics
+
+
+@pytest.mark.parametrize("size", ["auto", 5])
+def test_the_loss_scale_in_fp16_moves_as_the_hosts_own(size: Any, tmp_path: Path) -> None:
+    found = []
+    for name, line in (("plain", []), ("ours", [AutoMicrobatch(microbatch_size=size)])):
+        run = fit(tmp_path / name, line, plugins=[scaled()], gradient_clip_val=1.0, max_epochs=2)
+        found.append((run, run.trainer.precision_plugin.scaler.get_scale()))
+    (plain, scale), (ours, own) = found
+    assert own == scale > 2.0**10
+    if size == "auto":
+        assert all(map(torch.equal, ours.parameters, plain.parameters))
+        assert ours.rows == plain.rows
+    else:
+        gap, where = furthest_row(ours.rows, plain.rows, of="loss")
+        assert gap < 1e-3, where
+
+
+# With a limit
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [("as it is", 1e-6), ("accumulation", 1e-6), ("bf16", 1e-3), ("float64", 1e-12)],
+)
+def test_at_half_of_the_peak_the_host_dies_and_with_the_line_it_does_not(
+    name: str, close: float, tmp_path: Path
+) -> None:
+    case: dict[str, Any] = {**PLAIN_CASES[name], "max_epochs": 1}
+    limit = peak_of(tmp_path / "peak", **case) // 2
+    with pytest.raises(torch.OutOfMemoryError), MemoryBudget(limit):
+        fit(tmp_path / "dead", **case)
+    plain = fit(tmp_path / "plain", **case)
+    line = AutoMicrobatch()
+    with MemoryBudget(limit):
+        ours = fit(tmp_path / "ours", [line], **case)
+    assert line.state_dict()["train"] != AutoMicrobatch().state_dict()
+    gap, where = furthest_row(ours.rows, plain.rows, of="loss")
+    assert gap < close, where
+    if name != "bf16":  # metrics of torchmetrics' count in float32
+        gap, where = furthest_row(ours.rows, plain.rows)
+        assert gap < 3e-6, where
+    losses = torch.stack(ours.module.losses), torch.stack(plain.module.losses)
+    assert torch.allclose(*losses, rtol=close, atol=0)
+    if name == "float64":
+        assert furthest(ours.parameters, plain.parameters) < 1e-12
+    if name == "as it is":
+        assert furthest(ours.parameters, plain.parameters) < 1e-6
+
+
+def test_in_microbatches_events_come_once_and_gradients_whole(tmp_path: Path) -> None:
+    case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True}
+    plain = fit(tmp_path / "plain", **case)
+    ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=5)], **case)
+    assert ours.recorder.names == plain.recorder.names
+    for (name, given), (_, expected) in zip(
+        ours.recorder.events, plain.recorder.events, strict=True
+    ):
+        assert len(given) == len(expected), name
+        assert all(map(torch.allclose, given, expected)), name
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+    assert len(ours.module.losses) == len(plain.module.losses)
+    assert ours.module.kept["hits"] == plain.module.kept["hits"]
+    outputs = ours.module.kept["outputs"], plain.module.kept["outputs"]
+    assert all(map(torch.allclose, *outputs))
+
+
+def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path) -> None:
+    case: dict[str, Any] = {
+        **PLAIN_CASES["float64"],
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "limit_train_batches": 1,
+        "limit_val_batches": 1,
+    }
+    plain = fit(tmp_path / "plain", **case)
+    most = peak_of(tmp_path / "peak", **case)
+    ended = refused = 0
+    for number in range(1, LIMITS + 1):
+        folder = tmp_path / f"{number}"
+        try:
+            line = AutoMicrobatch(memory_limit=most * number // LIMITS)
+            ours = fit(folder, [line], **case)
+        except SampleTooLargeError:
+            refused += 1
+            continue
+        ended += 1
+        assert furthest(ours.parameters, plain.parameters) < 1e-12
+        gap, where = furthest_row(ours.rows, plain.rows)
+        assert gap < 1e-6, (number, where)
+        assert len(ours.module.losses) == len(plain.module.losses)
+        assert ours.module.kept["hits"] == plain.module.kept["hits"]
+    assert ended >= LIMITS // 3
+    assert ended + refused == LIMITS
+
+
+# Evaluation
+
+
+class Evaluated(runs.Module):
+    """Keeps what the host hands to hooks of evaluation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.outputs: list[Any] = []
+
+    def on_validation_batch_end(self, outputs: Any, *rest: Any) -> None:
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_evaluation_at_six_tenths_of_the_peak_counts_the_same(method: str, tmp_path: Path) -> None:
+    def run(*callbacks: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        module = Evaluated()
+        trainer = runs.trainer_of(tmp_path, callbacks)
+        found = getattr(trainer, method)(module, runs.loader(rows=90, batch=64), **options)
+        return module, found
+
+    options = {} if method == "predict" else {"verbose": False}
+    with MemoryBudget(None) as budget:
+        plain, expected = run()
+    with pytest.raises(torch.OutOfMemoryError), MemoryBudget(budget.peak_bytes * 6 // 10):
+        run()
+    line = AutoMicrobatch()
+    with MemoryBudget(budget.peak_bytes * 6 // 10):
+        ours, found = run(line)
+    if method == "predict":
+        assert len(found) == len(expected)
+        for (outputs, rest), (its_outputs, its_rest) in zip(found, expected, strict=True):
+            assert torch.allclose(outputs, its_outputs, rtol=1e-5, atol=1e-6)
+            assert torch.equal(rest["labels"], its_rest["labels"])
+        return
+    assert found[0].keys() == expected[0].keys()
+    assert found[0] == {k: pytest.approx(v, rel=1e-5) for k, v in expected[0].items()}
+    assert ours.kept["hits"] == plain.kept["hits"]
+    for one, other in zip(ours.outputs, plain.outputs, strict=True):
+        assert one["rows"] == other["rows"]
+        assert one["loss"] == pytest.approx(float(other["loss"]), rel=1e-6)
+        assert torch.allclose(one["outputs"], other["outputs"], rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_that_the_module_leaves_on_in_validation_stays_on() -> None:
+    class Sampling(runs.Module):
+        def on_validation_model_eval(self) -> None:
+            self.train()
+
+    torch.manual_seed(0)
+    module = Sampling(dropout=0.5)
+    found = []
+    for callbacks in ([], [AutoMicrobatch()]):
+        torch.manual_seed(1)
+        trainer = runs.trainer_of(Path("unused"), callbacks, logger=False)
+        found.append(trainer.validate(module, runs.loader(), verbose=False)[0]["val/loss"])
+        assert module.net.training
+    assert found[0] == found[1]
+
+
+# Resuming
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (0, 1), (1, 0)])
+def test_a_run_goes_on_in_the_middle_from_checkpoints_of_either(
+    first: int, second: int, tmp_path: Path
+) -> None:
+    def line(is_ours: int) -> list[Any]:
+        return [AutoMicrobatch()] if is_ours else []
+
+    def seeded(trainer: Any, module: Any, *batch: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+
+    draws = pl.callbacks.LambdaCallback(on_train_batch_start=seeded)
+    case: dict[str, Any] = {"dropout": 0.1, "accumulate_grad_batches": 2, "logger": False}
+
+    def run(first: int, second: int) -> tuple[int, list[Tensor]]:
+        half = fit(tmp_path, line(first), **case, max_steps=3)
+        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        given = {**case, "ckpt_path": tmp_path / "half.ckpt"}
+        whole = fit(tmp_path, [*line(second), draws], **given)
+        return whole.trainer.global_step, whole.parameters
+
+    draws = pl.callbacks.LambdaCallback(on_train_batch_start=seeded)
+    steps, parameters = run(first, second)
+    its_steps, its_parameters = run(0, 0)
+    assert steps == its_steps > 3
+    assert all(map(torch.equal, parameters, its_parameters))
+
+
+def test_sizes_travel_in_checkpoints(tmp_path: Path) -> None:
+    line = AutoMicrobatch(memory_limit="300KiB")
+    ours = fit(tmp_path, [line], max_epochs=1)
+    ours.trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    again = AutoMicrobatch(memory_limit="300KiB")
+    told: list[Any] = []
+    again.options["observer"] = lambda event, subject: told.append(event)
+    trainer = runs.trainer_of(tmp_path, [again], max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(runs.Module(), runs.loader(), ckpt_path=tmp_path / "ours.ckpt")
+    assert told.count("attempt_start") > told.count("oom") == 0
+
+
+def test_sizes_of_another_policy_in_a_checkpoint_are_no_error(tmp_path: Path) -> None:
+    ours = fit(tmp_path, [AutoMicrobatch(microbatch_size=8)], max_epochs=1)
+    ours.trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    line = AutoMicrobatch()
+    fit(tmp_path, [line], max_epochs=2, ckpt_path=tmp_path / "ours.ckpt")
+    assert line.result is not None
+
+
+# What a step may do
+
+
+class Skipping(runs.Module):
+    """Wants no training on every third batch, once it has drawn and logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("noise", torch.rand(()), on_step=True)
+        return None if batch_idx % 3 == 1 else loss
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_that_returns_none_is_skipped_as_by_the_host(parts: int, tmp_path: Path) -> None:
+    case: dict[str, Any] = {"accumulate_grad_batches": parts}
+    plain = fit(tmp_path / "plain", make=functools.partial(Skipping, dropout=0.1), **case)
+    ours = fit(
+        tmp_path / "ours", [AutoMicrobatch()], make=functools.partial(Skipping, dropout=0.1), **case
+    )
+    assert all(map(torch.equal, ours.parameters, plain.parameters))
+    assert ours.rows == plain.rows
+
+
+def test_none_for_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
+    line = AutoMicrobatch(microbatch_size=8)
+    with pytest.raises(LossError, match="None for 8 of 32 rows"):
+        fit(tmp_path, [line], make=Skipping, num_sanity_val_steps=0)
+
+
+class Counting(runs.Module):
+    """Counts what it does, in all the ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.calls = 0
+        self.parts: list[int] = []
+        self.names: list[Any] = []
+        self.net[0].register_forward_hook(lambda *_: None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows += len(batch[0])
+        self.calls += 1
+        self.parts.append(len(batch[0]))
+        self.names.append({"index": batch_idx, "loss": float(self.net(batch[0]).detach().mean())})
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_failed_attempt_appends_and_counts_is_taken_back(tmp_path: Path) -> None:
+    case: dict[str, Any] = {"num_sanity_val_steps": 0, "max_epochs": 1}
+    plain = fit(tmp_path / "plain", make=Counting, **case)
+    line = AutoMicrobatch(memory_limit="300KiB")
+    with pytest.warns(MetricWarning, match=r"self\.calls was counted up by each microbatch"):
+        ours = fit(tmp_path / "ours", [line], make=Counting, **case)
+    assert line.result is not None
+    assert ours.module.rows == plain.module.rows == runs.ROWS
+    assert ours.module.calls > plain.module.calls
+    assert ours.module.parts == plain.module.parts
+    assert [each["index"] for each in ours.module.names] == [0, 1, 2, 3]
+    for one, other in zip(ours.module.names, plain.module.names, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-3)
+
+
+class Returning(runs.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        outputs = self.net(x)
+        return {
+            "loss": F.cross_entropy(outputs, y),
+            "outputs": outputs,
+            "right": (outputs.argmax(-1) == y).sum(),
+            "rows": len(x),
+            "index": batch_idx,
+            "pair": (x[:, 0], "name"),
+            "strange": object(),
+        }
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept["outputs"].append(outputs)
+
+    def on_train_epoch_end(self) -> None:
+        """Without the metrics that the step does not update."""
+
+
+def test_what_the_step_returns_is_that_of_the_whole_batch_or_said_to_be_parts(
+    tmp_path: Path,
+) -> None:
+    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0}
+    (plain,) = fit(tmp_path, make=Returning, **case).module.kept["outputs"]
+    with pytest.warns(MetricWarning) as told:
+        ours = fit(tmp_path, [AutoMicrobatch(microbatch_size=12)], make=Returning, **case)
+    (found,) = ours.module.kept["outputs"]
+    assert found["loss"] == pytest.approx(float(plain["loss"]), rel=1e-6)
+    assert torch.allclose(found["outputs"], plain["outputs"], atol=1e-6)
+    assert not found["outputs"].requires_grad
+    assert found["right"] == plain["right"]
+    assert (found["rows"], found["index"]) == (32, 0)
+    assert torch.equal(found["pair"][0], plain["pair"][0])
+    assert found["pair"][1] == "name"
+    assert len(found["strange"]) == 3
+    texts = [str(each.message) for each in told]
+    assert sum("['right'] is a whole number in each microbatch" in text for text in texts) == 1
+    assert sum("['strange'] is a object in each microbatch" in text for text in texts) == 1
+
+
+class TokenMeans(pl.LightningModule):
+    """A loss that is a mean over targets that count, of which rows have different numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels = batch["x"], batch["labels"]
+        loss = F.cross_entropy(self.net(x).flatten(0, 1), labels.flatten())
+        self.log("loss", loss, on_step=True)
+        self.log("again", loss.double(), on_step=True, batch_size=int((labels != -100).sum()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def token_batches() -> list[dict[str, Tensor]]:
+    drawn = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (16, 5), generator=drawn)
+    for row in range(16):
+        labels[row, 1 + row % 4 :] = -100
+    return [{"x": torch.randn(16, 5, 6, generator=drawn), "labels": labels}] * 3
+
+
+def test_a_value_that_is_the_loss_is_the_batchs_whatever_it_averages_over(tmp_path: Path) -> None:
+    found = []
+    for line in ([], [AutoMicrobatch(microbatch_size=3, loss_average="tokens")]):
+        torch.manual_seed(0)
+        module = TokenMeans()
+        given: Any = DataLoader(token_batches(), batch_size=None)  # type: ignore[arg-type]
+        folder = tmp_path / str(len(line))
+        runs.trainer_of(folder, line, max_epochs=1).fit(module, given)
+        found.append((runs.rows_of(folder), [p.detach() for p in module.parameters()]))
+    gap, where = furthest_row(found[1][0], found[0][0])
+    assert gap < 1e-6, where
+    assert furthest(found[1][1], found[0][1]) < 1e-6
+
+
+class Validating(TokenMeans):
+    returns = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.training_step(batch, batch_idx)
+        return loss if self.returns else None
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
+    returns: bool, tmp_path: Path
+) -> None:
+    module = Validating()
+    module.returns = returns
+    given: Any = DataLoader(token_batches()[:1], batch_size=None)  # type: ignore[arg-type]
+    line = AutoMicrobatch(eval_microbatch_size=3, loss_average="tokens")
+    (plain,) = runs.trainer_of(tmp_path).validate(module, given, verbose=False)
+    trainer = runs.trainer_of(tmp_path, [line])
+    if returns:
+        (found,) = trainer.validate(module, given, verbose=False)
+        assert found["loss_epoch"] == pytest.approx(plain["loss_epoch"], rel=1e-6)
+        return
+    with pytest.warns(MetricWarning, match="returns no loss, and the means that it logs"):
+        trainer.validate(module, given, verbose=False)
+
+
+class Sending(runs.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        sent = {"sent": float(loss.detach()), "index": batch_idx}
+        self.logger.log_metrics(sent, step=self.global_step)  # type: ignore[union-attr]
+        return loss
+
+
+def test_what_a_step_sends_to_a_logger_is_sent_once(tmp_path: Path) -> None:
+    case: dict[str, Any] = {"make": Sending, "max_epochs": 1, "num_sanity_val_steps": 0}
+    plain = fit(tmp_path / "plain", **case)
+    ours = fit(tmp_path / "ours", [AutoMicrobatch(memory_limit="300KiB")], **case)
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 3e-6, where
+
+
+class Sometimes(runs.Module):
+    """Sends for some microbatches alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if float(batch[0][0, 0]) > 0:
+            self.logger.log_metrics({"sent": 1.0}, step=self.global_step)  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_sent_for_some_microbatches_alone_is_said_to_be(tmp_path: Path) -> None:
+    line = AutoMicrobatch(microbatch_size=4)
+    with pytest.warns(MetricWarning, match="what the step sends to a logger is a dict in each"):
+        fit(tmp_path, [line], make=Sometimes, max_epochs=1, num_sanity_val_steps=0)
+
+
+class Large(runs.Module):
+    """Has large data of its own, which no step changes, and small ones, which it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = torch.zeros(2**18)
+        self.total = torch.zeros(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.total += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def test_data_of_the_module_are_not_copied_and_what_it_counts_is(tmp_path: Path) -> None:
+    line = AutoMicrobatch(memory_limit="2MiB")
+    case: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    ours = fit(tmp_path, [line], make=Large, **case)
+    assert ours.module.total.tolist() == [runs.ROWS] * 2
+    line = AutoMicrobatch(memory_limit="300KiB")
+    ours = fit(tmp_path, [line], make=Large, **case)
+    assert ours.module.total.tolist() == [runs.ROWS] * 2
+    assert line.result is not None
+    assert line.result.num_microbatches > 1
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_refused_by_a_look(tmp_path: Path) -> None:
+    line = AutoMicrobatch()
+    with pytest.raises(LossAverageError):
+        runs.trainer_of(tmp_path, [line]).fit(
+            TokenMeans(),
+            DataLoader(token_batches(), batch_size=None),  # type: ignore[arg-type]
+        )
+
+
+# Ends
+
+
+def places(trainer: Any) -> dict[str, Any]:
+    """Where the callback stands while a run goes on."""
+    return {
+        **vars(trainer.fit_loop.epoch_loop.automatic_optimization),
+        **vars(trainer.strategy),
+    }
+
+
+def test_ctrl_c_in_a_step_gives_the_host_back_and_a_second_fit_works(tmp_path: Path) -> None:
+    class Interrupted(runs.Module):
+        interrupts = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.interrupts and batch_idx == 2:
+                raise KeyboardInterrupt
+            return loss
+
+    torch.manual_seed(0)
+    module = Interrupted()
+    line = AutoMicrobatch(microbatch_size=8)
+    trainer = runs.trainer_of(tmp_path, [line], logger=False)
+    held = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer.fit(module, runs.loader())
+    finally:
+        signal.signal(signal.SIGINT, held)  # the host lets it be ignored
+    assert len(module.losses) == 2  # that of the third batch was taken back
+    assert not {"_make_closure", *EVALUATIONS} & places(trainer).keys()
+    assert not {"on_before_backward", "on_after_backward", "forward"} & vars(module).keys()
+    assert line.microbatcher is None
+    assert line.state_dict()
+    module.interrupts = False
+    again = runs.trainer_of(tmp_path, [line], logger=False)
+    again.fit(module, runs.loader())
+    assert again.global_step == 12
+    assert line.microbatcher is None
+
+
+def test_after_a_run_nothing_of_it_is_left(tmp_path: Path) -> None:
+    run = fit(tmp_path, [AutoMicrobatch()])  # the host leaves its module in callbacks
+    assert (
+        not {"_make_closure"} & vars(run.trainer.fit_loop.epoch_loop.automatic_optimization).keys()
+    )
+    assert not {*EVALUATIONS} & vars(run.trainer.strategy).keys()
+    kept = weakref.ref(run.module)
+    del run
+    gc.collect()
+    assert kept() is None
+
+
+# Several ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "parts"), [("ddp", 1), ("ddp", 2), ("uneven", 1), ("fsdp2", 1)])
+def test_two_ranks_with_one_out_of_memory_are_those_of_the_host_alone(
+    kind: str, parts: int, tmp_path: Path
+) -> None:
+    with world_of(2) as world:
+        results = world.run(runs.compare_on_ranks, str(tmp_path), kind, parts)
+    for found in results:
+        assert found["ooms"] > 0
+        assert found["parameters"] < 1e-6
+        assert found["rows"] < 1e-5
+        assert found["validated"] < 1e-5
+        assert found["losses"] == found["its losses"]
+
+
+# Refused by name
+
+
+class Manual(runs.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Lbfgs(runs.Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Iterating(runs.Module):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return None
+
+
+class Two(runs.Module):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "says"),
+    [
+        (Manual, ValueError, "backward=self.manual_backward"),
+        (Lbfgs, ValueError, "LBFGS runs a batch several times"),
+        (Iterating, ValueError, r"let it be training_step\(batch, batch_idx\)"),
+        (Two, RuntimeError, "multiple optimizers"),  # by the host
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(
+    module: Any, error: Any, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        fit(tmp_path, [AutoMicrobatch()], make=module)
+
+
+def test_strategies_that_keep_their_own_gradients_are_refused(tmp_path: Path) -> None:
+    for name, says in (("DeepSpeedStrategy", "keeps gradients"), ("FSDPStrategy", "is FSDP1")):
+        trainer = runs.trainer_of(tmp_path)
+        strategy = type(name, (type(trainer.strategy),), {})
+        trainer.strategy.__class__ = strategy
+        with pytest.raises(ValueError, match=f"{name} {says}"):
+            AutoMicrobatch().setup(trainer, runs.Module(), "fit")
+
+
+def test_a_search_for_the_batch_size_is_refused(tmp_path: Path) -> None:
+    line = AutoMicrobatch()
+    trainer = runs.trainer_of(tmp_path, [line, pl.callbacks.BatchSizeFinder()])
+    with pytest.raises(ValueError, match="BatchSizeFinder looks for the largest batch"):
+        line.setup(trainer, runs.Module(), "fit")
+
+
+def test_given_twice_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"twice|more than one"):
+        fit(tmp_path, [AutoMicrobatch(), AutoMicrobatch()])
+
+
+def test_options_are_read_early() -> None:
+    with pytest.raises(TypeError, match="comes from the trainer"):
+        AutoMicrobatch(optimizer=None)
+    with pytest.raises(TypeError, match=r"microbatchsize=….* is not known.*microbatch_size"):
+        AutoMicrobatch(microbatchsize=3)
+
+
+def test_a_host_without_the_seam_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = pl.loops.optimization.automatic._AutomaticOptimization
+    monkeypatch.delattr(kind, "_make_closure")
+    with pytest.raises(ImportError, match=r"lightning \d.*lacks .*_make_closure.*use lightning 2"):
+        fit(tmp_path, [AutoMicrobatch()])
+
+
+def test_neither_a_walk_nor_a_copy_goes_into_the_trainer(tmp_path: Path) -> None:
+    module, teacher = runs.Module(), nn.Linear(2, 2)
+    trainer = runs.trainer_of(tmp_path, [pl.callbacks.LambdaCallback()])
+    trainer.callbacks[0].teacher = teacher
+    module.trainer = trainer
+    assert all(each is not teacher for each in Reach({"module": module}).modules().values())
+    remembered = Remembered()
+    remembered.add(trainer)
+    trainer.callbacks.append(None)
+    remembered.put_back()
+    assert trainer.callbacks.pop() is None
+
+
+# Other hosts
+
+
+OTHER_PACKAGE = """
+import sys
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from automicro.integrations.lightning import AutoMicrobatch
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+line = AutoMicrobatch(microbatch_size=24)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[line], **quiet)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(96, 4), 48))
+found = f"{line.result.num_samples} rows in {line.result.num_microbatches}"
+print(f"{found}, lightning imported: {'lightning.pytorch' in sys.modules}")
+"""
+
+
+def test_the_other_package_is_a_host_too(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_PACKAGE)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "48 rows in 2, lightning imported: False" in done.stdout
+
+
+def fabric_step(precision: str, **options: Any) -> tuple[Any, Any, Any, Any]:
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", precision=precision)  # type: ignore[arg-type]
+    plain = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
+    model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
+    return fabric, model, optimizer, nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(("precision", "close"), [("32-true", 1e-6), ("64-true", 1e-12)])
+def test_a_fabric_loop_takes_whole_batches(precision: str, close: float) -> None:
+    dtype = torch.float64 if precision.startswith("64") else torch.float32
+    batches = list(runs.loader(dtype))
+    found = []
+    for size in (None, 5):
+        fabric, model, optimizer, loss_fn = fabric_step(precision)
+        step = microbatcher(fabric, model, optimizer, loss_fn=loss_fn, microbatch_size=size)
+        losses = []
+        for x, y in batches:
+            if size is None:
+                loss = loss_fn(model(x), y)
+                fabric.backward(loss)
+            else:
+                loss = step.backward((x, y)).loss
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append((torch.stack(losses), [p.detach() for p in model.parameters()]))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-6)
+    assert furthest(found[0][1], found[1][1]) < close
+
+
+def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
+    fabric, model, optimizer, loss_fn = fabric_step("32-true")
+    with pytest.raises(ValueError, match=r"pass what fabric\.setup"):
+        microbatcher(fabric, model.module, optimizer, loss_fn=loss_fn)
+    with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\) here"):
+        microbatcher(fabric, model, optimizer, loss_fn=loss_fn, precision="bf16")
+
+
+# Is the host's own accumulation the full batch's gradient?
+
+
+def test_verify_tells_what_the_hosts_own_accumulation_is(tmp_path: Path) -> None:
+    trainer = runs.trainer_of(tmp_path, accumulate_grad_batches=3)
+    module = runs.Module(dropout=0.5)
+    state = {name: each.clone() for name, each in module.state_dict().items()}
+    even = verify(trainer, module, runs.loader(rows=96))
+    assert even.is_exact
+    assert [group.rows for group in even.groups] == [(32, 32, 32)]
+    uneven = verify(trainer, module, runs.loader())
+    assert not uneven.is_exact
+    first, last = uneven.groups
+    assert first.error < 1e-4
+    assert (last.rows, last.divisor) == ((14,), 3)
+    assert last.ratio == pytest.approx(1 / 3, rel=1e-4)
+    assert "14 rows" in str(uneven)
+    assert "AutoMicrobatch" in str(uneven)
+    assert all(map(torch.equal, module.state_dict().values(), state.values()))
+    assert trainer.global_step == 0
+
+
+def test_verify_tells_of_means_over_tokens(tmp_path: Path) -> None:
+    trainer = runs.trainer_of(tmp_path, accumulate_grad_batches=2)
+    (batch, *_) = token_batches()
+    halves = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 4), slice(4, 9))]
+    halves[0]["labels"][:, 1:] = -100
+    given: Any = DataLoader(halves, batch_size=None)  # type: ignore[arg-type]
+    report = verify(trainer, TokenMeans(), given)
+    assert not report.is_exact
+    assert report.groups[0].rows == (4, 5)
+
+
+def test_verify_of_single_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="accumulate_grad_batches is 1"):
+        verify(runs.trainer_of(tmp_path), runs.Module(), runs.loader(rows=64))
