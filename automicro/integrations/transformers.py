@@ -647,10 +647,16 @@ class Enabled:
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
         """The loss of a row as one of one item, and as one of a very great number of them."""
         device = self._trainer.args.device
+        # A penalty on gradients needs a graph; a wrapper for ranks waits for the backward of one.
+        is_alone = self._trainer.args.world_size == 1
         found = []
         for items in (1, _MANY):
             # Each of a copy and with the same random numbers: a loss may change what it is given.
-            with torch.enable_grad(), self._undone(model), evaluation_mode([model]):
+            with (
+                torch.set_grad_enabled(is_alone),
+                self._undone(model),
+                evaluation_mode([model]),
+            ):
                 copied = as_batch(map_tensors(row, Tensor.clone))
                 found.append(
                     float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
@@ -671,18 +677,20 @@ class Enabled:
 
     def _mean(self, model: nn.Module) -> Any:
         """What a mean averages over, as far as it is known."""
-        if "loss_average" in self._options:
-            return self._options["loss_average"]
+        declared = self._options.get("loss_average")
+        if declared not in (None, "tokens"):
+            return declared
         trainer, inner = self._trainer, self._inner(model)
-        if trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss"):
+        is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
+        if declared is None and is_own:
             return "auto"  # nobody knows, so a few rows are looked at
         if trainer.label_smoother is not None:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
-        else:
+        else:  # a causal model's tokens are shifted, also where they are counted for a subclass
             targets = functools.partial(_targets_behind, _virtual_tokens(trainer))
             average = read_average(
-                "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
+                declared or "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
             )[""]
         return functools.partial(_count, average) if isinstance(average, Tokens) else "auto"
 

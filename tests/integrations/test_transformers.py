@@ -815,6 +815,24 @@ def test_it_is_told_whether_accumulation_is_the_full_batch(
         assert "per_device_train_batch_size be the full batch" in str(report)
 
 
+class Drawn(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows that are drawn when they are asked for."""
+
+    def __len__(self) -> int:
+        return runs.ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.randint(2, 50, (8,)), "labels": torch.tensor(index % 3)}
+
+
+def test_rows_that_are_drawn_to_verify_draw_nothing_of_the_training(tmp_path: Path) -> None:
+    trainer = make(CASES["own module, accumulation"], tmp_path)
+    trainer.train_dataset = Drawn()
+    random_state = torch.get_rng_state()
+    verify(trainer)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
 def test_nothing_to_verify_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps is 1"):
         verify(make(CASES["causal"], tmp_path))

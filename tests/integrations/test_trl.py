@@ -139,3 +139,21 @@ def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path)
         assert row == pytest.approx(other, rel=2e-6, abs=2e-6)
     for key in ("eval_loss", "eval_mean_token_accuracy", "eval_entropy"):
         assert ours[key] == pytest.approx(plain[key], rel=2e-6), key
+
+
+def test_a_subclass_with_a_loss_of_its_own_declares_tokens_and_is_right(tmp_path: Path) -> None:
+    """Its evaluation is a mean over shifted targets, as its model's is."""
+    found = []
+    for options in VARIANTS:
+        declared: dict[str, Any] = {"loss_average": "tokens"} if options else {}
+        trainer = make("SFT", tmp_path, **options, **declared)
+
+        def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(type(self), self).compute_loss(*args, **kwargs)
+
+        names = {"compute_loss": compute_loss, "__module__": __name__}
+        trainer.__class__ = type("Own", (type(trainer),), names)
+        found.append((run(trainer)[1], trainer.evaluate()))
+    (expected, plain), (told, ours) = found
+    assert losses(told) == pytest.approx(losses(expected), rel=2e-6)
+    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=2e-6)
