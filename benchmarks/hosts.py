@@ -155,7 +155,88 @@ def lightning(model: nn.Module, loader: Loader, accumulated: int, size: int | No
     ).fit(Module(), loader)
 
 
-HOSTS: dict[str, Train] = {"lightning": lightning}
+def transformers(model: nn.Module, loader: Loader, accumulated: int, size: int | None) -> None:
+    """Hugging Face's Trainer."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.utils import logging
+
+    from automicro.integrations.transformers import enable
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.net(rows), labels)}
+
+    class Named:
+        """The loader's batches by the names of the model's arguments."""
+
+        dataset = [None] * (len(loader) * ROWS // accumulated)
+
+        def __len__(self) -> int:
+            return len(loader)
+
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return ({"rows": rows, "labels": labels} for rows, labels in loader)
+
+    class Given(Trainer):  # type: ignore[misc, unused-ignore]
+        def get_train_dataloader(self) -> Any:
+            return Named()
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
+    arguments = TrainingArguments(
+        gradient_accumulation_steps=accumulated,
+        num_train_epochs=1,
+        learning_rate=1e-4,
+        logging_steps=10**6,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Given(Model(), arguments, train_dataset=Named.dataset)  # type: ignore[arg-type, unused-ignore]
+    if size is not None:
+        enable(trainer, microbatch_size=size or "auto")
+    trainer.train()
+
+
+def accelerate(model: nn.Module, loader: Loader, accumulated: int, size: int | None) -> None:
+    """A loop with accelerate."""
+    from accelerate import Accelerator
+
+    from automicro.integrations.accelerate import microbatcher
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step = None
+    if size is not None:
+        step = microbatcher(
+            accelerator,
+            model,
+            optimizer,
+            loss_fn=nn.CrossEntropyLoss(),
+            microbatch_size=size or "auto",
+        )
+    for rows, labels in loader:
+        with accelerator.accumulate(model):
+            if step is None:
+                accelerator.backward(F.cross_entropy(model(rows), labels))
+            else:
+                step.backward((rows, labels))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+HOSTS: dict[str, Train] = {
+    "transformers": transformers,
+    "lightning": lightning,
+    "accelerate": accelerate,
+}
 
 
 def compare(train: Train, steps: int, pieces: int) -> dict[str, Any]:

@@ -334,6 +334,7 @@ class Enabled:
         self._arguments: tuple[Any, ...] = ()
         self._backward_options: dict[str, Any] = {}
         self._collected: list[tuple[Any, Any]] = []
+        self._rows_of: dict[Any, int] = {}
         self._warns = True
 
     @property
@@ -478,10 +479,24 @@ class Enabled:
         if is_extra_pass():
             with self._undone(model):
                 return self._training_loss(model, flat, self._num_items)
-        self._series.note(flat, microbatch)
-        self._logs.begin(num_rows(microbatch))
+        rows = self._count_rows(flat, microbatch)
+        self._series.note(flat, rows)
+        self._logs.begin(rows)
         with self._series.watching_numbers():
             return self._training_loss(model, flat, self._num_items)
+
+    def _count_rows(self, flat: Any, microbatch: Any) -> int:
+        """The rows of a microbatch; those of the same shapes are counted once."""
+        if not isinstance(flat, dict) or isinstance(microbatch, Pairs | Sequences):
+            return num_rows(microbatch)
+        shapes = tuple(
+            (name, value.shape if isinstance(value, Tensor) else None)
+            for name, value in flat.items()
+        )
+        found = self._rows_of.get(shapes)
+        if found is None or None in dict(shapes).values():
+            found = self._rows_of[shapes] = num_rows(microbatch)
+        return found
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer, caught = self._trainer, []
@@ -564,8 +579,9 @@ class Enabled:
         if is_extra_pass():
             with self._undone(model):
                 return self._prediction(model, flat, self._num_items)[0], None
-        self._series.note(flat, microbatch)
-        self._logs.begin(num_rows(microbatch))
+        rows = self._count_rows(flat, microbatch)
+        self._series.note(flat, rows)
+        self._logs.begin(rows)
         loss, logits, labels = self._prediction(model, flat, self._num_items)
         self._collected.append((logits, labels))
         return loss, None
@@ -867,11 +883,11 @@ class Series:
         self.changed: list[list[str]] = []
         self.rows: list[tuple[float, dict[str, float]]] = []
 
-    def note(self, flat: Mapping[str, Any], microbatch: Any) -> None:
+    def note(self, flat: Mapping[str, Any], rows: int) -> None:
         """A microbatch is about to be computed: what entries that come of it are means over."""
         counts: dict[str, float] = {}
-        if not isinstance(flat, Mapping):
-            pass
+        if not hasattr(self._trainer, "_metrics") or not isinstance(flat, Mapping):
+            pass  # nobody asks, and counting would wait for the device
         elif "completion_mask" in flat:
             counts["entropy"] = _completion_tokens(flat)
             counts["mean_token_accuracy"] = _completion_tokens(flat, _CHOSEN)
@@ -880,7 +896,7 @@ class Series:
         elif targets_in(flat) is not None:
             count = _label_tokens(_targets_behind(_virtual_tokens(self._trainer), flat))
             counts["entropy"] = counts["mean_token_accuracy"] = count
-        self.rows.append((float(num_rows(microbatch)), counts))
+        self.rows.append((float(rows), counts))
 
     @contextlib.contextmanager
     def watching_numbers(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Hugging Face's Trainer with one line: the same without a limit, and alive with one."""
 
 import gc
+import inspect
 import json
 import random
 import weakref
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from transformers import BatchEncoding, Seq2SeqTrainer, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 from automicro import (
@@ -33,6 +35,8 @@ from tests.integrations.launching import torchrun
 from tests.integrations.transformers_runs import CASES, Case, furthest, logged, losses, make, run
 
 LIMITS = 20
+# Before transformers 5.16 a smoothed loss is no mean of a step's items, and is summed in fp32.
+COUNTS_SMOOTHED = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
 # Of peft's, which asks transformers for what it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
 
@@ -74,7 +78,9 @@ def test_in_microbatches_it_is_the_same_but_for_rounding(name: str, tmp_path: Pa
     )
     found = run(ours)
     assert ours.automicro.last.num_microbatches == 2  # the last batch has 4 rows
-    assert furthest(found[0], plain[0]) < 1e-12
+    assert furthest(found[0], plain[0]) < (
+        1e-12 if COUNTS_SMOOTHED or "smoothing" not in name else 1e-6
+    )
     assert losses(found[1]) == pytest.approx(losses(plain[1]), rel=1e-6)
     assert found[2] == plain[2]
 
@@ -792,7 +798,7 @@ def test_a_model_of_an_earlier_run_is_not_kept(tmp_path: Path) -> None:
     ("name", "exact"),
     [
         ("accumulation 4", True),
-        ("smoothing, accumulation", True),
+        ("smoothing, accumulation", COUNTS_SMOOTHED),
         ("loss function, a sum", True),
         ("own module, accumulation", False),
         ("ignores num_items", False),
