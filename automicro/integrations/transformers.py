@@ -74,6 +74,7 @@ _OWN = (
     "update_metric", "carry_layout", "scales_for_ranks", "probe", "eval_loss_average",
 )  # fmt: skip
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
+_MOST_SHAPES = 1000
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
 
@@ -493,6 +494,8 @@ class Enabled:
             (name, value.shape if isinstance(value, Tensor) else None)
             for name, value in flat.items()
         )
+        if len(self._rows_of) > _MOST_SHAPES:  # sequences of ever other lengths
+            self._rows_of.clear()
         found = self._rows_of.get(shapes)
         if found is None or None in dict(shapes).values():
             found = self._rows_of[shapes] = num_rows(microbatch)

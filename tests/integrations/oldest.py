@@ -26,7 +26,8 @@ def oldest(extras: dict[str, list[str]]) -> list[str]:
     ['keras==3.7']
     """
     found = [extras[name] for name in EXTRAS if name in extras]
-    return [requirement.replace(">=", "==") for each in found for requirement in each]
+    named = dict.fromkeys(requirement for each in found for requirement in each)
+    return [requirement.replace(">=", "==") for requirement in named]
 
 
 def make_environment(requirements: list[str]) -> str:
