@@ -1,14 +1,17 @@
-"""What every integration does to its host: take a method's place, and give it back."""
+"""What integrations share: imports and seams of hosts, options, places of methods, reports."""
 
 import functools
 import importlib
 import importlib.metadata
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from automicro.loss.look import Compared, relative_errors
+from automicro.microbatcher import Microbatcher
 
 _MISSING = object()
 
@@ -34,6 +37,21 @@ class Group:
     whole_loss: float
     error: float
     ratio: float
+
+    @classmethod
+    def of(
+        cls, place: str, found: Compared, whole: Compared, *, rows: tuple[int, ...], divisor: int
+    ) -> "Group":
+        """What the host's gradient, and that of one batch, come to."""
+        return cls(
+            place=place,
+            rows=rows,
+            divisor=divisor,
+            loss=found.loss,
+            whole_loss=whole.loss,
+            error=max(relative_errors(found, whole).values()),
+            ratio=found.norm / whole.norm if whole.norm else 1.0,
+        )
 
     def __str__(self) -> str:
         counts = " + ".join(map(str, self.rows))
@@ -74,6 +92,32 @@ class AccumulationReport:
             return f"exact: accumulated gradients are those of one batch{listed}"
         return (
             f"not exact: accumulated gradients are not those of one batch{listed}\n  {self.remedy}"
+        )
+
+
+def check_options(taken: str, options: Mapping[str, Any], *, own: Sequence[str], who: str) -> None:
+    """Refuse an option of ``enable`` that there is not, or that the host says.
+
+    Args:
+        taken: what ``enable`` takes, in a word.
+        options: that were given beside it.
+        own: names of those that the host says.
+        who: says them.
+
+    Raises:
+        TypeError: one of these was given.
+
+    Example:
+        >>> check_options("model", {"microbatch_size": 4}, own=["forward"], who="the host")
+    """
+    for name in own:
+        if name in options:
+            raise TypeError(f"enable({taken}, {name}=…): {who} says that itself; leave it out")
+    unknown = set(options) - set(inspect.signature(Microbatcher).parameters)
+    if unknown:
+        raise TypeError(
+            f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "
+            "microbatch_size, eval_microbatch_size, loss_average, memory_limit …"
         )
 
 

@@ -9,7 +9,6 @@ forward changes them; so a `Microbatcher` gets a module in which they are buffer
 divides by is read off its ``reduction``.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
-from automicro.integrations.host import Replacements, import_host, require_seam
+from automicro.integrations.host import (
+    Replacements,
+    check_options,
+    import_host,
+    require_seam,
+)
 from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
@@ -67,15 +71,7 @@ def enable(model: Any, **options: Any) -> Any:
         TypeError: no model of Keras', or an option that Keras decides.
         ImportError: Keras is missing, or a version that does not have what this stands on.
     """
-    for name in _OWN:
-        if name in options:
-            raise TypeError(f"enable(model, {name}=…): Keras says that itself; leave it out")
-    unknown = set(options) - set(inspect.signature(Microbatcher).parameters)
-    if unknown:
-        raise TypeError(
-            f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "
-            "microbatch_size, eval_microbatch_size, loss_average, memory_limit …"
-        )
+    check_options("model", options, own=_OWN, who="Keras")
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"enable takes a keras.Model, and {type(model).__name__} is none; for a loop of your "

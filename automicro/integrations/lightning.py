@@ -32,7 +32,7 @@ from automicro.integrations.host import (
     import_host,
     require_seam,
 )
-from automicro.loss.look import Compared, relative_errors
+from automicro.loss.look import Compared
 from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.step.events import Subject
@@ -786,14 +786,12 @@ def verify(
         found = _gradient(trainer, module, each, parts)
         whole = _gradient(trainer, module, [_as_one(each, layout)], 1)
         compared.append(
-            Group(
-                place=place,
+            Group.of(
+                place,
+                found,
+                whole,
                 rows=tuple(layout.num_rows(batch) for batch in each),
                 divisor=parts,
-                loss=found.loss,
-                whole_loss=whole.loss,
-                error=max(relative_errors(found, whole).values()),
-                ratio=found.norm / whole.norm if whole.norm else 1.0,
             )
         )
     precision = str(trainer.precision)

@@ -43,13 +43,14 @@ from automicro.integrations.host import (
     AccumulationReport,
     Group,
     Replacements,
+    check_options,
     import_host,
     require_seam,
     weakly,
 )
 from automicro.loss.averages import IGNORED, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
-from automicro.loss.look import Compared, relative_errors
+from automicro.loss.look import Compared
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher
@@ -98,17 +99,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         TypeError: an option that is the trainer's to say.
         ImportError: a version of transformers that does not have what this stands on.
     """
-    for name in _OWN:
-        if name in options:
-            raise TypeError(
-                f"enable(trainer, {name}=…): the trainer says that itself; leave it out"
-            )
-    unknown = set(options) - set(inspect.signature(Microbatcher).parameters)
-    if unknown:
-        raise TypeError(
-            f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "
-            "microbatch_size, eval_microbatch_size, loss_average, memory_limit …"
-        )
+    check_options("trainer", options, own=_OWN, who="the trainer")
     seam = {
         "training_step": ["model", "inputs", "num_items_in_batch"],
         "compute_loss": ["model", "inputs", "num_items_in_batch"],
@@ -191,14 +182,12 @@ def verify(trainer: Any) -> AccumulationReport:
             found = _accumulated(trainer, [loader.collate_fn(part) for part in each])
             whole = _accumulated(trainer, [loader.collate_fn(rows[:count])])
             groups.append(
-                Group(
-                    place=place,
+                Group.of(
+                    place,
+                    found,
+                    whole,
                     rows=tuple(map(len, each)),
                     divisor=parts,
-                    loss=found.loss,
-                    whole_loss=whole.loss,
-                    error=max(relative_errors(found, whole).values()),
-                    ratio=found.norm / whole.norm if whole.norm else 1.0,
                 )
             )
     finally:
@@ -480,11 +469,15 @@ class Enabled:
         if is_extra_pass():
             with self._undone(model):
                 return self._training_loss(model, flat, self._num_items)
+        self._note(flat, microbatch)
+        with self._series.watching_numbers():
+            return self._training_loss(model, flat, self._num_items)
+
+    def _note(self, flat: Any, microbatch: Any) -> None:
+        """A microbatch of the batch is about to be computed."""
         rows = self._count_rows(flat, microbatch)
         self._series.note(flat, rows)
         self._logs.begin(rows)
-        with self._series.watching_numbers():
-            return self._training_loss(model, flat, self._num_items)
 
     def _count_rows(self, flat: Any, microbatch: Any) -> int:
         """The rows of a microbatch; those of the same shapes are counted once."""
@@ -582,9 +575,7 @@ class Enabled:
         if is_extra_pass():
             with self._undone(model):
                 return self._prediction(model, flat, self._num_items)[0], None
-        rows = self._count_rows(flat, microbatch)
-        self._series.note(flat, rows)
-        self._logs.begin(rows)
+        self._note(flat, microbatch)
         loss, logits, labels = self._prediction(model, flat, self._num_items)
         self._collected.append((logits, labels))
         return loss, None
@@ -791,7 +782,8 @@ class Sizes(TrainerCallback, ExportableState):
 _MODELS = ("model", "model_wrapped", "ref_model")
 _ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
 _NOT_OF_A_STEP = ("train_dataset", "eval_dataset", "label_names", "automicro")
-_PLAIN = (bool, int, float, str, type(None), list, dict, set, tuple, collections.deque, Tensor)
+_CONTAINERS = (list, dict, set, collections.deque, Tensor)
+_PLAIN = (bool, int, float, str, type(None), tuple, *_CONTAINERS)
 
 
 class HostState:
@@ -810,9 +802,7 @@ class HostState:
             if name not in _NOT_OF_A_STEP and isinstance(value, _PLAIN)
         }
         held = {
-            name: value
-            for name, value in self._table.items()
-            if isinstance(value, _PLAIN[5:]) and not isinstance(value, tuple)
+            name: value for name, value in self._table.items() if isinstance(value, _CONTAINERS)
         }
         try:
             self._state = _begun([each for name, each in held.items() if name not in self._left])
@@ -859,18 +849,10 @@ def _begun(values: Sequence[Any]) -> State:
     return state
 
 
-def _completion_tokens(batch: Mapping[str, Any], part: slice | None = None) -> float:
-    mask = batch["completion_mask"][..., 1:]
-    half = len(mask) // 2
-    counted = mask if part is None else mask[:half] if part.start is None else mask[half:]
-    return float(counted.sum())
+def _label_tokens(targets: Tensor) -> float:
+    return float((targets[..., 1:] != IGNORED).sum())
 
 
-def _label_tokens(targets: Tensor | None) -> float:
-    return 0.0 if targets is None else float((targets[..., 1:] != IGNORED).sum())
-
-
-_CHOSEN, _REJECTED = slice(None, 0), slice(0, None)
 _DEEPEST = 3  # of mappings in mappings
 
 
@@ -888,18 +870,26 @@ class Series:
 
     def note(self, flat: Mapping[str, Any], rows: int) -> None:
         """A microbatch is about to be computed: what entries that come of it are means over."""
-        counts: dict[str, float] = {}
-        if not hasattr(self._trainer, "_metrics") or not isinstance(flat, Mapping):
-            pass  # nobody asks, and counting would wait for the device
-        elif "completion_mask" in flat:
-            counts["entropy"] = _completion_tokens(flat)
-            counts["mean_token_accuracy"] = _completion_tokens(flat, _CHOSEN)
-            counts["logits/chosen"] = counts["mean_token_accuracy"]
-            counts["logits/rejected"] = _completion_tokens(flat, _REJECTED)
-        elif targets_in(flat) is not None:
-            count = _label_tokens(_targets_behind(_virtual_tokens(self._trainer), flat))
-            counts["entropy"] = counts["mean_token_accuracy"] = count
-        self.rows.append((float(rows), counts))
+        # Elsewhere nobody asks, and counting would wait for the device.
+        asks = hasattr(self._trainer, "_metrics") and isinstance(flat, Mapping)
+        self.rows.append((float(rows), self._tokens(flat) if asks else {}))
+
+    def _tokens(self, flat: Mapping[str, Any]) -> dict[str, float]:
+        """How many tokens each entry that is a mean over tokens is one over, by its name."""
+        if "completion_mask" in flat:
+            chosen, rejected = (
+                float(each.sum()) for each in flat["completion_mask"][..., 1:].chunk(2)
+            )
+            return {
+                "entropy": chosen + rejected,
+                "mean_token_accuracy": chosen,
+                "logits/chosen": chosen,
+                "logits/rejected": rejected,
+            }
+        targets = _targets_behind(_virtual_tokens(self._trainer), flat)
+        if targets is None:
+            return {}
+        return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
 
     @contextlib.contextmanager
     def watching_numbers(self) -> Iterator[None]:
