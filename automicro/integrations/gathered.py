@@ -243,10 +243,14 @@ class Kept:
     Args:
         module: whose step it is.
         apart_from: attributes that are the host's own.
+
+    Attributes:
+        others: further objects whose attributes a step may change, such as callbacks.
     """
 
     def __init__(self, module: nn.Module, *, apart_from: Iterable[str] = ()) -> None:
         self._module = module
+        self.others: Sequence[Any] = ()
         self._hosts = OF_EVERY_MODULE | frozenset(apart_from)
         self._growth = Growth()
         self._forgotten: set[tuple[int, str]] = set()
@@ -269,6 +273,8 @@ class Kept:
         for module in modules:
             if id(module) not in inside and not _is_of_torch(module):
                 self._begin_table(module)
+        for other in self.others:
+            self._begin_table(other)
         self._counted = Metrics(self._metrics, self._growth)
         self._counted.begin()
         for name, value in self._of_its_own(self._module):
@@ -277,11 +283,11 @@ class Kept:
                     label = f"{name}[{key!r}]" if key != "" else name
                     self._lists.append((label, each, len(each), []))
 
-    def _begin_table(self, module: nn.Module) -> None:
-        table = dict(self._of_its_own(module))
-        self._tables.append((vars(module), table))
+    def _begin_table(self, owner: Any) -> None:
+        table = dict(self._of_its_own(owner))
+        self._tables.append((vars(owner), table))
         for name, value in table.items():
-            if (id(module), name) in self._forgotten or isinstance(value, nn.Module):
+            if (id(owner), name) in self._forgotten or isinstance(value, nn.Module):
                 continue
             try:
                 if _is_light(value):
@@ -289,11 +295,11 @@ class Kept:
                 elif type(value) is list:
                     self._remembered.add_growing(value)
             except CannotRememberError:  # what is large or foreign is no count
-                self._forgotten.add((id(module), name))
+                self._forgotten.add((id(owner), name))
 
-    def _of_its_own(self, module: nn.Module) -> list[tuple[str, Any]]:
+    def _of_its_own(self, owner: Any) -> list[tuple[str, Any]]:
         """The attributes that are the caller's, and neither torch's nor the host's."""
-        return [(name, value) for name, value in vars(module).items() if name not in self._hosts]
+        return [(name, value) for name, value in vars(owner).items() if name not in self._hosts]
 
     def begin_microbatch(self, *, is_split: bool, is_first: bool) -> None:
         """The step of a microbatch begins."""

@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from automicro.integrations.lightning import AutoMicrobatch
+from automicro.loss.passes import is_extra_pass
 from tests.ranks.steps import local
 
 ROWS, BATCH = 110, 32  # an epoch of four batches, the last of 14 rows
@@ -130,10 +131,22 @@ EVENTS = sorted(
     for name in dir(pl.Callback)
     if name.startswith("on_") and "checkpoint" not in name and name != "on_exception"
 )
-MODULE_EVENTS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
-    *("on_after_backward", "on_before_optimizer_step", "on_validation_batch_end"),
-    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+MODULE_EVENTS = sorted(
+    {
+        name
+        for name in dir(pl.LightningModule)
+        if name.startswith("on_") and "checkpoint" not in name and name not in ("on_gpu",)
+    }
+    | {"training_step", "validation_step", "backward", "transfer_batch_to_device"}
+    | {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"}
+)
+IN_PIECES = ("training_step", "validation_step", "backward")  # run for each microbatch
+
+
+# What sees gradients: of the batch before until zero_grad, and then of this one.
+WITH_GRADIENTS = (
+    *("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_after_backward"),
+    *("on_before_optimizer_step", "configure_gradient_clipping"),
 )
 
 
@@ -147,23 +160,27 @@ class Recorder(pl.Callback):
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(trainer: Any, module: Any, *given: Any, **named: Any) -> None:
-            told: list[Any] = []
-            if name == "on_before_backward":
-                told = [given[0].detach().clone()]
-            elif name in ("on_after_backward", "on_before_optimizer_step"):
-                told = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-            elif name == "on_train_batch_end":
-                told = [each.detach() for each in given[0].values()]
-            self.events.append((name, told))
+            self._note(name, module, given)
 
         return note
+
+    def _note(self, name: str, module: Any, given: Sequence[Any], place: str = "") -> None:
+        told: list[Any] = []
+        if name in ("on_before_backward", "backward"):
+            told = [given[0].detach().clone()]
+        elif name in WITH_GRADIENTS:
+            told = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        elif name == "on_train_batch_end":
+            told = [each.detach() for each in given[0].values()]
+        self.events.append((place + name, told))
 
     def watch(self, module: Any) -> None:
         for name in MODULE_EVENTS:
             own = getattr(module, name)
 
             def note(*given: Any, _name: str = name, _own: Any = own, **named: Any) -> Any:
-                self.events.append((f"module.{_name}", []))
+                if not is_extra_pass():  # looks at a few rows are none of the run's
+                    self._note(_name, module, given, "module.")
                 return _own(*given, **named)
 
             setattr(module, name, note)
@@ -171,6 +188,12 @@ class Recorder(pl.Callback):
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.events]
+
+    @property
+    def of_batches(self) -> list[Any]:
+        """All but what runs for each microbatch."""
+        apart = [f"module.{name}" for name in IN_PIECES]
+        return [(name, told) for name, told in self.events if name not in apart]
 
 
 @dataclass

@@ -86,6 +86,13 @@ PLAIN_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_events(ours: list[Any], plain: list[Any], same: Any) -> None:
+    assert [name for name, _ in ours] == [name for name, _ in plain]
+    for (name, given), (_, expected) in zip(ours, plain, strict=True):
+        assert len(given) == len(expected), name
+        assert all(map(same, given, expected)), name
+
+
 @pytest.mark.parametrize("name", PLAIN_CASES)
 def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_path: Path) -> None:
     case = {"dropout": 0.1, "records": True, **PLAIN_CASES[name]}
@@ -94,12 +101,7 @@ def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_pat
     assert plain.trainer.fit_loop.total_batch_idx + 1 >= 10
     assert all(map(torch.equal, ours.parameters, plain.parameters))
     assert ours.rows == plain.rows
-    assert ours.recorder.names == plain.recorder.names
-    for (name, given), (_, expected) in zip(
-        ours.recorder.events, plain.recorder.events, strict=True
-    ):
-        assert len(given) == len(expected), name
-        assert all(map(torch.equal, given, expected)), name
+    check_events(ours.recorder.events, plain.recorder.events, torch.equal)
     assert all(map(torch.equal, ours.module.losses, plain.module.losses))
     assert ours.trainer.callback_metrics == plain.trainer.callback_metrics
 
@@ -152,22 +154,144 @@ def test_at_half_of_the_peak_the_host_dies_and_with_the_line_it_does_not(
         assert furthest(ours.parameters, plain.parameters) < 1e-6
 
 
-def test_in_microbatches_events_come_once_and_gradients_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_in_microbatches_events_come_once_and_gradients_whole(parts: int, tmp_path: Path) -> None:
     case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True}
+    case["accumulate_grad_batches"] = parts
     plain = fit(tmp_path / "plain", **case)
     ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=5)], **case)
-    assert ours.recorder.names == plain.recorder.names
-    for (name, given), (_, expected) in zip(
-        ours.recorder.events, plain.recorder.events, strict=True
-    ):
-        assert len(given) == len(expected), name
-        assert all(map(torch.allclose, given, expected)), name
+    check_events(ours.recorder.of_batches, plain.recorder.of_batches, torch.allclose)
     gap, where = furthest_row(ours.rows, plain.rows)
     assert gap < 1e-6, where
     assert len(ours.module.losses) == len(plain.module.losses)
     assert ours.module.kept["hits"] == plain.module.kept["hits"]
     outputs = ours.module.kept["outputs"], plain.module.kept["outputs"]
     assert all(map(torch.allclose, *outputs))
+
+
+class Failing(runs.Module):
+    """From some epoch on it runs out of memory in the backward, once its hooks have run."""
+
+    first = 1
+
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        super().backward(loss, *given, **named)
+        if self.fails and self.rows > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fails, self.rows = self.current_epoch >= self.first, len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.hooks = getattr(self, "hooks", 0) + 1
+        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+        self.log("norm", sum(norms), on_step=True)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.kept["outputs"].append(loss.detach())
+
+
+class Plain(Failing):
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
+    parts: int, tmp_path: Path
+) -> None:
+    case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True, "num_sanity_val_steps": 0}
+    case["accumulate_grad_batches"] = parts
+    make = functools.partial(Plain, dtype=torch.float64)
+    plain = fit(tmp_path / "plain", make=make, **case)
+    told: list[str] = []
+    line = AutoMicrobatch(observer=lambda event, subject: told.append(event))
+    ours = fit(
+        tmp_path / "ours", [line], make=functools.partial(Failing, dtype=torch.float64), **case
+    )
+    assert told.count("oom") >= 2
+    check_events(ours.recorder.of_batches, plain.recorder.of_batches, torch.allclose)
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+    assert ours.module.hooks == plain.module.hooks
+    assert all(map(torch.allclose, ours.module.kept["outputs"], plain.module.kept["outputs"]))
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    progress = [
+        each.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict()
+        for each in (ours, plain)
+    ]
+    assert progress[0] == progress[1]
+
+
+class Averaged(Failing):
+    """Keeps an average of its weights, in the hook in which many do."""
+
+    first = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.average.update_parameters(self.net)
+
+    def configure_optimizers(self) -> Any:
+        trained = self.net if self.fails_later else self
+        return torch.optim.AdamW(trained.parameters(), lr=1e-3)
+
+    fails_later = False
+
+
+class PlainAveraged(Averaged):
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("fails_later", [False, True])
+def test_an_average_of_weights_that_a_hook_keeps_is_updated_once_a_batch(
+    fails_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that is seen in the first batch, or known as they are not trained."""
+    monkeypatch.setattr(Averaged, "fails_later", fails_later)
+    monkeypatch.setattr(Averaged, "first", int(fails_later))
+    case: dict[str, Any] = {**PLAIN_CASES["float64"], "max_epochs": 2, "num_sanity_val_steps": 0}
+    plain = fit(
+        tmp_path / "plain", make=functools.partial(PlainAveraged, dtype=torch.float64), **case
+    )
+    ours = fit(
+        tmp_path / "ours",
+        [AutoMicrobatch()],
+        make=functools.partial(Averaged, dtype=torch.float64),
+        **case,
+    )
+    assert ours.module.average.n_averaged == plain.module.average.n_averaged == 8
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+
+
+class Wide(pl.LightningModule):
+    """Gradients are most of what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(256, 256)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_no_second_set_of_gradients_is_held(tmp_path: Path) -> None:
+    peaks = []
+    for line in ([], [AutoMicrobatch(microbatch_size=None, probe=False)]):
+        trainer = runs.trainer_of(tmp_path, line, max_epochs=1, logger=False)
+        rows: Any = DataLoader(torch.randn(16, 256), 4)  # type: ignore[arg-type]
+        with MemoryBudget(None) as budget:
+            trainer.fit(Wide(), rows)
+        peaks.append(budget.peak_bytes)
+    assert peaks[1] - peaks[0] < 256 * 256 * 4 / 2
 
 
 def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path) -> None:
