@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
 from automicro.errors import BatchError, LossError, MetricWarning, RollbackError, warn
-from automicro.integrations.gathered import Joined, Kept, Logged, detached, is_mean
+from automicro.integrations.gathered import Joined, Kept, Logged, Source, detached, is_mean
 from automicro.integrations.host import (
     AccumulationReport,
     Group,
@@ -525,6 +525,8 @@ class _Run:
                 log = self._host.seam(results, "log", ("fx", "name", "value", "batch_size"))
                 replacements.put(results, "log", self._told.log)
                 self._told.host_log = log
+                of_module = functools.partial(self._told.log_of_module, self._module.log)
+                replacements.put(self._module, "log", of_module)
             for each in self._trainer.loggers:
                 send = functools.partial(self._told.log_metrics, each.log_metrics)
                 replacements.put(each, "log_metrics", send)
@@ -624,6 +626,8 @@ class _Told:
         self.is_announced = self.is_next_real = self.is_whole = False
         self.num_rows = 0
         self._is_open = self._counts = self._is_in_hooks = False
+        self._source: Source | None = None  # of the value that is being logged
+        self._number: float | None = None  # that value, where it is one
         self._dtype = torch.get_default_dtype()  # while the step runs: precisions change it
         self._forget()
 
@@ -654,7 +658,7 @@ class _Told:
         self._joined = joined = Joined(self.rows, self._losses, list(self._dims))
         self._output = joined.join("what the step returns", self._outputs)
         for (fx, name, _), said in self._logged.items():
-            self._together.append((fx, name, *joined.logged(said)))
+            self._together.append((fx, name, *joined.logged(name, said, self._kept.value_of)))
         for calls in self._sent.values():
             send, _, step = calls[0]
             metrics = joined.join("what the step sends to a logger", [each[1] for each in calls])
@@ -745,6 +749,16 @@ class _Told:
             for _, _, value, options in self._together
         )
 
+    def log_of_module(self, own: Callable[..., None], *given: Any, **named: Any) -> None:
+        """In place of the module's ``log``, which copies what it is given."""
+        value = given[1] if len(given) > 1 else named.get("value")
+        self._source = self._kept.source_of(value)
+        self._number = value if type(value) in (int, float) else None
+        try:
+            own(*given, **named)
+        finally:
+            self._source = self._number = None
+
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """In place of the host's, which is told once the batch is certain."""
         if self._is_in_hooks:
@@ -757,7 +771,7 @@ class _Told:
         if self.is_split:
             value = detached(value)
         time = self._times[fx, name] = self._times.get((fx, name), -1) + 1
-        said = Logged(value, options, len(self.rows) - 1)
+        said = Logged(value, options, len(self.rows) - 1, self._source, self._number)
         self._logged.setdefault((fx, name, time), []).append(said)
 
     def log_metrics(

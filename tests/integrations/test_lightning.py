@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,17 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+)
 
 from automicro import (
+    BatchError,
     LossAverageError,
     LossError,
     MemoryBudget,
@@ -32,6 +42,7 @@ from automicro import (
 )
 from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
 from automicro.reach import Reach
+from automicro.step.results import StepResult
 from automicro.transaction.remembering import Remembered
 from tests.integrations import lightning_runs as runs
 from tests.integrations.lightning_runs import fit, furthest, furthest_row
@@ -662,6 +673,174 @@ def test_data_of_the_module_are_not_copied_and_what_it_counts_is(tmp_path: Path)
     assert line.result.num_microbatches > 1
 
 
+class Small(pl.LightningModule):
+    """What kinds of modules of others build upon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+    name: str = "a batch"
+
+
+class OfDataclasses(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+class Combined(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = {name: F.cross_entropy(self.net(x), y) for name, (x, y) in batch.items()}
+        self.log_dict(losses, on_step=True)
+        return losses["one"] + 0.5 * losses["other"]
+
+
+class Overriding(Small):
+    """Clips, schedules and steps itself."""
+
+    def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        if batch_idx % 2:
+            self.log("of_closure", closure())  # and no step
+        else:
+            optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Toggling(Small):
+    """Trains one part and the other in turn, with noise on the gradient."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 2 == 0)
+
+    def on_after_backward(self) -> None:
+        drawn = torch.Generator().manual_seed(self.global_step)
+        for parameter in self.net[2].parameters():
+            assert parameter.grad is not None
+            noise = torch.randn(parameter.shape, generator=drawn, dtype=parameter.dtype)
+            parameter.grad += 0.01 * noise
+
+
+class Measured(Small):
+    """Logs what metrics return, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        classes = {"accuracy": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)}
+        self.metrics = MetricCollection({**classes, "auroc": MulticlassAUROC(3)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.net(batch[0])
+        self.log_dict(self.metrics(outputs, batch[1]), on_step=True, on_epoch=False)
+        self.log("rows", len(batch[0]), on_step=True)
+        return F.cross_entropy(outputs, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("of_outputs", outputs["loss"])
+
+
+def pairs() -> Any:
+    (x, y) = runs.loader(torch.float64).dataset.tensors
+    rows = [slice(at, at + runs.BATCH) for at in range(0, runs.ROWS, runs.BATCH)]
+    return DataLoader([Pair(x[each], y[each]) for each in rows], batch_size=None)  # type: ignore[arg-type]
+
+
+def combined() -> Any:
+    one, other = runs.loader(torch.float64), runs.loader(torch.float64, rows=90)
+    return CombinedLoader({"one": one, "other": other}, "max_size_cycle")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "batches that are dataclasses": {"make": OfDataclasses, "train": pairs},
+    "its own clipping, schedule and step": {"make": Overriding},
+    "parts in turn, and noise": {"make": Toggling},
+    "what metrics return": {"make": Measured},
+    "averages of weights": {
+        "more": lambda: [pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
+    },
+    "accumulation by a schedule": {
+        "more": lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]
+    },
+    "a monitor of the rate": {
+        "make": Overriding, "more": lambda: [pl.callbacks.LearningRateMonitor("step")]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_modules_that_others_write_are_as_with_the_host_alone(
+    name: str, tmp_path: Path
+) -> None:
+    kind = KINDS[name]
+
+    def run(folder: Path, *line: Any) -> Any:
+        given: dict[str, Any] = {"make": kind.get("make", Small), "dtype": torch.float64}
+        if "train" in kind:
+            given["train"] = kind["train"]()
+        callbacks = [*line, *kind.get("more", list)()]
+        return fit(folder, callbacks, precision="64-true", **given)
+
+    plain = run(tmp_path / "plain")
+    ours = run(tmp_path / "ours", AutoMicrobatch(microbatch_size=5))
+    assert ours.trainer.global_step == plain.trainer.global_step
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+
+
+def test_two_loaders_at_once_are_cut_together_or_refused(tmp_path: Path) -> None:
+    """Their rows are those of one batch: the last ones have other numbers of them."""
+    line = AutoMicrobatch(microbatch_size=5)
+    with pytest.raises(BatchError, match="rows of the batch do not agree"):
+        fit(tmp_path, [line], make=Combined, train=combined(), precision="64-true")
+    assert isinstance(line.result, StepResult)
+    assert line.result.num_samples == runs.BATCH
+
+
+@pytest.mark.filterwarnings("ignore:You called `self.log.*needs to be floating")
+def test_a_count_that_is_logged_as_a_mean_is_added_up_and_named(tmp_path: Path) -> None:
+    class Counts(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("right", (batch[1] == 1).sum(), on_step=True)
+            return super().training_step(batch, batch_idx)
+
+    case: dict[str, Any] = {"make": Counts, "max_epochs": 1}
+    plain = fit(tmp_path / "plain", **case)
+    with pytest.warns(MetricWarning, match=r"self\.log\('right'\) is given a whole number"):
+        ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=5)], **case)
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+
+
 def test_a_loss_that_is_no_mean_over_rows_is_refused_by_a_look(tmp_path: Path) -> None:
     line = AutoMicrobatch()
     with pytest.raises(LossAverageError):
@@ -915,6 +1094,77 @@ def test_a_fabric_loop_takes_whole_batches(precision: str, close: float) -> None
         found.append((torch.stack(losses), [p.detach() for p in model.parameters()]))
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-6)
     assert furthest(found[0][1], found[1][1]) < close
+
+
+def fabric_scaled(scale: float) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+FABRIC_CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "accumulation": {"parts": 4},
+    "float64": {"precision": "64-true", "dtype": torch.float64},
+    "bf16": {"precision": "bf16-mixed"},
+}
+CLOSE = {"bf16": 1e-3}
+
+
+@pytest.mark.parametrize("name", FABRIC_CASES)
+def test_a_fabric_loop_is_the_plain_one_bit_for_bit_and_lives_at_half_of_its_peak(
+    name: str,
+) -> None:
+    case = FABRIC_CASES[name]
+    plain, ours = (runs.fabric_loop(ours=each, dropout=0.1, **case) for each in (False, True))
+    assert len(plain.losses) >= 10
+    assert ours.losses == plain.losses
+    assert ours.evaluated == plain.evaluated
+    assert all(map(torch.equal, ours.predicted, plain.predicted))
+    assert all(map(torch.equal, ours.parameters, plain.parameters))
+    plain = runs.fabric_loop(ours=False, **case)
+    with pytest.raises(torch.OutOfMemoryError):
+        runs.fabric_loop(ours=False, limit=plain.peak // 2, **case)
+    ours = runs.fabric_loop(ours=True, limit=plain.peak // 2, **case)
+    assert ours.ooms > 0
+    assert ours.losses_differ_by(plain) < CLOSE.get(name, 1e-6)
+    assert ours.evaluated[1::2] == plain.evaluated[1::2] or name == "bf16"
+    if name == "float64":
+        assert furthest(ours.parameters, plain.parameters) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**40])
+def test_in_a_fabric_loop_the_loss_scale_of_fp16_moves_as_the_hosts_own(scale: float) -> None:
+    plain, ours = (runs.fabric_loop(ours=each, **fabric_scaled(scale)) for each in (False, True))
+    assert ours.losses == plain.losses
+    assert ours.scale == plain.scale != scale
+    limited = runs.fabric_loop(ours=True, limit=plain.peak // 2, **fabric_scaled(scale))
+    assert limited.ooms > 0
+    assert limited.scale == plain.scale
+    assert limited.losses_differ_by(plain) < 1e-2
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (False, True), (True, False)])
+def test_a_fabric_loop_goes_on_from_what_either_has_saved(
+    first: bool, second: bool, tmp_path: Path
+) -> None:
+    case: dict[str, Any] = {"dropout": 0.1}
+    through = runs.fabric_loop(ours=False, **case)
+    runs.fabric_loop(ours=first, saves=tmp_path / "state", **case)
+    rest = runs.fabric_loop(ours=second, loads=tmp_path / "state", epochs=2, **case)
+    assert rest.losses == through.losses[4:]
+    assert all(map(torch.equal, rest.parameters, through.parameters))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "parts"), [("ddp", 1), ("ddp", 2), ("uneven", 1), ("fsdp2", 1)])
+def test_two_ranks_of_a_fabric_loop_are_plain_ones(kind: str, parts: int) -> None:
+    with world_of(2) as world:
+        results = world.run(runs.compare_fabric_on_ranks, kind, parts)
+    for found in results:
+        assert found["ooms"] > 0
+        assert found["losses"] < 1e-6
+        assert found["parameters"] < 1e-6
+        assert found["evaluated"] < 1e-6
 
 
 def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
