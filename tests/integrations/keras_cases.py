@@ -382,6 +382,10 @@ def test_what_keras_rounds_in_float64_differs_as_much_between_two_plain_runs() -
         case = Case(classifier, {"shuffle": False})
         plain, ours = in_half(case)
         other = train(Case(classifier, case.told, INPUTS[order], LABELS[order]), ours=False)
+    rounded = ops.matmul(*[torch.eye(2, dtype=torch.float64)] * 2).dtype is torch.float32
+    if not rounded:  # not all versions do
+        assert max(furthest(other, plain), furthest(ours, plain)) < 1e-12
+        return
     assert furthest(other, plain) > 1e-9
     assert furthest(ours, plain) < 10 * furthest(other, plain)
     assert ours.differ(plain) < 1e-6
