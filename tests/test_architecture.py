@@ -28,7 +28,7 @@ LAYERS = (
     ),
     ("loggers", "modules", "policy", "units"),
     ("memory", "options", "pictures", "schedules", "values"),
-    ("batch", "checkpoints", "ranks", "transaction"),
+    ("batch", "checkpoints", "doctor", "ranks", "transaction"),
     ("compilation",),
     ("loss", "optimizer", "remembered"),
     ("step",),
