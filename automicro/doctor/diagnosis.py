@@ -429,14 +429,20 @@ def _holders_of(report: Mapping[str, Any]) -> list[Holder]:
     if batch:
         holders.append(Holder(kind=BATCH, owner="the batch", num_bytes=batch, count=1))
     activations = report.get("activations") or {}
+    sizes = report.get("microbatch_size") or {}
+    measured = activations.get("microbatch_size")  # of another attempt, as like as not
+    share = int(sizes["before"]) / int(measured) if measured and sizes.get("before") else 1.0
     for name, held in (activations.get("by_module") or {}).items():
+        num_bytes, calls = round(int(held["bytes"]) * share), max(int(held["calls"]), 1)
         holders.append(
             Holder(
-                kind=ACTIVATIONS, owner=str(name), num_bytes=int(held["bytes"]),
-                count=int(held["calls"]), largest_bytes=int(held["bytes"]) // int(held["calls"]),
-                where=Frame(*held["where"]) if held.get("where") else None,
+                kind=ACTIVATIONS,
+                owner=str(name),
+                num_bytes=num_bytes,
+                count=calls,
+                largest_bytes=num_bytes // calls,
             )
-        )  # fmt: skip
+        )
     attributed = sum(holder.num_bytes for holder in holders)
     peak = report.get("peak_bytes")
     requested = _device_of_text(_text_of(report, "message")).requested_bytes or 0
