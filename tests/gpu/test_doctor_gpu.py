@@ -10,8 +10,9 @@ import torch
 from automicro.doctor import diagnose
 from automicro.torch_private import can_record_memory, dump_memory_snapshot, record_memory_history
 from tests.doctor.test_doctor import PLANTED, names_the_culprit
+from tests.gpu.device import DEVICE, GPU
 
-pytestmark = pytest.mark.gpu
+pytestmark = GPU
 
 # Those that differ on a device only by where tensors are made.
 NAMES = ("average", "bank", "gradients", "losses", "memory_of_steps", "outputs", "predictions")
@@ -19,8 +20,8 @@ NAMES = ("average", "bank", "gradients", "losses", "memory_of_steps", "outputs",
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_planted_culprit_is_named_in_a_snapshot_of_cuda(name: str, tmp_path: Path) -> None:
-    device = torch.device("cuda", 0)
-    if not torch.cuda.is_available() or not can_record_memory(device):
+    device = DEVICE
+    if not can_record_memory(device):
         pytest.skip("no allocator that takes snapshots")
     path = tmp_path / "snapshot.pickle"
     total = torch.cuda.get_device_properties(device).total_memory
