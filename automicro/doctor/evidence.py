@@ -156,10 +156,18 @@ def _play(snapshot: Snapshot, rounds: Sequence[int]) -> History:
 
 def _origin(stack: Stack, snapshot: Snapshot) -> Origin:
     """Whose it is; without a stack, while others have one, it is of autograd's own thread."""
-    if not stack and any(event.stack for event in snapshot.events[:64]):
+    if not stack and snapshot.records_stacks:
         return Origin(BACKWARD, "the backward")
+    known: Origin | None = snapshot.origins.get(
+        id(stack)
+    )  # each stack is there once, and as long as these
+    if known is not None:
+        return known
     origin = origin_of(stack)
-    return Origin(BACKWARD, "the backward", origin.where) if origin.kind == BACKWARD else origin
+    if origin.kind == BACKWARD:
+        origin = Origin(BACKWARD, "the backward", origin.where)
+    snapshot.origins[id(stack)] = origin
+    return origin
 
 
 def _rounds(snapshot: Snapshot, *, with_loops: bool = True) -> tuple[list[int], bool]:

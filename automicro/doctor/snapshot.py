@@ -8,6 +8,7 @@ whatever else a file names is refused by that name.
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -79,6 +80,7 @@ class Snapshot:
         reserved: bytes that the allocator has of the device.
         largest_free: the largest piece of those that nobody holds.
         expandable: whether segments grow, so that pieces need not fit into one.
+        origins: what was found out about each stack, by its identity; for whoever reads.
     """
 
     device: int
@@ -87,6 +89,12 @@ class Snapshot:
     reserved: int
     largest_free: int
     expandable: bool = False
+    origins: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def records_stacks(self) -> bool:
+        """Whether the first events have stacks, so that one without is of another thread."""
+        return any(event.stack for event in self.events[:64])
 
     @property
     def allocated(self) -> int:
