@@ -36,10 +36,12 @@ from automicro.batch.structure import register_batch_type
 from automicro.batch.tensors import map_tensors
 from automicro.errors import (
     GradientWarning,
+    LossAverageError,
     LossError,
     MetricWarning,
     PeerFailedError,
     SampleTooLargeError,
+    add_note,
     warn,
 )
 from automicro.integrations.host import (
@@ -81,6 +83,7 @@ _LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _MOST_SHAPES = 1000
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
+_LOOKED_AT = 8  # rows, of a loss that is evaluated
 
 
 def enable(trainer: Any, **options: Any) -> Any:
@@ -253,6 +256,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
     known = any(each.__name__ in _FLAVOURS for each in of_trl)
     losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
     across = sorted({str(each) for each in losses} & set(_COMPARE_PAIRS))
+    each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     why = ""
     if getattr(trainer, "automicro", None) is not None:
         why = "automicro is enabled for this trainer already; call enable once"
@@ -273,6 +277,13 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
         )
     elif kind == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
         why = "FSDP1 keeps gradients of its own, which cannot be rolled back; use fsdp_version: 2"
+    elif kind == "FSDP" and args.gradient_accumulation_steps > 1 and not each_is_reduced:
+        why = (
+            "between the batches of gradient_accumulation_steps the trainer keeps whole gradients "
+            "of FSDP2 back, which are lost when memory runs out; let them be reduced at each: "
+            "TrainingArguments(…, accelerator_config={'gradient_accumulation_kwargs': "
+            "{'sync_each_batch': True}}), or let per_device_train_batch_size be the full batch"
+        )
     elif getattr(sharding, "cp_enabled", False) or getattr(sharding, "sp_enabled", False):
         why = "context parallelism cuts sequences of a batch in place; leave cp_size and sp_size"
     elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
@@ -438,6 +449,7 @@ class Enabled:
             **{name: value for name, value in self._options.items() if name != "loss_average"},
         )
         self._recall("train", microbatcher, self._train)
+        self._ask_of_evaluation(model, batch)
         return _Made(
             model=model,
             optimizer=trainer.optimizer,
@@ -445,6 +457,46 @@ class Enabled:
             is_sure=divides is not None,
             microbatcher=microbatcher,
         )
+
+    def _ask_of_evaluation(self, model: nn.Module, batch: Any) -> None:
+        """Refuse before the first step what the first evaluation would refuse, hours later.
+
+        A loss of a subclass's own may be a sum while it trains, and a mean that nobody knows of
+        what is evaluated. A few rows of training data are evaluated, and leave no trace.
+
+        Raises:
+            LossAverageError: it is a mean over something else than rows, and nobody said so.
+        """
+        trainer = self._trainer
+        is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
+        evaluates = trainer.eval_dataset is not None and str(trainer.args.eval_strategy) not in (
+            "no",
+            "IntervalStrategy.NO",
+        )
+        is_known = self._options.get("loss_average") is not None or self._eval is not None
+        if is_known or not (is_own and evaluates) or trainer.args.world_size > 1:
+            return
+        rows = split_batch(batch, _LOOKED_AT)[0]
+        num_items, arguments = self._num_items, self._arguments
+        try:
+            with self._undone(model):
+                device = trainer.args.device
+                self._num_items = trainer._get_num_items_in_batch([as_batch(rows)], device)
+                self._arguments = (True, None)
+                self._make_evaluation(model, rows).microbatcher.evaluate(rows)
+        except LossAverageError as error:
+            add_note(
+                error,
+                "automicro: a few rows of the first training batch were evaluated, so that this "
+                "is not found out at the first evaluation alone",
+            )
+            raise
+        except SampleTooLargeError:
+            pass  # the step itself says so
+        finally:
+            self._num_items, self._arguments = num_items, arguments
+            for noted in (*self._kept(), self._collected):
+                noted.clear()
 
     def _kept(self) -> list[Any]:
         """What is noted of a batch's microbatches."""

@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.state import DistributedType
 from transformers import BatchEncoding, Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
@@ -380,6 +382,39 @@ def test_what_a_subclass_keeps_in_lists_is_rolled_back_and_told_of(tmp_path: Pat
     assert ours.calls == len(ours.seen)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.calls, self.rows, self.history = 0, 0, {"rows": [0]}
+
+
+class Metering(Trainer):
+    """Counts in an object of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.meter = Meter()
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.meter.calls += 1
+        self.meter.rows += len(inputs["input_ids"])
+        self.meter.history["rows"].append(len(inputs["input_ids"]))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_what_an_object_of_a_subclass_counts_is_rolled_back_and_told_of(tmp_path: Path) -> None:
+    held = peak_of(CASES["causal"], tmp_path) // 2
+    ours = make(CASES["causal"], tmp_path, with_us=True, kind=Metering)
+    with (
+        MemoryBudget(held),
+        pytest.warns(MetricWarning, match="Metering.meter.history got . entries"),
+        pytest.warns(MetricWarning, match=r"meter.calls, Metering.meter.rows changed in each of"),
+    ):
+        ours.train()
+    assert ours.automicro.microbatch_size < 8
+    assert ours.meter.rows == sum(ours.meter.history["rows"]) == 2 * runs.ROWS
+    assert ours.meter.calls == len(ours.meter.history["rows"]) - 1
+
+
 def test_a_loss_that_is_divided_in_part_is_refused(tmp_path: Path) -> None:
     ours = make(Case(model=runs.TwoLosses, data=runs.classes), tmp_path, with_us=True)
     with pytest.raises(ValueError, match=r"in part only: of one row it is .* auxiliary"):
@@ -405,6 +440,39 @@ def test_a_mean_that_nobody_knows_is_looked_at_and_refused(tmp_path: Path) -> No
     ours = make(CASES["causal"], tmp_path, with_us=True, kind=MeanOfTokens)
     with pytest.raises(LossAverageError, match="loss_average="):
         ours.train()
+
+
+class SumOfTokens(MeanOfTokens):
+    """Divided by the items of a step; a mean where there is none, as of what is evaluated."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if num_items_in_batch is None:
+            return super().compute_loss(model, inputs)
+        outputs = {"logits": model(input_ids=inputs["input_ids"]).logits}
+        return runs.sum_over_items(outputs, inputs["labels"], num_items_in_batch)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+
+def test_a_mean_that_is_evaluated_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": SumOfTokens, "eval_strategy": "epoch"}
+    ours = make(CASES["accumulation 4"], tmp_path, with_us=True, **options)
+    with pytest.raises(LossAverageError, match="loss_average=") as caught:
+        ours.train()
+    assert "rows of the first training batch were evaluated" in str(caught.value.__notes__)
+    assert ours.state.global_step == 0
+    declared = {"loss_average": "tokens"}
+    plain = make(CASES["accumulation 4"], tmp_path, **options)
+    ours = make(CASES["accumulation 4"], tmp_path, with_us=True, options=declared, **options)
+    assert all(map(torch.equal, run(ours)[0], run(plain)[0]))
 
 
 def count_targets(batch: Any) -> Tensor:
@@ -903,3 +971,32 @@ def test_one_rank_out_of_memory_leaves_both_where_ddp_alone_ends(
         assert ours == pytest.approx(plain, rel=1e-6)
         cut, whole = found["evaluations"]
         assert cut == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "own module"])
+def test_one_rank_out_of_memory_leaves_both_where_fsdp2_alone_ends(
+    name: str, accumulation: int, tmp_path: Path
+) -> None:
+    """In gloo, with FSDP2 as on accelerators: elsewhere transformers falls back to DDP."""
+    module = "tests.integrations.transformers_ranks"
+    for found in torchrun(module, tmp_path, name, accumulation, "fsdp2"):
+        plain, ours = found["losses"]
+        assert found["kind"].startswith("FSDP")
+        assert found["microbatch_size"] == 4
+        assert found["differs"] < 1e-12
+        assert ours == pytest.approx(plain, rel=1e-6)
+        cut, whole = found["evaluations"]
+        assert cut == pytest.approx(whole, rel=1e-6)
+
+
+def test_fsdp2_that_keeps_gradients_back_is_refused(tmp_path: Path) -> None:
+    trainer = make(CASES["accumulation 4"], tmp_path)
+    trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
+    with pytest.raises(ValueError, match=r"gradients of FSDP2 back, .*'sync_each_batch': True"):
+        enable(trainer)
+    trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    enable(trainer)
