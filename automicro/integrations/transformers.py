@@ -518,7 +518,7 @@ class Enabled:
             if isinstance(each, nn.Module)
             and name not in (*_MODELS, "compute_loss_func")
             and id(each) not in models
-            and next(each.buffers(), None) is not None
+            and (next(each.buffers(), None) is not None or hasattr(each, "update"))  # a metric
         ]
         function = trainer.compute_loss_func
         if function is not None and not inspect.isroutine(function):
