@@ -892,9 +892,11 @@ class Places:
     What such objects refer to in turn is not looked into.
 
     >>> class Meter:
+    ...     __module__ = "project.meters"
     ...     def __init__(self):
     ...         self.count = 3
     >>> class Trainer:
+    ...     __module__ = "project.training"
     ...     def __init__(self):
     ...         self.meter, self.size, self.model = Meter(), 8, nn.Linear(1, 1)
     >>> [(path, sorted(values)) for path, _, values, _ in Places(Trainer()).look()]

@@ -1017,7 +1017,7 @@ def test_fsdp2_that_keeps_gradients_back_is_refused(tmp_path: Path) -> None:
 
 def small_bert(kind: Any, **options: Any) -> Any:
     def made(dropout: float) -> nn.Module:
-        config = BertConfig(  # type: ignore[call-arg]
+        config = BertConfig(
             vocab_size=runs.VOCABULARY, hidden_size=32, num_hidden_layers=1,
             num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout, **options,

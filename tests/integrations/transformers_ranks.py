@@ -46,7 +46,7 @@ def shard(trainer: Any) -> Any:
 def make(folder: Path, name: str, accumulation: int, *, with_us: bool, is_sharded: bool) -> Any:
     """A trainer of a case of theirs."""
     arguments: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
-    options = {"eval_microbatch_size": 3}
+    options: dict[str, Any] = {"eval_microbatch_size": 3}
     if name in runs.CASES:
         if is_sharded:  # else whole gradients of all but the last batch are kept back
             each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
