@@ -422,6 +422,7 @@ class Microbatcher:
             with announcing_failure(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
                 self._carrying.refuse_several(batches)
+                self._ranks.settle()  # else it finds whole parameters in the place of their parts
                 self._index.refresh()
                 self._ranks.settle(self._index.parameters)
                 step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
@@ -563,8 +564,8 @@ class Microbatcher:
         kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
-                self._index.refresh()
                 self._ranks.settle()
+                self._index.refresh()
                 batches = self._spare.given(batch)
                 policy = self._eval.policy
                 step = self._read(batches, policy, checks_form=not predicts)

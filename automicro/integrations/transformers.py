@@ -16,9 +16,12 @@ great number of them. A sum that was divided is gone then, and a mean is what it
 import collections
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import itertools
+import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +36,12 @@ from automicro.batch.structure import register_batch_type
 from automicro.batch.tensors import map_tensors
 from automicro.errors import (
     GradientWarning,
+    LossAverageError,
     LossError,
     MetricWarning,
     PeerFailedError,
     SampleTooLargeError,
+    add_note,
     warn,
 )
 from automicro.integrations.host import (
@@ -51,7 +56,7 @@ from automicro.integrations.host import (
 from automicro.loss.averages import IGNORED, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.look import Compared
-from automicro.loss.passes import is_extra_pass
+from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex, evaluation_mode
@@ -78,6 +83,7 @@ _LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _MOST_SHAPES = 1000
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
+_LOOKED_AT = 8  # rows, of a loss that is evaluated
 
 
 def enable(trainer: Any, **options: Any) -> Any:
@@ -250,6 +256,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
     known = any(each.__name__ in _FLAVOURS for each in of_trl)
     losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
     across = sorted({str(each) for each in losses} & set(_COMPARE_PAIRS))
+    each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     why = ""
     if getattr(trainer, "automicro", None) is not None:
         why = "automicro is enabled for this trainer already; call enable once"
@@ -270,6 +277,13 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
         )
     elif kind == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
         why = "FSDP1 keeps gradients of its own, which cannot be rolled back; use fsdp_version: 2"
+    elif kind == "FSDP" and args.gradient_accumulation_steps > 1 and not each_is_reduced:
+        why = (
+            "between the batches of gradient_accumulation_steps the trainer keeps whole gradients "
+            "of FSDP2 back, which are lost when memory runs out; let them be reduced at each: "
+            "TrainingArguments(…, accelerator_config={'gradient_accumulation_kwargs': "
+            "{'sync_each_batch': True}}), or let per_device_train_batch_size be the full batch"
+        )
     elif getattr(sharding, "cp_enabled", False) or getattr(sharding, "sp_enabled", False):
         why = "context parallelism cuts sequences of a batch in place; leave cp_size and sp_size"
     elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
@@ -314,7 +328,7 @@ class Enabled:
         trainer.add_callback(Sizes(self))
         trainer = self._trainer
         self._host_state = HostState(trainer)
-        self._series = Series(trainer)
+        self._series = Series(trainer, self._host_state)
         self._logs = Logs(trainer)
         self._train: _Made | None = None
         self._eval: _Made | None = None
@@ -322,7 +336,10 @@ class Enabled:
         # Of the batch that is being computed.
         self._num_items: Any = None
         self._arguments: tuple[Any, ...] = ()
+        self._own_backward: Callable[..., Any] = _no_backward
         self._backward_options: dict[str, Any] = {}
+        self._caught: list[tuple[Tensor, dict[str, Any]]] = []
+        self._held: HeldBack | None = None
         self._collected: list[tuple[Any, Any]] = []
         self._rows_of: dict[Any, int] = {}
         self._warns = True
@@ -371,13 +388,45 @@ class Enabled:
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        made = self._train
-        if made is None or not made.is_for(model, trainer.optimizer, num_items_in_batch):
-            made = self._train = self._make_training(model, batch)
-        with self._logs.of_one_batch(), self._series.of_one_batch():
+        with self._logs.of_one_batch(), self._series.of_one_batch(), self._held_up(model):
+            made = self._train
+            if made is None or not made.is_for(model, trainer.optimizer, num_items_in_batch):
+                made = self._train = self._make_training(model, batch)
             self.last = made.microbatcher.backward(batch)
         self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
+
+    @contextlib.contextmanager
+    def _held_up(self, model: nn.Module) -> Iterator[None]:
+        """The trainer's steps stop before their backward, meanwhile, and tell us what they log.
+
+        All modules of a batch are set to training once, as for one that was not cut, and again
+        only where a forward has changed the mode of one.
+        """
+        trainer = self._trainer
+        modules = list(model.modules())
+        modes = [each.training for each in modules]
+        own_train = weakly(model.train)
+
+        def train(mode: bool = True) -> nn.Module:
+            if not is_extra_pass() and [each.training for each in modules] != modes:
+                own_train(mode)
+            return model
+
+        with Replacements() as replacements:
+            try:
+                self._own_backward = replacements.put(trainer.accelerator, "backward", self._catch)
+                replacements.put(trainer, "log", self._logs.note)
+                replacements.put(model, "train", train)
+                yield
+            finally:
+                self._own_backward = _no_backward
+
+    def _catch(self, loss: Tensor, **options: Any) -> None:
+        """In the place of ``accelerator.backward``."""
+        self._caught.append((loss, options))
+        if self._held is not None:
+            self._held.start()
 
     def _make_training(self, model: nn.Module, batch: Any) -> "_Made":
         trainer = self._trainer
@@ -400,6 +449,7 @@ class Enabled:
             **{name: value for name, value in self._options.items() if name != "loss_average"},
         )
         self._recall("train", microbatcher, self._train)
+        self._ask_of_evaluation(model, batch)
         return _Made(
             model=model,
             optimizer=trainer.optimizer,
@@ -407,6 +457,46 @@ class Enabled:
             is_sure=divides is not None,
             microbatcher=microbatcher,
         )
+
+    def _ask_of_evaluation(self, model: nn.Module, batch: Any) -> None:
+        """Refuse before the first step what the first evaluation would refuse, hours later.
+
+        A loss of a subclass's own may be a sum while it trains, and a mean that nobody knows of
+        what is evaluated. A few rows of training data are evaluated, and leave no trace.
+
+        Raises:
+            LossAverageError: it is a mean over something else than rows, and nobody said so.
+        """
+        trainer = self._trainer
+        is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
+        evaluates = trainer.eval_dataset is not None and str(trainer.args.eval_strategy) not in (
+            "no",
+            "IntervalStrategy.NO",
+        )
+        is_known = self._options.get("loss_average") is not None or self._eval is not None
+        if is_known or not (is_own and evaluates) or trainer.args.world_size > 1:
+            return
+        rows = split_batch(batch, _LOOKED_AT)[0]
+        num_items, arguments = self._num_items, self._arguments
+        try:
+            with self._undone(model):
+                device = trainer.args.device
+                self._num_items = trainer._get_num_items_in_batch([as_batch(rows)], device)
+                self._arguments = (True, None)
+                self._make_evaluation(model, rows).microbatcher.evaluate(rows)
+        except LossAverageError as error:
+            add_note(
+                error,
+                "automicro: a few rows of the first training batch were evaluated, so that this "
+                "is not found out at the first evaluation alone",
+            )
+            raise
+        except SampleTooLargeError:
+            pass  # the step itself says so
+        finally:
+            self._num_items, self._arguments = num_items, arguments
+            for noted in (*self._kept(), self._collected):
+                noted.clear()
 
     def _kept(self) -> list[Any]:
         """What is noted of a batch's microbatches."""
@@ -428,7 +518,7 @@ class Enabled:
             if isinstance(each, nn.Module)
             and name not in (*_MODELS, "compute_loss_func")
             and id(each) not in models
-            and next(each.buffers(), None) is not None
+            and (next(each.buffers(), None) is not None or hasattr(each, "update"))  # a metric
         ]
         function = trainer.compute_loss_func
         if function is not None and not inspect.isroutine(function):
@@ -470,6 +560,9 @@ class Enabled:
             with self._undone(model):
                 return self._training_loss(model, flat, self._num_items)
         self._note(flat, microbatch)
+        trainer = self._trainer
+        if not self._warns or not (trainer.compute_loss_func or _is_own(trainer, "compute_loss")):
+            return self._training_loss(model, flat, self._num_items)
         with self._series.watching_numbers():
             return self._training_loss(model, flat, self._num_items)
 
@@ -495,31 +588,25 @@ class Enabled:
         return found
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
-        trainer, caught = self._trainer, []
-        held = HeldBack(model) if _is_own(trainer, "training_step") else None
-
-        def catch(loss: Tensor, **kwargs: Any) -> None:
-            caught.append((loss, kwargs))
-            if held is not None:
-                held.start()
-
-        with Replacements() as replacements, held or contextlib.nullcontext():
-            replacements.put(trainer.accelerator, "backward", catch)
-            replacements.put(trainer, "log", self._logs.note)
-            if not model.training or is_extra_pass():  # the step would switch it to training
-                replacements.put(model, "train", lambda mode=True: model)
-            self.own_training_step(model, flat, num_items)
-        if len(caught) != 1:
-            raise LossError(
-                f"{trainer.__class__.__name__}.training_step called accelerator.backward "
-                f"{len(caught)} times, and one batch needs one backward; add the losses up and "
-                "call it once"
-            )
-        [(loss, self._backward_options)] = caught
-        return loss
+        trainer = self._trainer
+        held = self._held = HeldBack(model) if _is_own(trainer, "training_step") else None
+        try:
+            with held or contextlib.nullcontext():
+                self.own_training_step(model, flat, num_items)
+            if len(self._caught) != 1:
+                raise LossError(
+                    f"{trainer.__class__.__name__}.training_step called accelerator.backward "
+                    f"{len(self._caught)} times, and one batch needs one backward; add the losses "
+                    "up and call it once"
+                )
+            [(loss, self._backward_options)] = self._caught
+            return loss
+        finally:
+            self._caught.clear()
+            self._held = None
 
     def _backward(self, loss: Tensor) -> None:
-        self._trainer.accelerator.backward(loss, **self._backward_options)
+        self._own_backward(loss, **self._backward_options)
 
     # Evaluation
 
@@ -666,6 +753,7 @@ class Enabled:
                 torch.set_grad_enabled(is_alone),
                 self._undone(model),
                 evaluation_mode([model]),
+                extra_pass(),
             ):
                 copied = as_batch(map_tensors(row, Tensor.clone))
                 found.append(
@@ -781,46 +869,162 @@ class Sizes(TrainerCallback, ExportableState):
 
 _MODELS = ("model", "model_wrapped", "ref_model")
 _ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
-_NOT_OF_A_STEP = ("train_dataset", "eval_dataset", "label_names", "automicro")
+_NOT_OF_A_STEP = (
+    "train_dataset", "eval_dataset", "label_names", "automicro", "data_collator",
+    "processing_class", "compute_metrics", "compute_loss_func", "model_init", "callback_handler",
+)  # fmt: skip
 _CONTAINERS = (list, dict, set, collections.deque, Tensor)
 _PLAIN = (bool, int, float, str, type(None), tuple, *_CONTAINERS)
+_HOSTS = ("transformers", "trl")
+_WITH_A_STATE_OF_THEIR_OWN = (
+    nn.Module, type, enum.Enum, BaseException, torch.optim.Optimizer, TrainerCallback,
+    torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset, torch.utils.data.DataLoader,
+)  # fmt: skip
+_INSTALLED = ("site-packages", "dist-packages")
+_Path = tuple[str, ...]
 
 
-class HostState:
-    """Plain values among a trainer's attributes: numbers, lists, tensors. A transaction's part."""
+class Places:
+    """Where a trainer keeps plain values: its attributes, and those of its author's objects there.
+
+    An author's objects are those of a class that lies in no installed package, or in the same one
+    as the trainer's own class: ``trainer.meter.count``, but nothing of torch, datasets or wandb.
+    What such objects refer to in turn is not looked into.
+
+    >>> class Meter:
+    ...     __module__ = "project.meters"
+    ...     def __init__(self):
+    ...         self.count = 3
+    >>> class Trainer:
+    ...     __module__ = "project.training"
+    ...     def __init__(self):
+    ...         self.meter, self.size, self.model = Meter(), 8, nn.Linear(1, 1)
+    >>> [(path, sorted(values)) for path, _, values, _ in Places(Trainer()).look()]
+    [((), ['size']), (('meter',), ['count'])]
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._table: dict[str, Any] = {}
-        self._left: set[str] = set()
+        self._kinds: dict[type, str] = {}  # asked once: each batch looks
+        self._not_own = (*_INSTALLED, sysconfig.get_path("stdlib"))
+
+    def look(self) -> list[tuple[_Path, dict[str, Any], dict[str, Any], list[str]]]:
+        """Each place's path, its table, the plain values in it, and which hold others."""
+        found = []
+        waiting: list[tuple[_Path, dict[str, Any]]] = [((), vars(self._trainer))]
+        kinds = self._kinds
+        for path, table in waiting:  # grows by the objects at the trainer
+            plain: dict[str, Any] = {}
+            containers: list[str] = []
+            for name, value in table.items():
+                kind = kinds.get(type(value)) or self._ask(value)
+                if kind == "other" or name in _NOT_OF_A_STEP:
+                    continue
+                if kind != "own":
+                    plain[name] = value
+                    if kind == "container":
+                        containers.append(name)
+                elif not path:
+                    waiting.append(((name,), vars(value)))
+            found.append((path, table, plain, containers))
+        return found
+
+    def is_plain(self, value: Any) -> bool:
+        return (self._kinds.get(type(value)) or self._ask(value)) in ("value", "container")
+
+    def _ask(self, value: Any) -> str:
+        kind = type(value)
+        if isinstance(value, _CONTAINERS):
+            found = "container"
+        elif isinstance(value, _PLAIN):
+            found = "value"
+        elif self._is_own(kind) and isinstance(getattr(value, "__dict__", None), dict):
+            found = "own"
+        else:
+            found = "other"
+        self._kinds[kind] = found
+        return found
+
+    def _is_own(self, kind: type) -> bool:
+        if issubclass(kind, _WITH_A_STATE_OF_THEIR_OWN) or kind.__module__ == "builtins":
+            return False
+        package = _package_of(kind)
+        if package in (*_HOSTS, "automicro"):
+            return False
+        if package in map(_package_of, self._trainer.__class__.__mro__[:-1]):
+            return True
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if file is None:  # __main__ of a notebook, or written in another language
+            return kind.__module__ == "__main__"
+        return not any(each in file for each in self._not_own)
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+class HostState:
+    """Plain values that a trainer keeps: numbers, lists, tensors. A transaction's part.
+
+    Attributes:
+        lengths: of its lists at the last `begin`, by path.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._places = Places(trainer)
+        self._tables: list[tuple[_Path, dict[str, Any], dict[str, Any]]] = []
+        self._numbers: list[tuple[_Path, dict[str, Any]]] | None = None
+        self._left: set[_Path] = set()
         self._state: State | None = None
+        self.lengths: dict[_Path, int] = {}
 
     def begin(self) -> None:
-        self._table = {
-            name: value
-            for name, value in vars(self._trainer).items()
-            if name not in _NOT_OF_A_STEP and isinstance(value, _PLAIN)
-        }
-        held = {
-            name: value for name, value in self._table.items() if isinstance(value, _CONTAINERS)
-        }
+        self._tables, self._numbers = [], None
+        held: dict[_Path, Any] = {}
+        for path, table, plain, containers in self._places.look():
+            self._tables.append((path, table, plain))
+            for name in containers:
+                held[*path, name] = plain[name]
         try:
-            self._state = _begun([each for name, each in held.items() if name not in self._left])
+            self._state = _begun([each for path, each in held.items() if path not in self._left])
         except TypeError:
-            for name, value in held.items():
-                self._leave_out(name, value)
-            self._state = _begun([each for name, each in held.items() if name not in self._left])
+            for path, value in held.items():
+                self._leave_out(path, value)
+            self._state = _begun([each for path, each in held.items() if path not in self._left])
+        self.lengths = {path: len(values) for path, values in _lists_in(held)}
 
-    def _leave_out(self, name: str, value: Any) -> None:
+    def lists(self) -> Iterator[tuple[_Path, list[Any]]]:
+        """Lists that a trainer keeps, by where: among its values, or in mappings there."""
+        return _lists_in(
+            {
+                (*path, name): table[name]
+                for path, table, _, containers in self._places.look()
+                for name in containers
+            }
+        )
+
+    def numbers(self) -> list[tuple[_Path, dict[str, Any]]]:
+        """Where there were numbers at `begin`, each with the table that has it."""
+        if self._numbers is None:
+            self._numbers = [
+                ((*path, name), table)
+                for path, table, plain in self._tables
+                for name, value in plain.items()
+                if type(value) in (int, float) and name not in _ADDED_UP
+            ]
+        return self._numbers
+
+    def _leave_out(self, path: _Path, value: Any) -> None:
         """Do without what cannot be put back, and say so."""
         try:
             _begun([value])
         except TypeError as error:
-            self._left.add(name)
+            self._left.add(path)
             warn(
-                f"{self._trainer.__class__.__name__}.{name} stays as a failed attempt has left it, "
-                f"because it cannot be put back ({error.__cause__}); keep what a step changes in "
-                "an attribute of its own; said once",
+                f"{self._trainer.__class__.__name__}.{'.'.join(path)} stays as a failed attempt "
+                f"has left it, because it cannot be put back ({error.__cause__}); keep what a step "
+                "changes in an attribute of its own; said once",
                 MetricWarning,
             )
 
@@ -828,19 +1032,33 @@ class HostState:
         """Nothing can fail."""
 
     def commit(self) -> None:
-        self._state = None
+        self._state, self._tables, self._numbers = None, [], None
 
     def roll_back(self) -> None:
         if self._state is None:
             return
         self._state.roll_back()
-        table = vars(self._trainer)
-        for name in list(table):
-            is_new = isinstance(table[name], _PLAIN) and name not in self._table
-            if is_new and name not in _NOT_OF_A_STEP:
-                del table[name]
-        table.update(self._table)
-        self._state = None
+        for _, table, plain in self._tables:
+            for name in list(table):
+                is_new = name not in plain and name not in _NOT_OF_A_STEP
+                if is_new and self._places.is_plain(table[name]):
+                    del table[name]
+            table.update(plain)
+        self._state, self._tables, self._numbers = None, [], None
+
+
+def _lists_in(held: Mapping[_Path, Any]) -> Iterator[tuple[_Path, list[Any]]]:
+    waiting = list(held.items())
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            yield path, value
+        elif isinstance(value, dict) and len(path) < _DEEPEST:
+            waiting += [((*path, str(key)), each) for key, each in value.items()]
+
+
+def _no_backward(loss: Tensor, **options: Any) -> None:
+    raise LossError("a backward was asked for outside of a batch's step; call it inside of one")
 
 
 def _begun(values: Sequence[Any]) -> State:
@@ -862,9 +1080,11 @@ class Series:
     A batch has one entry, however it was cut: the mean, weighted by what each was a mean over.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, kept: HostState) -> None:
         self._trainer = trainer
-        self._warned: set[str] = set()
+        self._kept = kept
+        self._virtual: int | None = None
+        self._warned: set[_Path] = set()
         self.changed: list[list[str]] = []
         self.rows: list[tuple[float, dict[str, float]]] = []
 
@@ -886,25 +1106,25 @@ class Series:
                 "logits/chosen": chosen,
                 "logits/rejected": rejected,
             }
-        targets = _targets_behind(_virtual_tokens(self._trainer), flat)
+        if self._virtual is None:
+            self._virtual = _virtual_tokens(self._trainer)
+        targets = _targets_behind(self._virtual, flat)
         if targets is None:
             return {}
         return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
 
     @contextlib.contextmanager
     def watching_numbers(self) -> Iterator[None]:
-        """Note which numbers among a trainer's attributes a microbatch changes."""
-        before = self._numbers()
+        """Note which numbers that a trainer keeps a microbatch changes."""
+        places = self._kept.numbers()
+        before = [table.get(path[-1]) for path, table in places]
         yield
-        after = self._numbers()
-        self.changed.append([each for each in after if after[each] != before.get(each)])
-
-    def _numbers(self) -> dict[str, float]:
-        return {
-            name: value
-            for name, value in vars(self._trainer).items()
-            if type(value) in (int, float) and name not in _ADDED_UP
-        }
+        changed = []
+        for (path, table), was in zip(places, before, strict=True):
+            now = table.get(path[-1])
+            if now is not was and type(now) in (int, float) and now != was:
+                changed.append(".".join(path))
+        self.changed.append(changed)
 
     @contextlib.contextmanager
     def of_one_batch(self) -> Iterator[None]:
@@ -915,39 +1135,27 @@ class Series:
         """
         self.rows.clear()
         self.changed.clear()
-        before = {path: len(values) for path, values in self._lists()}
+        self._virtual = None
         yield
         many = len(self.rows)
         if many < 2:
             return
-        for path, values in self._lists():
-            new = values[before.get(path, 0) :]
+        for path, values in self._kept.lists():
+            new = values[self._kept.lengths.get(path, 0) :]
             if len(new) != many:
                 continue
+            is_own = not isinstance(vars(self._trainer).get(path[0]), _CONTAINERS)
+            where = path[: 2 if is_own else 1]  # of an object, or the trainer's
             if path[0] == "_metrics":
                 values[-many:] = [self._together(path[-1], new)]
-            elif path[0] not in self._warned:
-                self._warned.add(path[0])
+            elif where not in self._warned:
+                self._warned.add(where)
                 warn(
-                    f"{self._trainer.__class__.__name__}.{path[0]} got {many} entries from one "
-                    "batch, one for each microbatch that it was cut into; append in a callback, "
-                    "once a step, or weigh entries by their rows; said once",
+                    f"{self._trainer.__class__.__name__}.{'.'.join(where)} got {many} entries from "
+                    "one batch, one for each microbatch that it was cut into; append in a "
+                    "callback, once a step, or weigh entries by their rows; said once",
                     MetricWarning,
                 )
-
-    def _lists(self) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-        """Lists that a trainer keeps, by where: among its attributes, or in mappings there."""
-        waiting: list[tuple[tuple[str, ...], Any]] = [
-            ((name,), value)
-            for name, value in vars(self._trainer).items()
-            if name not in _NOT_OF_A_STEP
-        ]
-        while waiting:
-            path, value = waiting.pop()
-            if isinstance(value, list):
-                yield path, value
-            elif isinstance(value, dict) and len(path) < _DEEPEST:
-                waiting += [((*path, str(key)), each) for key, each in value.items()]
 
     def _together(self, name: str, values: Sequence[float]) -> float:
         if name.startswith("min_"):
@@ -1054,8 +1262,13 @@ class HeldBack:
 
 def _is_own(trainer: Any, name: str) -> bool:
     """Whether a method is neither of transformers nor of TRL."""
-    module = inspect.getmodule(inspect.unwrap(getattr(trainer.__class__, name)))
-    return (module.__name__ if module else "").partition(".")[0] not in ("transformers", "trl")
+    return _is_ones_own(getattr(trainer.__class__, name))
+
+
+@functools.lru_cache
+def _is_ones_own(method: Any) -> bool:
+    module = inspect.getmodule(inspect.unwrap(method))
+    return (module.__name__ if module else "").partition(".")[0] not in _HOSTS
 
 
 def _count(average: Tokens, microbatch: Any) -> Any:

@@ -436,10 +436,12 @@ class _Evidence:
         pending = self.pending or frozenset()
         paths = {path for path, _ in pending} | set(self.classes)
         leaves: Mapping[str, Tensor] = dict(computation.layout.leaves(batch))
+        unsettled = {path for path, _ in pending}
         near = {
             path
             for path in paths
             if everywhere or ((leaf := leaves.get(path)) is not None and leaf.device.type == "cpu")
+            if path in unsettled or not self._has_met(path, leaves.get(path), num_rows)
         }
         if not near:
             return False
@@ -450,3 +452,12 @@ class _Evidence:
             elif (feature.path, feature.kind) in pending and feature.varies:
                 return True
         return False
+
+    def _has_met(self, path: str, leaf: Tensor | None, num_rows: int) -> bool:
+        """Whether all classes of a batch's rows have been seen; asked at every batch, so cheaply.
+
+        False where that takes a closer look.
+        """
+        if leaf is None or leaf.shape != (num_rows,) or leaf.is_floating_point():
+            return False
+        return self.classes[path].issuperset(leaf.tolist())

@@ -159,13 +159,13 @@ class CoordinatedRanks:
         return agreement
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
+        for guard in self._guards:
+            guard.settle()
         trained = [id(each) for each in parameters if each.requires_grad]
         if trained and trained != self._trained:
             for guard in self._guards:
                 guard.require_known(parameters)
             self._trained = trained
-        for guard in self._guards:
-            guard.settle()
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         try:
@@ -459,6 +459,8 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
         return OneRank()  # every rank trains a model of its own
     group = state_of_group(_open_votes)
     guards = find_guards(modules, group)
+    for guard in guards:
+        guard.settle()
     size = _data_parallel_size(modules)
     if size is not None:
         _refuse_uncovered(modules)

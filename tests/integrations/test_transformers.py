@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +18,18 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import BatchEncoding, Seq2SeqTrainer, Trainer, TrainerCallback
+from accelerate.state import DistributedType
+from torchmetrics.classification import MulticlassAccuracy
+from transformers import (
+    BatchEncoding,
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
@@ -380,6 +392,39 @@ def test_what_a_subclass_keeps_in_lists_is_rolled_back_and_told_of(tmp_path: Pat
     assert ours.calls == len(ours.seen)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.calls, self.rows, self.history = 0, 0, {"rows": [0]}
+
+
+class Metering(Trainer):
+    """Counts in an object of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.meter = Meter()
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.meter.calls += 1
+        self.meter.rows += len(inputs["input_ids"])
+        self.meter.history["rows"].append(len(inputs["input_ids"]))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_what_an_object_of_a_subclass_counts_is_rolled_back_and_told_of(tmp_path: Path) -> None:
+    held = peak_of(CASES["causal"], tmp_path) // 2
+    ours = make(CASES["causal"], tmp_path, with_us=True, kind=Metering)
+    with (
+        MemoryBudget(held),
+        pytest.warns(MetricWarning, match="Metering.meter.history got . entries"),
+        pytest.warns(MetricWarning, match=r"meter.calls, Metering.meter.rows changed in each of"),
+    ):
+        ours.train()
+    assert ours.automicro.microbatch_size < 8
+    assert ours.meter.rows == sum(ours.meter.history["rows"]) == 2 * runs.ROWS
+    assert ours.meter.calls == len(ours.meter.history["rows"]) - 1
+
+
 def test_a_loss_that_is_divided_in_part_is_refused(tmp_path: Path) -> None:
     ours = make(Case(model=runs.TwoLosses, data=runs.classes), tmp_path, with_us=True)
     with pytest.raises(ValueError, match=r"in part only: of one row it is .* auxiliary"):
@@ -405,6 +450,39 @@ def test_a_mean_that_nobody_knows_is_looked_at_and_refused(tmp_path: Path) -> No
     ours = make(CASES["causal"], tmp_path, with_us=True, kind=MeanOfTokens)
     with pytest.raises(LossAverageError, match="loss_average="):
         ours.train()
+
+
+class SumOfTokens(MeanOfTokens):
+    """Divided by the items of a step; a mean where there is none, as of what is evaluated."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if num_items_in_batch is None:
+            return super().compute_loss(model, inputs)
+        outputs = {"logits": model(input_ids=inputs["input_ids"]).logits}
+        return runs.sum_over_items(outputs, inputs["labels"], num_items_in_batch)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+
+def test_a_mean_that_is_evaluated_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": SumOfTokens, "eval_strategy": "epoch"}
+    ours = make(CASES["accumulation 4"], tmp_path, with_us=True, **options)
+    with pytest.raises(LossAverageError, match="loss_average=") as caught:
+        ours.train()
+    assert "rows of the first training batch were evaluated" in str(caught.value.__notes__)
+    assert ours.state.global_step == 0
+    declared = {"loss_average": "tokens"}
+    plain = make(CASES["accumulation 4"], tmp_path, **options)
+    ours = make(CASES["accumulation 4"], tmp_path, with_us=True, options=declared, **options)
+    assert all(map(torch.equal, run(ours)[0], run(plain)[0]))
 
 
 def count_targets(batch: Any) -> Tensor:
@@ -903,3 +981,212 @@ def test_one_rank_out_of_memory_leaves_both_where_ddp_alone_ends(
         assert ours == pytest.approx(plain, rel=1e-6)
         cut, whole = found["evaluations"]
         assert cut == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "own module"])
+def test_one_rank_out_of_memory_leaves_both_where_fsdp2_alone_ends(
+    name: str, accumulation: int, tmp_path: Path
+) -> None:
+    """In gloo, with FSDP2 as on accelerators: elsewhere transformers falls back to DDP."""
+    module = "tests.integrations.transformers_ranks"
+    for found in torchrun(module, tmp_path, name, accumulation, "fsdp2"):
+        plain, ours = found["losses"]
+        assert found["kind"].startswith("FSDP")
+        assert found["microbatch_size"] == 4
+        assert found["differs"] < 1e-12
+        assert ours == pytest.approx(plain, rel=1e-6)
+        cut, whole = found["evaluations"]
+        assert cut == pytest.approx(whole, rel=1e-6)
+
+
+def test_fsdp2_that_keeps_gradients_back_is_refused(tmp_path: Path) -> None:
+    trainer = make(CASES["accumulation 4"], tmp_path)
+    trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
+    with pytest.raises(ValueError, match=r"gradients of FSDP2 back, .*'sync_each_batch': True"):
+        enable(trainer)
+    trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    enable(trainer)
+
+
+# Scripts of other kinds
+
+
+def small_bert(kind: Any, **options: Any) -> Any:
+    def made(dropout: float) -> nn.Module:
+        config = BertConfig(
+            vocab_size=runs.VOCABULARY, hidden_size=32, num_hidden_layers=1,
+            num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout, **options,
+        )  # fmt: skip
+        model: nn.Module = kind(config)
+        return model
+
+    return made
+
+
+def spans(rows: int = runs.ROWS) -> list[dict[str, Tensor]]:
+    return [
+        {
+            "input_ids": row["input_ids"],
+            "start_positions": row["input_ids"][0] % runs.LENGTH,
+            "end_positions": row["input_ids"][1] % runs.LENGTH,
+        }
+        for row in runs.tokens(rows)
+    ]
+
+
+def tagged(rows: int = runs.ROWS) -> list[dict[str, Tensor]]:
+    return [
+        {**row, "labels": torch.where(row["labels"] < 0, row["labels"], row["labels"] % 3)}
+        for row in runs.tokens(rows)
+    ]
+
+
+def several(rows: int = runs.ROWS) -> list[dict[str, Tensor]]:
+    return [
+        {"input_ids": row["input_ids"], "labels": (row["input_ids"][:3] % 2).double()}
+        for row in runs.tokens(rows)
+    ]
+
+
+def two_targets(rows: int = runs.ROWS) -> list[dict[str, Tensor]]:
+    return [
+        {
+            "input_ids": row["input_ids"],
+            "kind": row["input_ids"][0] % 3,
+            "height": row["input_ids"].double().mean() / runs.VOCABULARY,
+        }
+        for row in runs.tokens(rows)
+    ]
+
+
+class TwoTargets(runs.Own):
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, kind: Tensor, height: Tensor
+    ) -> dict[str, Tensor]:
+        logits = super().forward(input_ids)["logits"]
+        loss = F.cross_entropy(logits, kind) + F.mse_loss(logits[:, 0], height)
+        return {"loss": loss, "logits": logits}
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+
+
+def weighted(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    outputs = model(input_ids=inputs["input_ids"])
+    labels = inputs["labels"].flatten()
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels, weight=CLASS_WEIGHTS), outputs
+
+
+def count_weights(batch: Any) -> Tensor:
+    return CLASS_WEIGHTS[batch["labels"][batch["labels"] >= 0]].sum()
+
+
+class Distilling(Mine):
+    """With a teacher beside the model, and a metric of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher = runs.bert(0.0).double().eval()
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    @staticmethod
+    def of(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+        outputs = model(**inputs)
+        with torch.no_grad():
+            taught = trainer.teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+        if model.training:
+            trainer.accuracy.update(outputs.logits.detach(), inputs["labels"])
+        loss = F.kl_div(outputs.logits.log_softmax(-1), taught, reduction="batchmean")
+        return outputs.loss + loss, outputs
+
+
+def metrics_of_inputs(prediction: Any) -> dict[str, float]:
+    return {"ids": float(prediction.inputs.mean()), "losses": float(prediction.losses.mean())}
+
+
+class Steering(TrainerCallback):
+    """Changes what the trainer does next."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = state.global_step == 3
+        control.should_epoch_stop = state.global_step == 5
+        control.should_training_stop = state.global_step == 8
+
+
+SCRIPTS: dict[str, tuple[Case, dict[str, Any]]] = {
+    "question answering": (Case(model=small_bert(BertForQuestionAnswering), data=spans), {}),
+    "weighted tags": (
+        Case(model=small_bert(BertForTokenClassification, num_labels=3), data=tagged),
+        {"kind": mine(weighted), "options": {"loss_average": count_weights}},
+    ),
+    "several labels": (
+        Case(
+            model=small_bert(
+                BertForSequenceClassification,
+                num_labels=3,
+                problem_type="multi_label_classification",
+            ),
+            data=several,
+        ),
+        {},
+    ),
+    "label_names": (
+        Case(model=TwoTargets, data=two_targets, arguments={"label_names": ["kind", "height"]}),
+        {},
+    ),
+    "distillation": (Case(model=runs.bert, data=runs.classes), {"kind": Distilling}),
+    "metrics of inputs": (
+        Case(model=runs.bert, data=runs.classes),
+        {"include_for_metrics": ["inputs", "loss"], "compute_metrics": metrics_of_inputs},
+    ),
+    "noise, SGD, control": (
+        Case(arguments={"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 2}),
+        {
+            "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+            "callbacks": [Steering()],
+        },
+    ),
+}
+
+
+def count_cuts(trainer: Any) -> list[int]:
+    """How many microbatches each batch is cut into, from now on."""
+    counts: list[int] = []
+    step = trainer.training_step
+
+    def counted(*args: Any) -> Tensor:
+        loss: Tensor = step(*args)
+        counts.append(trainer.automicro.last.num_microbatches)
+        return loss
+
+    trainer.training_step = counted
+    return counts
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_other_kinds_are_as_without_us(name: str, tmp_path: Path) -> None:
+    case, given = SCRIPTS[name]
+    given = {"eval_strategy": "epoch", **given}
+    declared = given.pop("options", {})
+    plain = make(case, tmp_path, dtype=torch.float64, **given)
+    with MemoryBudget("4GiB") as budget:
+        expected = run(plain)
+    for options, held in (({"microbatch_size": 3}, 2 * budget.peak_bytes), ({}, budget.peak_bytes)):
+        options = {**declared, **options}
+        ours = make(case, tmp_path, dtype=torch.float64, with_us=True, options=options, **given)
+        with MemoryBudget(held * 8 // 10):
+            cuts = count_cuts(ours)
+            found = run(ours)
+        assert max(cuts) > 1
+        assert furthest(found[0], expected[0]) < 1e-10  # AdamW enlarges gradients that are 0
+        assert found[2] == expected[2]
+        for row, other in zip(found[1], expected[1], strict=True):
+            assert row == pytest.approx(other, rel=1e-6)
+        if name == "distillation":
+            counted = [int((each.accuracy.tp + each.accuracy.fn).sum()) for each in (plain, ours)]
+            assert counted == [2 * runs.ROWS] * 2

@@ -1,6 +1,7 @@
-"""Two processes under torchrun: a trainer of Hugging Face's, plain and with automicro.
+"""Two processes under torchrun: a trainer of Hugging Face's or TRL's, plain and with automicro.
 
     torchrun --nproc-per-node 2 -m tests.integrations.transformers_ranks FOLDER NAME ACCUMULATION
+        [fsdp2]
 
 Rank 1 alone runs out of memory with more than half of a batch. Rank 0 writes what was found.
 """
@@ -12,27 +13,75 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import GPT2LMHeadModel
 
+from automicro.integrations.transformers import enable
 from tests.integrations import transformers_runs as runs
 
 
-def fail(module: Any, args: Any, kwargs: Any) -> None:
-    if torch.is_grad_enabled() and len(kwargs["input_ids"]) > 4:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def shard(trainer: Any) -> Any:
+    """FSDP2 as transformers sets it up, which accelerate lets it do on accelerators only.
+
+    Elsewhere ``fsdp=True`` is DDP, without a word.
+    """
+    from accelerate.state import DistributedType, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    accelerator = trainer.accelerator
+    policy: dict[str, Any] = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
+    if isinstance(trainer.model, GPT2LMHeadModel):
+        policy = {
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": ["GPT2Block"],
+        }
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
+    plugin.cpu_ram_efficient_loading = False
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    trainer.is_fsdp_enabled = True
+    return trainer
 
 
-def main(folder: Path, name: str, accumulation: int) -> None:
+def make(folder: Path, name: str, accumulation: int, *, with_us: bool, is_sharded: bool) -> Any:
+    """A trainer of a case of theirs."""
+    arguments: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+    options: dict[str, Any] = {"eval_microbatch_size": 3}
+    if name in runs.CASES:
+        if is_sharded:  # else whole gradients of all but the last batch are kept back
+            each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+            arguments["accelerator_config"] = each
+            arguments |= {"eval_on_start": True, "eval_strategy": "epoch"}
+        trainer = runs.make(runs.CASES[name], folder, dtype=torch.float64, **arguments)
+        if is_sharded:
+            shard(trainer)
+        return enable(trainer, **options) if with_us else trainer
+    from tests.integrations import trl_runs
+
+    return trl_runs.make(name, folder, with_us=with_us, rows=44, changed=arguments, **options)
+
+
+def fail_above(trainer: Any, rows: int, *, of_pairs: bool) -> Any:
+    """Let a trainer's model run out of memory with more rows than these, while it trains."""
+    most = 2 * rows if of_pairs else rows
+
+    def fail(module: Any, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and len(kwargs["input_ids"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    return trainer.model.register_forward_pre_hook(fail, with_kwargs=True)
+
+
+def main(folder: Path, name: str, accumulation: int, strategy: str = "ddp") -> None:
     found: dict[str, Any] = {}
-    arguments: dict[str, Any] = {
-        "dtype": torch.float64,
-        "gradient_accumulation_steps": accumulation,
-    }
-    plain = runs.run(runs.make(runs.CASES[name], folder, **arguments))
-    options = {"eval_microbatch_size": 3}
-    ours = runs.make(runs.CASES[name], folder, with_us=True, options=options, **arguments)
+    how: dict[str, Any] = {"is_sharded": strategy == "fsdp2"}
+    alone = make(folder, name, accumulation, with_us=False, **how)
+    plain = runs.run(alone)
+    found["kind"] = type(alone.model_wrapped).__name__
+    ours = make(folder, name, accumulation, with_us=True, **how)
     handle = None
     if dist.get_rank() == 1:
-        handle = ours.model.register_forward_pre_hook(fail, with_kwargs=True)
+        handle = fail_above(ours, 4, of_pairs=name in ("DPO", "Reward"))
     got = runs.run(ours)
     if handle is not None:
         handle.remove()
@@ -50,4 +99,4 @@ def main(folder: Path, name: str, accumulation: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -243,7 +244,11 @@ def run(trainer: Any) -> tuple[list[Tensor], list[dict[str, Any]], list[str]]:
 
 
 def parameters(trainer: Any) -> list[Tensor]:
-    return [copy.deepcopy(each.detach()) for each in trainer.model.parameters()]
+    """All of a trainer's model; whole, where each rank has a part."""
+    found = (each.detach() for each in trainer.model.parameters())
+    return [
+        each.full_tensor() if isinstance(each, DTensor) else copy.deepcopy(each) for each in found
+    ]
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:

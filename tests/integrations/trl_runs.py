@@ -1,6 +1,8 @@
 """TRL's trainers on tiny Llamas and text made here."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +36,22 @@ def tokenizer() -> Any:
     )
 
 
-def model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+def model(kind: Any = LlamaForCausalLM, *, dtype: Any = torch.float64, **options: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=128,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
-    return kind(config).double()
+    return kind(config).to(dtype)
 
 
-def texts(rows: int, *, pairs: bool) -> Any:
+@functools.cache
+def texts(rows: int, *, pairs: bool, words: tuple[int, int]) -> Any:
     drawn = torch.Generator().manual_seed(0)
 
     def text() -> str:
-        many = int(torch.randint(3, 13, (), generator=drawn))
+        many = int(torch.randint(*words, (), generator=drawn))
         return " ".join(f"w{n}" for n in torch.randint(0, WORDS, (many,), generator=drawn).tolist())
 
     names = ("chosen", "rejected") if pairs else ("text",)
@@ -70,10 +73,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 _NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
 
 
+# Activations of these rows are most of what a step takes.
+LONG: dict[str, Any] = {"words": (60, 100), "changed": {"max_length": 112}}
+
+
 def make(
-    name: str, folder: Path, *, with_us: bool = False, peft_config: Any = None, **options: Any
+    name: str,
+    folder: Path,
+    *,
+    with_us: bool = False,
+    peft_config: Any = None,
+    dtype: torch.dtype = torch.float64,
+    dropout: float = 0.0,
+    rows: int = 20,
+    words: tuple[int, int] = (3, 13),
+    changed: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
-    """A trainer of one epoch: two steps of 8 rows, and one of 4."""
+    """A trainer of one epoch: two steps of 8 rows, and one of 4, if nothing else is asked for.
+
+    Args:
+        name: of a case.
+        folder: for what it writes.
+        with_us: whether it is enabled.
+        peft_config: of adapters.
+        dtype: of the model.
+        dropout: of its attention.
+        rows: to train on; half as many are evaluated.
+        words: the fewest of a text, and one more than the most.
+        changed: arguments of the trainer's.
+        options: of `enable`, of which the plain trainer takes no notice.
+    """
     kind, arguments = CASES[name]
     trainer, config = (getattr(trl, _NAMES[kind] + each) for each in ("Trainer", "Config"))
     fields = {each.name for each in dataclasses.fields(config)}
@@ -94,17 +124,21 @@ def make(
             "max_length": 32,
             **{each: False for each in recomputing if each == "activation_checkpointing"},
             **arguments,
+            **(changed or {}),
         }
     )
-    own = model(LlamaForSequenceClassification, num_labels=1) if kind == "reward" else model()
-    more: dict[str, Any] = {"ref_model": model()} if kind == "dpo" else {}
+    kinds: dict[str, Any] = {"dtype": dtype, "attention_dropout": dropout}
+    more: dict[str, Any] = {"ref_model": model(**kinds)} if kind == "dpo" else {}
+    if kind == "reward":
+        kinds |= {"kind": LlamaForSequenceClassification, "num_labels": 1}
+    own = model(**kinds)
     if peft_config is not None:
         more["peft_config"] = peft_config
     made = trainer(
         model=own,
         args=args,
-        train_dataset=texts(20, pairs=kind != "sft"),
-        eval_dataset=texts(10, pairs=kind != "sft"),
+        train_dataset=texts(rows, pairs=kind != "sft", words=words),
+        eval_dataset=texts(rows // 2, pairs=kind != "sft", words=words),
         processing_class=tokenizer(),
         **more,
     )
