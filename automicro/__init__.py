@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from automicro.memory.budget import MemoryBudget
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
+    from automicro.policy.explore import Explore
     from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
     from automicro.step.results import EvalResult, StepResult
@@ -71,6 +72,7 @@ _HOMES = {
     "DataLoaderError": "automicro.errors",
     "EvalResult": "automicro.step.results",
     "Evaluator": "automicro.trainer.evaluators",
+    "Explore": "automicro.policy.explore",
     "FitSummary": "automicro.trainer.report",
     "Fixed": "automicro.policy.policy",
     "DeterminismWarning": "automicro.errors",
@@ -120,6 +122,7 @@ __all__ = [
     "DeterminismWarning",
     "EvalResult",
     "Evaluator",
+    "Explore",
     "FitSummary",
     "Fixed",
     "GradientWarning",

@@ -71,6 +71,7 @@ PUBLIC_NAMES = [
     "DataLoaderError",
     "EvalResult",
     "Evaluator",
+    "Explore",
     "FitSummary",
     "Fixed",
     "DeterminismWarning",
