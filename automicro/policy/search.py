@@ -323,12 +323,17 @@ class _Posterior:
         )
         beats = (draws < draws[:, [best]] - margin).mean(axis=0)
         gains = np.maximum(draws[:, [best]] - draws, 0.0).mean(axis=0)
-        # What is slow takes more time to measure.
-        worth = (beats + gains) / np.exp(np.array(means) - min(means))
         others = [each for each in range(k) if each != best]
-        near = [each for each in others if candidates[each].is_near(told)]
-        challenger = max(near or others, key=lambda each: (worth[each], -means[each]))
-        following = self._more_telling(best, challenger, search)
+        near = [each for each in others if candidates[each].is_near(told)] or others
+        # What would change most, by as much as a step resolves of it, for the time that it takes.
+        worth = {
+            (challenger, measured): (beats[challenger] + gains[challenger])
+            * self._resolved(best, challenger, measured)
+            / math.exp(means[measured] - min(means))
+            for challenger in near
+            for measured in (challenger, best)
+        }
+        challenger, following = max(worth, key=lambda each: worth[each])
         base = candidates.index(search.base)
         return Finding(
             best=candidates[best],
@@ -340,16 +345,14 @@ class _Posterior:
             next_loss=float(max(0.0, math.exp(means[following] - means[best]) - 1)),
         )
 
-    def _more_telling(self, best: int, challenger: int, search: Search) -> int:
-        """Of two candidates, the one whose measurement tells more of their difference."""
-        scores = {}
-        for each in (challenger, best):
-            c = self.covariances
-            towards = c[:, each] + c[:, -1]  # with the candidate and the drift of now
-            with_difference = towards[:, best] - towards[:, challenger]
-            variance = c[:, each, each] + 2 * c[:, each, -1] + c[:, -1, -1] + self.noises**2
-            scores[each] = float(self.weights @ (with_difference**2 / variance))
-        return max(scores, key=lambda each: scores[each])
+    def _resolved(self, best: int, challenger: int, measured: int) -> float:
+        """The share of what is not known of a difference that a step at one of the two resolves."""
+        c = self.covariances
+        towards = c[:, measured] + c[:, -1]  # with the candidate and the drift of now
+        seen = c[:, measured, measured] + 2 * c[:, measured, -1] + c[:, -1, -1] + self.noises**2
+        unknown = c[:, best, best] + c[:, challenger, challenger] - 2 * c[:, best, challenger]
+        resolved = (towards[:, best] - towards[:, challenger]) ** 2 / seen
+        return float(self.weights @ (resolved / np.maximum(unknown, 1e-12)))
 
     def _draws(self, k: int) -> Array:
         """What the candidates may be: (DRAWS, candidates), from each model as probable as it is."""
