@@ -106,7 +106,7 @@ class Explore(Policy):
     @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt are compared."""
-        return not self._progress.is_over
+        return not self._progress.is_over or self._fitting.compares_seconds
 
     @property
     def wants_to_measure(self) -> bool:
@@ -148,7 +148,9 @@ class Explore(Policy):
     def record(self, outcome: Outcome) -> None:
         """Learn from an attempt: what fits, and how fast it was."""
         progress, cost = self._progress, require_cost(outcome.cost)
-        self._fitting.record(outcome)
+        # While it explores, nothing else compares sizes.
+        seconds = outcome.seconds if progress.is_over else None
+        self._fitting.record(dataclasses.replace(outcome, seconds=seconds))
         self.grown_from = self._fitting.grown_from
         if progress.is_over:
             self.exploration = None
