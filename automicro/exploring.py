@@ -88,6 +88,20 @@ class ExploreReport:
     ended: str
     notes: tuple[str, ...] = ()
 
+    @property
+    def points(self) -> list[tuple[int, float | None, float | None, int | None]]:
+        """For a picture: of each size the rows per second, their spread, the peak in bytes."""
+        known: list[tuple[int, float | None, float | None, int | None]] = [
+            (
+                each.microbatch_size,
+                each.rows_per_second,
+                None if each.spread is None else each.spread * each.rows_per_second,
+                each.peak_bytes,
+            )
+            for each in self.measured
+        ]
+        return known + [(size, None, None, None) for size in sorted(self.too_large)]
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as values that JSON can hold."""
         return dataclasses.asdict(self)

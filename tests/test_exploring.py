@@ -261,6 +261,7 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
     assert "it does not divide 64 rows; the nearest that it does is 48" in text
     assert "global batch: it divides 96 rows" in str(report_of(batch_rows=96))
     assert "eval_microbatch_size: 48" in str(report_of(phase="eval"))
+    assert report_of().points == [(48, 100.0, 1.0, 2048), (128, None, None, None)]
     assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
 
 
