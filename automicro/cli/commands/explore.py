@@ -120,5 +120,5 @@ COMMAND = Command(
     exit_codes={0: "measured", 1: "the run failed"},
     add_arguments=add_arguments,
     run=run,
-    place=4,
+    place=8,
 )
