@@ -20,6 +20,7 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import AutomicroError, SampleTooLargeError
 from automicro.microbatcher import Microbatcher
 from automicro.options import read_count
+from automicro.pictures import Picture, speed_and_memory
 from automicro.policy.explore import EXPECTED, ROUND, SIZE, SURE
 from automicro.policy.policy import Outcome, Policy
 from automicro.policy.search import Candidate, Measurement, Search
@@ -101,6 +102,10 @@ class ExploreReport:
             for each in self.measured
         ]
         return known + [(size, None, None, None) for size in sorted(self.too_large)]
+
+    def picture(self) -> Picture:
+        """Speed and memory against the size, with the choice."""
+        return speed_and_memory(self.points, chosen=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as values that JSON can hold."""

@@ -262,6 +262,7 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
     assert "global batch: it divides 96 rows" in str(report_of(batch_rows=96))
     assert "eval_microbatch_size: 48" in str(report_of(phase="eval"))
     assert report_of().points == [(48, 100.0, 1.0, 2048), (128, None, None, None)]
+    assert "chosen: 48 rows" in report_of().picture().html()
     assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
 
 
@@ -312,7 +313,23 @@ def test_the_command_prints_a_table_and_a_recommendation(
 def test_the_command_measures_evaluations_and_prints_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["explore", "job.yaml", EVAL_DATA, "--eval", "--json", "--max-steps", "6"]) == 0
+    assert (
+        main(
+            [
+                "explore",
+                "job.yaml",
+                EVAL_DATA,
+                "--eval",
+                "--json",
+                "--max-steps",
+                "6",
+                "--html",
+                "a.html",
+            ]
+        )
+        == 0
+    )
+    assert "chosen: " in Path("a.html").read_text()
     found = json.loads(capsys.readouterr().out)
     assert found["phase"] == "eval"
     assert found["batch_rows"] == 8

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object in place of a table"
     )
+    parser.add_argument("--html", metavar="OUT", help="draw speed and memory into this file, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         with job.making():
             examine = _make(check(loaded.config), arguments, loader)
         report = examine()
+        if arguments.html is not None:
+            report.picture().save(arguments.html)
         print(to_json(report.to_dict()) if arguments.json else report, file=results)
     return 0
 
@@ -120,5 +123,5 @@ COMMAND = Command(
     exit_codes={0: "measured", 1: "the run failed"},
     add_arguments=add_arguments,
     run=run,
-    place=8,
+    place=20,
 )
