@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     )
     from automicro.events.callback import Callback
     from automicro.events.run import Run
+    from automicro.exploring import ExploreReport, explore
     from automicro.loss.passes import is_extra_pass
     from automicro.memory.budget import MemoryBudget
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
+    from automicro.policy.explore import Explore
     from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
     from automicro.step.results import EvalResult, StepResult
@@ -71,6 +73,8 @@ _HOMES = {
     "DataLoaderError": "automicro.errors",
     "EvalResult": "automicro.step.results",
     "Evaluator": "automicro.trainer.evaluators",
+    "Explore": "automicro.policy.explore",
+    "ExploreReport": "automicro.exploring",
     "FitSummary": "automicro.trainer.report",
     "Fixed": "automicro.policy.policy",
     "DeterminismWarning": "automicro.errors",
@@ -96,6 +100,7 @@ _HOMES = {
     "Trainer": "automicro.trainer.trainer",
     "UnsplittableModelError": "automicro.errors",
     "VerifyReport": "automicro.verification.report",
+    "explore": "automicro.exploring",
     "find_batchnorm": "automicro.step.split_guard",
     "is_extra_pass": "automicro.loss.passes",
     "is_out_of_memory": "automicro.memory.oom",
@@ -120,6 +125,8 @@ __all__ = [
     "DeterminismWarning",
     "EvalResult",
     "Evaluator",
+    "Explore",
+    "ExploreReport",
     "FitSummary",
     "Fixed",
     "GradientWarning",
@@ -144,6 +151,7 @@ __all__ = [
     "Trainer",
     "UnsplittableModelError",
     "VerifyReport",
+    "explore",
     "find_batchnorm",
     "is_extra_pass",
     "is_out_of_memory",

@@ -85,7 +85,8 @@ class Microbatcher:
             mapping with ``"loss"``. Without ``loss_fn`` and ``forward``, the model has Composer's
             interface or is called as ``model(**batch).loss``.
         backward: replaces ``loss.backward()``, for loss scalers and other trainers.
-        microbatch_size: rows: an int, ``"auto"``, None (the whole batch), or a policy.
+        microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
+            whole batch), or a policy.
         eval_microbatch_size: the same for `evaluate`.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"``, ``"none"`` (a
             sum), a callable from a microbatch to what its loss was divided by, a mapping of these
@@ -218,6 +219,12 @@ class Microbatcher:
                 shapes = functools.partial(describe_shapes, layout=self._layout)
                 recollection = Recollection(describe, shapes)
             policy = make_policy(size, name=argument)
+            if policy.explores and repeatable:
+                raise ValueError(
+                    f"{argument}={size!r} finds sizes by the clock, and repeatable=True asks for "
+                    "the same each time; leave repeatable out, or give the size that it found, "
+                    f"as in {argument}=16"
+                )
             return Phase(name, policy, shared, strict_divisible=strict, recollection=recollection)
 
         self._train = make_phase(

@@ -34,6 +34,7 @@ LIGHT = (
     "cache --json",
     "cache --clear",
     "cache --older-than month",
+    "explore",
     "cache --folder no-such-folder",
 )
 # Each in one process, so what is imported is told of the first that does so.

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     {
         "t": "train torture",
         "--v": "--version",
-        "--debug e": "eval",
+        "--debug e": "eval explore",
         "train ": "broken.yaml job.yaml|my jobs/|small.yml",
         "train j": "job.yaml",
         "train job.yaml --js": "--json",

@@ -58,10 +58,11 @@ WRONG_OVERRIDES = {
         "max_duration={'a': 1} (a mapping): expected text such as 2ep, 500ba, 10000sp or 1e6tok"
     ),
     "microbatch_size=1.5": (
-        "microbatch_size=1.5 (a decimal number): expected a whole number, auto, a node or null"
+        "microbatch_size=1.5 (a decimal number): expected a whole number, auto, explore, a node "
+        "or null"
     ),
     "eval_microbatch_size=true": (
-        "eval_microbatch_size=true: expected a whole number, auto, a node or null"
+        "eval_microbatch_size=true: expected a whole number, auto, explore, a node or null"
     ),
     "memory_limit=1.5": (
         "memory_limit: 1.5 is neither a share of a device, such as 0.8, nor a whole number of "
@@ -74,7 +75,7 @@ WRONG_OVERRIDES = {
     ),
     "microbatch_size=0": (
         "microbatch_size=0 (a whole number): give a whole number of at least 1, auto (found by "
-        "halving) or null (the whole batch)"
+        "halving), explore (the fastest that fits) or null (the whole batch)"
     ),
     "grad_clip_norm=-1": (
         "grad_clip_norm=-1.0 must be above 0; pass a number such as 1.0, or None"

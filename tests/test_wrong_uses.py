@@ -87,7 +87,6 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "size fractional": lambda: backward(microbatch_size=1.5),
     "size True": lambda: backward(microbatch_size=True),
     "size a word": lambda: backward(microbatch_size="many"),
-    "size explore": lambda: backward(microbatch_size="explore"),
     "size a policy class": lambda: backward(microbatch_size=Halving),
     "eval size a word": lambda: backward(eval_microbatch_size="atuo"),
     "split size": lambda: split_batch((X, Y), 0),

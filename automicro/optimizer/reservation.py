@@ -535,7 +535,8 @@ class OptimizerReservation:
                     if reservation._settled is None:
                         reservation._find_idle()
 
-            optimizer.register_step_pre_hook(give_back)
+            handle = optimizer.register_step_pre_hook(give_back)
+            weakref.finalize(self, handle.remove)
 
     @property
     def reserved_bytes(self) -> int:

@@ -1,11 +1,12 @@
 """From what users write as ``microbatch_size=`` to a policy."""
 
+from automicro.policy.explore import Explore
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Fixed, Policy, require_size
 
 ACCEPTED = (
-    'give an int of at least 1, "auto" (found by halving), None (the whole batch), or a policy '
-    "such as Halving(initial=64)"
+    'give an int of at least 1, "auto" (found by halving), "explore" (the fastest of those that '
+    "fit), None (the whole batch), or a policy such as Halving(initial=64)"
 )
 
 
@@ -14,8 +15,9 @@ def make_policy(
 ) -> Policy:
     """Return the policy that a ``microbatch_size`` stands for.
 
-    An int is a fixed size, ``"auto"`` starts with the whole batch and halves, None is always the
-    whole batch, and a policy stands for itself. ``name`` is how errors call it.
+    An int is a fixed size, ``"auto"`` starts with the whole batch and halves, ``"explore"`` looks
+    for the fastest of the sizes that fit, None is always the whole batch, and a policy stands for
+    itself. ``name`` is how errors call it.
 
     Raises:
         TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
@@ -30,8 +32,9 @@ def make_policy(
     if isinstance(microbatch_size, str):
         if microbatch_size == "auto":
             return Halving()
-        unknown = "is not built yet" if microbatch_size == "explore" else "means nothing"
-        raise ValueError(f"{name}={microbatch_size!r} {unknown}: {ACCEPTED}")
+        if microbatch_size == "explore":
+            return Explore()
+        raise ValueError(f"{name}={microbatch_size!r} means nothing: {ACCEPTED}")
     # The class of a policy has all the methods of one, but nothing to call them on.
     if isinstance(microbatch_size, type):
         raise TypeError(

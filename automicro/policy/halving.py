@@ -61,8 +61,8 @@ class Halving(Policy):
     - *Grow*: a size that failed is tried again when the device reports what it lacked, when peaks
       have fallen, or, where nothing explains the failure, after many batches. With each
       disappointment the wait doubles.
-    - A size at which the allocator had to try again is given up for a smaller one that is
-      measured faster.
+    - A size at which the allocator had to try again, or that took longer than a smaller one did
+      when it ran in passing, is given up for the smaller one if three batches show it to be faster.
 
     ``Halving(refine=False, grow=False)`` only halves, as Composer does, but in balanced slices.
 
@@ -328,7 +328,8 @@ class Halving(Policy):
         fails = self._frontier.rows_that_fail(cost)
         if fails is None or rows < fails:
             self._frontier.fitted(rows=rows, cost=cost)
-        # Without an allocator that tells of retries there is nothing to compare seconds for.
+        # On a device without a caching allocator, a simulated one above all, seconds say nothing of
+        # the real one, and no clock decides.
         if outcome.seconds is not None and outcome.alloc_retries is not None:
             smaller = self._cut(outcome.num_rows, cost, rows - 1) if rows > 1 else rows
             is_smallest = smaller >= rows or smaller < self.multiple_of
@@ -337,6 +338,7 @@ class Halving(Policy):
                 elements=rows * cost,
                 retries=outcome.alloc_retries,
                 smaller=None if is_smallest else smaller * cost,
+                is_limited=self._has_failed or self._start is not None,
             )
 
     def _note_growth(self, rows: int, cost: float) -> None:

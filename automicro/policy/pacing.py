@@ -1,10 +1,12 @@
-"""When sizes change for the sake of time: growing again, and leaving sizes that thrash.
+"""When sizes change for the sake of time: growing again, and leaving sizes that are slower.
 
 Near the limit of a device the allocator frees its cache and asks again, which takes time. Smaller
-microbatches take time too (Composer's PR 1632 found them slower), so both are measured.
+microbatches mostly take time too (Composer's PR 1632 found them slower), so both are measured.
 """
 
+import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from automicro.policy.frontier import ROUNDING
@@ -184,14 +186,23 @@ TRIAL = 3
 # So many of the last TRIAL batches at one size have to have retries. The first batch at a size does
 # not count: what is cached for another size is given back once, and is no sign of anything.
 SIGNS = 2
-# The smaller size is kept if it takes less than this share of the time.
+# The smaller size is kept if it takes less than this share of the time, and if the difference is so
+# many times what the spread of the batches explains.
 FASTER = 0.95
+SPREADS = 2.5
 # The sign is ignored for so many batches after a trial that did not pay, then for twice as many.
 FIRST_PAUSE = 32
+# Sizes whose time is kept, the latest ones.
+MOST_SIZES = 16
 
 
 class Thrash:
-    """Tries one microbatch more after allocator retries; keeps it where it is faster.
+    """Tries a smaller size where there is a sign that it is faster; keeps it where it is.
+
+    Signs are allocator retries in batch after batch, for which one microbatch more is tried; and
+    that a smaller size took less time when it ran in passing: while halving, to measure what rows
+    need, or before sizes grew. Of a sign alone nothing follows: the smaller size runs for three
+    batches, which are compared with the three before them.
 
     ``most_elements`` is the most rows × cost that a microbatch may have for now, None where
     nothing is limited.
@@ -217,16 +228,24 @@ class Thrash:
         self._trial: list[float] | None = None
         self._pause = FIRST_PAUSE
         self._ignored = 0
+        self._passing: dict[float, list[float]] = {}  # seconds by rows × cost
+        self._is_watching = False
 
     @property
     def compares(self) -> bool:
         """Whether the seconds of the next attempt are compared with others."""
-        return self._trial is not None or (
-            not self._ignored and (self.is_pressed or any(self._signs))
-        )
+        if self._trial is not None or self._is_watching:
+            return True
+        return not self._ignored and (self.is_pressed or any(self._signs))
 
     def observe(
-        self, *, seconds: float, elements: float, retries: int, smaller: float | None
+        self,
+        *,
+        seconds: float,
+        elements: float,
+        retries: int,
+        smaller: float | None,
+        is_limited: bool = False,
     ) -> None:
         """Learn from an attempt that fitted.
 
@@ -235,9 +254,13 @@ class Thrash:
             elements: rows × cost of the microbatch.
             retries: of the allocator.
             smaller: rows × cost of the next smaller microbatch, None where there is none.
+            is_limited: whether other sizes have run, or will: then each is timed in passing.
         """
         is_timed = self.compares
         self.is_pressed = retries > 0
+        if is_timed:
+            self._keep(elements, seconds)
+        self._is_watching = is_limited and len(self._passing.get(elements, ())) < TRIAL
         if self._trial is not None:
             assert self.most_elements is not None
             if elements <= self.most_elements * (1 + 1e-9):
@@ -247,19 +270,43 @@ class Thrash:
             return
         if elements != self._elements:
             self._elements, self._before, self._signs = elements, [], []
+            self._is_watching = is_limited
             return
         if self._ignored:
             self._ignored -= 1
             return
         if is_timed:
             self._before = [*self._before[1 - TRIAL :], seconds]
+        self._is_watching |= is_limited and len(self._before) < TRIAL
         self._signs = [*self._signs[1 - TRIAL :], retries > 0]
         if sum(self._signs) >= SIGNS and self._before and smaller is not None:
-            self.most_elements, self._trial, self._signs = smaller, [], []
+            self._try(smaller)
+        elif len(self._before) == TRIAL:
+            self._try(self._faster_in_passing())
+
+    def _keep(self, elements: float, seconds: float) -> None:
+        timed = [*self._passing.pop(elements, [])[1 - TRIAL :], seconds]
+        self._passing[elements] = timed
+        if len(self._passing) > MOST_SIZES:
+            del self._passing[next(iter(self._passing))]
+
+    def _faster_in_passing(self) -> float | None:
+        """The smaller size that took least, if that was less than now; None for none."""
+        bound = FASTER * statistics.median(self._before)
+        known = {
+            elements: statistics.median(timed)
+            for elements, timed in self._passing.items()
+            if elements < self._elements and statistics.median(timed) < bound
+        }
+        return min(known, key=lambda elements: known[elements], default=None)
+
+    def _try(self, elements: float | None) -> None:
+        if elements is not None:
+            self.most_elements, self._trial, self._signs = elements, [], []
 
     def _decide(self, elements: float) -> None:
         assert self._trial is not None
-        if statistics.median(self._trial) < FASTER * statistics.median(self._before):
+        if _is_faster(self._trial, self._before):
             self._kept, self._elements, self._before = self.most_elements, elements, self._trial
         else:
             self.most_elements = self._kept
@@ -283,6 +330,8 @@ class Thrash:
             "pause": self._pause,
             "ignored": self._ignored,
             "pressed": self.is_pressed,
+            "passing": [[elements, list(timed)] for elements, timed in self._passing.items()],
+            "watching": self._is_watching,
         }
 
     @classmethod
@@ -295,4 +344,27 @@ class Thrash:
         thrash._trial = None if state["trial"] is None else list(state["trial"])
         thrash._pause, thrash._ignored = int(state["pause"]), int(state["ignored"])
         thrash.is_pressed = bool(state.get("pressed", False))
+        passing = state.get("passing", ())  # not of an older automicro, as the next
+        thrash._passing = {float(elements): list(timed) for elements, timed in passing}
+        thrash._is_watching = bool(state.get("watching", False))
         return thrash
+
+
+def _is_faster(after: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether batches took less time, and by more than their spread explains.
+
+    >>> _is_faster([1.0, 1.01, 3.0], [1.2, 1.21, 1.22])
+    True
+    >>> _is_faster([0.8, 1.0, 1.3], [0.9, 1.2, 1.4])
+    False
+    """
+    medians = statistics.median(after), statistics.median(before)
+    deviations = [
+        abs(each - median)
+        for seconds, median in zip((after, before), medians, strict=True)
+        for each in sorted(seconds, key=lambda one: abs(one - median))[1:]  # not the median's own
+    ]
+    # Of both together: three are too few to tell a spread, and one of them may be disturbed.
+    spread = statistics.median(deviations) if deviations else 0.0
+    error = 1.4826 * spread * math.sqrt(1 / len(after) + 1 / len(before))
+    return medians[1] - medians[0] > max((1 - FASTER) * medians[1], SPREADS * error)

@@ -57,6 +57,38 @@ class Outcome:
         require_cost(self.cost)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exploration:
+    """How far the search for the fastest size has come.
+
+    Attributes:
+        microbatch_size: recommended so far, in rows of the batch that it began with.
+        speedup: its speed in shares of the base's, the largest size that fits.
+        confidence: the probability in percent, given the measured spread, that no size is more
+            than 1 % faster; 0 … 99.
+        steps: optimization batches that it took so far.
+        is_news: whether this batch ended a round.
+        ended: why it is over; None while it goes on.
+
+    >>> print(Exploration(microbatch_size=16, speedup=1.2, confidence=83, steps=21))
+    exploring: 16 rows, 1.20x base, confidence 83
+    """
+
+    microbatch_size: int
+    speedup: float = 1.0
+    confidence: int = 0
+    steps: int = 0
+    is_news: bool = True
+    ended: str | None = None
+
+    def __str__(self) -> str:
+        rows = f"{self.microbatch_size} {'row' if self.microbatch_size == 1 else 'rows'}"
+        text = f"{rows}, {self.speedup:.2f}x base, confidence {self.confidence}"
+        if self.ended is None:
+            return f"exploring: {text}"
+        return f"explored for {self.steps} steps, {self.ended}: {text}"
+
+
 class Policy(abc.ABC):
     """Decides how many rows a microbatch may have.
 
@@ -74,6 +106,9 @@ class Policy(abc.ABC):
         may_measure: set by the caller before each batch: whether it may be.
         grown_from: rows that had been known to fit, where the last outcome was the first that
             fitted with more after memory had run out; else None.
+        explores: whether it tries sizes that fit for the sake of time, so that a run with it has
+            other sizes each time.
+        exploration: how far that has come with the last outcome; None where it did not count.
 
     Example:
         >>> class Quarters(Policy):
@@ -95,6 +130,8 @@ class Policy(abc.ABC):
     multiple_of: int = 1
     may_measure: bool = True
     grown_from: int | None = None
+    explores: bool = False
+    exploration: Exploration | None = None
 
     @property
     def compares_seconds(self) -> bool:

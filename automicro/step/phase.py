@@ -135,6 +135,8 @@ class Recollection:
         size, self._size = self._size, finished.microbatch_size
         if self._memory is None or not finished.is_committed or not finished.cuts:
             return
+        if finished.plan.is_measuring:
+            return
         with self._going_on():
             self._take_down(self._memory, finished, size)
 

@@ -8,7 +8,7 @@ from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
 from automicro.errors import BatchError
 from automicro.memory.meter import Measured
-from automicro.policy.policy import Policy
+from automicro.policy.policy import Exploration, Policy
 from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
 from automicro.step.results import Counts
 
@@ -204,6 +204,7 @@ class Finished(Generic[T]):
         measured: what the last attempt took, where somebody measured.
         recalled_size: rows that an earlier run found, where the step was the first to use them.
         grown_from: rows that had been known to fit, where the step was the first with more.
+        exploration: how far the search for the fastest size has come; None where there is none.
     """
 
     result: T | None
@@ -214,6 +215,7 @@ class Finished(Generic[T]):
     measured: Measured | None = None
     recalled_size: int | None = None
     grown_from: int | None = None
+    exploration: Exploration | None = None
 
     @property
     def cuts(self) -> list[Cut]:
@@ -239,6 +241,7 @@ class Finished(Generic[T]):
             "recalled_size": self.recalled_size,
             "is_measuring": plan.is_measuring,
             "grown_from": self.grown_from,
+            "exploration": self.exploration,
             "stops": plan.stops,
         }
 

@@ -6,6 +6,8 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from automicro.policy.policy import Exploration
+
 
 class Counts(TypedDict):
     """What both results tell of rows, slices and attempts; see `StepResult`."""
@@ -19,6 +21,7 @@ class Counts(TypedDict):
     recalled_size: int | None
     is_measuring: bool
     grown_from: int | None
+    exploration: Exploration | None
     stops: bool
 
 
@@ -48,6 +51,8 @@ class StepResult:
         is_measuring: whether the batch was cut smaller than fits, only to measure what rows need.
         grown_from: rows that had been known to fit, where this batch was the first that fitted
             with more after memory had run out.
+        exploration: how far the search for the fastest size has come; None where there is none,
+            or it is over since an earlier batch.
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
         loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
             ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
@@ -67,6 +72,7 @@ class StepResult:
     recalled_size: int | None = None
     is_measuring: bool = False
     grown_from: int | None = None
+    exploration: Exploration | None = None
     stops: bool = False
     loss_average_is: str = "unchecked"
     outputs: Any = None
@@ -102,6 +108,7 @@ class EvalResult:
         recalled_size: as in `StepResult`.
         is_measuring: as in `StepResult`.
         grown_from: as in `StepResult`.
+        exploration: as in `StepResult`.
         stops: as in `StepResult`.
         carry: as in `StepResult`.
     """
@@ -119,6 +126,7 @@ class EvalResult:
     recalled_size: int | None = None
     is_measuring: bool = False
     grown_from: int | None = None
+    exploration: Exploration | None = None
     stops: bool = False
     carry: Any = None
 

@@ -225,6 +225,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 measured=done.measured,
                 recalled_size=recalled_size,
                 grown_from=policy.grown_from,
+                exploration=policy.exploration,
             )
             phase.end(finished)
             return finished

@@ -159,9 +159,11 @@ class SplitGuard:
 
         Several are split in any case. Called before each step, for layers are frozen and thawed: it
         keeps a policy from cutting a batch smaller only to measure, where layers average over it.
+        Exploring is what the caller asked for, so that "ignore" allows it.
         """
         if policy.wants_to_measure:
-            policy.may_measure = not self._batchnorm_names()
+            accepts = policy.explores and self._mode == "ignore"
+            policy.may_measure = accepts or not self._batchnorm_names()
         if len(rows) != 1:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]

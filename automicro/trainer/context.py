@@ -10,6 +10,7 @@ from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, PhaseState, Run
 from automicro.loggers import LoggerGroup
 from automicro.memory.device import peak_bytes
+from automicro.policy.policy import Exploration
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
 from automicro.trainer.progress import Speed
@@ -65,6 +66,7 @@ class Recorder:
             "train/ooms": state.train.ooms,
             "train/global_batch": result.num_global_samples,
             "train/peak_memory_bytes": peak_bytes(device),
+            **_explored(result.exploration),
         }
         self._take(values)
 
@@ -102,6 +104,16 @@ class Recorder:
         if self._is_read:
             known = {name: value for name, value in values.items() if value is not None}
             self._run.log({name: float(value) for name, value in known.items()})
+
+
+def _explored(exploration: Exploration | None) -> dict[str, float]:
+    if exploration is None or not exploration.is_news:
+        return {}
+    return {
+        "train/explore/microbatch_size": exploration.microbatch_size,
+        "train/explore/speedup": exploration.speedup,
+        "train/explore/confidence": exploration.confidence,
+    }
 
 
 def _named_rates(rates: Sequence[float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes
 from automicro.memory.device import peak_bytes
+from automicro.policy.explore import Explore
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Fixed, Policy
 from automicro.step.results import EvalResult, StepResult
@@ -224,9 +225,13 @@ def describe_size(policy: Policy) -> str:
 
     >>> describe_size(Halving()), describe_size(Fixed(4)), describe_size(Fixed(None))
     ('auto', '4', 'whole batch')
+    >>> describe_size(Explore())
+    'explore'
     """
     if isinstance(policy, Halving) and policy.state_dict()["limit"] is None:
         return "auto"
+    if isinstance(policy, Explore):
+        return "explore"
     if isinstance(policy, Fixed):
         size = policy.state_dict()["microbatch_size"]
         return "whole batch" if size is None else str(size)
@@ -416,10 +421,12 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
         lines.append(remembered_line(phase, result.recalled_size))
     if result.ooms:
         lines.append(recovery_line(phase, result))
-    elif result.is_measuring:
+    elif result.is_measuring and result.exploration is None:
         lines.append(measuring_line(phase, result))
     elif result.grown_from is not None and _is_coarser(Sizes.of(result), settled):
         lines.append(growth_line(phase, result))
+    if result.exploration is not None and result.exploration.is_news:
+        lines.append(f"{phase}: {result.exploration}")
     return lines
 
 

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from automicro.checkpoints.store import CheckpointConfig
+from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
 from automicro.options import check_model, read_count, read_flag
+from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
 from automicro.trainer.composer import (
     missing_attribute,
@@ -103,7 +105,8 @@ class Trainer:
         accumulate_batches: how many batches of the loader make up an optimization batch, which is
             one optimizer step. Their loss has one denominator. The last ones of an epoch may be
             fewer.
-        microbatch_size: rows: an int, ``"auto"``, None (the whole batch), or a policy.
+        microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
+            whole batch), or a policy.
         eval_microbatch_size: the same for evaluation, found on its own.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"`` (targets that are
             not ignored), ``"none"`` (a sum), or a callable that counts what the loss was divided
@@ -263,7 +266,13 @@ class Trainer:
                 "update_metric": update_metric,
                 "probe": probe,
                 "remember_sizes": _remembers(remember_sizes, seed, deterministic),
-                "repeatable": seed is not None or deterministic,
+                "repeatable": _repeats(
+                    seed,
+                    deterministic,
+                    microbatch_size,
+                    eval_microbatch_size,
+                    *(each.microbatch_size for each in evaluators.values()),
+                ),
             },
         )
         state, callbacks = LoopState(), Callbacks(callbacks)
@@ -481,6 +490,33 @@ class Trainer:
             )
         with self._session.open() as progress:
             return predict_all(self._microbatcher, dataloader, progress)
+
+
+def _repeats(seed: int | None, deterministic: bool, *sizes: Any) -> bool:
+    """Whether no clock may decide sizes: a run that repeats has them alike each time.
+
+    Raises:
+        ValueError: bits are to be the same, and a size is found by the clock.
+
+    Warns:
+        DeterminismWarning: there is a seed, and a size is found by the clock.
+    """
+    explores = any(each == "explore" or isinstance(each, Explore) for each in sizes)
+    if not explores:
+        return seed is not None or deterministic
+    found = 'microbatch_size="explore" finds sizes by the clock'
+    remedy = "give the size that it found, as in microbatch_size=16"
+    if deterministic:
+        raise ValueError(
+            f"{found}, so with deterministic=True two runs would still differ by rounding; {remedy}"
+        )
+    if seed is not None:
+        warn(
+            f"{found}, so two runs with seed={seed} may differ by rounding; to repeat a run, "
+            f"{remedy}",
+            DeterminismWarning,
+        )
+    return False
 
 
 def _remembers(wanted: bool | None, seed: int | None, deterministic: bool) -> bool:

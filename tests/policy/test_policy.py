@@ -261,7 +261,7 @@ def test_make_policy_hands_a_policy_through() -> None:
         (True, TypeError, "microbatch_size=True is no size"),
         ([4], TypeError, r"microbatch_size=\[4\] is no size"),
         ("many", ValueError, "microbatch_size='many' means nothing"),
-        ("explore", ValueError, "microbatch_size='explore' is not built yet"),
+        ("exploring", ValueError, "microbatch_size='exploring' means nothing"),
     ],
 )
 def test_make_policy_refuses_the_rest_and_lists_what_it_takes(
@@ -269,7 +269,13 @@ def test_make_policy_refuses_the_rest_and_lists_what_it_takes(
 ) -> None:
     with pytest.raises(error, match=said) as raised:
         make_policy(value)
-    for accepted in ("an int of at least 1", '"auto"', "None (the whole batch)", "a policy"):
+    for accepted in (
+        "an int of at least 1",
+        '"auto"',
+        '"explore"',
+        "None (the whole batch)",
+        "a policy",
+    ):
         assert accepted in str(raised.value)
 
 

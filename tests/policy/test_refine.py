@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import random
 from typing import Any
 
 import pytest
@@ -231,6 +232,97 @@ def test_a_smaller_size_that_is_not_faster_is_given_up_and_seldom_tried_again() 
     sizes = thrash(Halving(), {64: 1.0, 32: 1.0}, 400)
     assert sizes[:7] == [64, 64, 64, 32, 32, 32, 64]
     assert sizes.count(32) == 3 * 4
+
+
+class Device:
+    """Batches of 192 rows, of which 50 fit at once; times by size, without any allocator retry."""
+
+    def __init__(self, seconds: dict[int, float], *, noise: tuple[float, ...] = (1.0,)) -> None:
+        self.seconds, self.noise = seconds, noise
+        self.capacity = RESIDENT + 500
+        self.policy = Halving()
+        self.sizes: list[int] = []
+        self.timed: list[bool] = []
+
+    def run(self, batches: int) -> list[int]:
+        while len(self.sizes) < batches:
+            size = self.policy.propose(192)
+            self.timed.append(self.policy.compares_seconds)
+            seconds = self.seconds.get(size, 1.0) * self.noise[len(self.timed) % len(self.noise)]
+            outcome = attempt(size, 192, self.capacity, seconds=seconds, alloc_retries=0)
+            self.policy.record(outcome)
+            if outcome.fits:
+                self.sizes.append(size)
+        return self.sizes
+
+
+def test_a_size_that_was_faster_when_its_rows_were_measured_is_taken() -> None:
+    """24 rows run once, to tell what rows need. Three batches each show that they are faster."""
+    sizes = Device({24: 0.8}).run(40)
+    assert sizes[:2] == [48, 24]
+    assert sizes == [48, 24, *[48] * 4, *[24] * 34]
+
+
+def test_where_it_was_not_faster_in_passing_no_batch_is_spent_on_it() -> None:
+    assert Device({24: 0.97}).run(40) == [48, 24, *[48] * 38]
+    assert Device({24: 1.3}).run(40) == [48, 24, *[48] * 38]
+
+
+def test_a_difference_that_the_spread_explains_is_none() -> None:
+    """Both take the same, and steps differ by five percent; the sign is seen by chance alone."""
+    ended: list[int] = []
+    for seed in range(100):
+        draw = random.Random(seed)
+        noise = tuple(math.exp(draw.gauss(0, 0.05)) for _ in range(97))
+        ended.append(Device({}, noise=noise).run(60)[-1])
+    assert ended.count(24) <= 10
+
+
+def test_the_size_before_it_grew_comes_back_where_it_was_faster() -> None:
+    """Memory becomes free after a while, and twice as many rows fit, which take longer."""
+    device = Device({192: 1.3, 96: 1.3, 64: 1.3, 24: 1.5})
+    device.run(20)
+    device.capacity = RESIDENT + 2000
+    sizes = device.run(320)
+    assert max(sizes) > 48
+    assert sizes[-1] == 48
+    assert sum(size > 48 for size in sizes) <= 8
+
+
+def test_seconds_are_watched_for_a_few_batches_at_each_size_only() -> None:
+    device = Device({24: 1.3})
+    device.run(60)
+    assert sum(device.timed) <= 10
+    assert not any(device.timed[12:])
+
+
+def test_where_one_size_only_ever_ran_nothing_is_timed() -> None:
+    policy = Halving()
+    for _ in range(20):
+        assert not policy.compares_seconds
+        size = policy.propose(32)
+        policy.record(attempt(size, 32, 10**6, seconds=1.0, alloc_retries=0))
+
+
+@pytest.mark.parametrize("stop_after", range(2, 12))
+def test_what_was_measured_in_passing_outlives_a_resume(stop_after: int) -> None:
+    device = Device({24: 0.8})
+    device.run(stop_after)
+    policy = Halving()
+    policy.load_state_dict(json.loads(json.dumps(device.policy.state_dict())))
+    device.policy = policy
+    assert device.run(40) == Device({24: 0.8}).run(40)
+
+
+def test_a_state_without_what_was_measured_in_passing_still_loads() -> None:
+    device = Device({24: 0.8})
+    device.run(20)
+    state = device.policy.state_dict()
+    for name in ("passing", "watching"):
+        del state["learned"]["thrash"][name]
+    policy = Halving()
+    policy.load_state_dict(state)
+    assert policy.propose(192) == 24
 
 
 def test_at_one_row_allocator_retries_change_nothing() -> None:

@@ -49,7 +49,7 @@ complete -c automicro -f -a '(__automicro)'
 """,
 }
 _TRUTH = ("true", "false")
-_SIZES = ("auto", "null")
+_SIZES = ("auto", "explore", "null")
 VALUES: Mapping[str, tuple[str, ...]] = {
     "accumulate_batches": (),
     "batchnorm": ("warn", "error", "disable", "ignore"),

@@ -411,7 +411,7 @@ def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
         if key.rpartition(".")[2] in SIZES:  # a policy is a node here
             text = (
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
-                f"halving) or null (the whole batch)"
+                f"halving), explore (the fastest that fits) or null (the whole batch)"
             )
         raise mistake(text if text.startswith(key) else f"{key}: {text}", key) from error
 
@@ -481,7 +481,7 @@ def _check_compile(config: RunConfig) -> None:
     check_compile(
         config.compile,
         sizes_change=any(
-            size == "auto" or is_node(size)
+            size in ("auto", "explore") or is_node(size)
             for size in (config.microbatch_size, config.eval_microbatch_size)
         ),
         device=choose_device(config.device),

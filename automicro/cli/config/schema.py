@@ -166,8 +166,8 @@ def one_of(choices: Iterable[str]) -> str:
 
 # What the types do not say.
 _IN_WORDS = {
-    "microbatch_size": "a whole number, auto, a node or null",
-    "eval_microbatch_size": "a whole number, auto, a node or null",
+    "microbatch_size": "a whole number, auto, explore, a node or null",
+    "eval_microbatch_size": "a whole number, auto, explore, a node or null",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
     "max_duration": "text such as 2ep, 500ba, 10000sp or 1e6tok",
     "eval_interval": "text such as 1ep, 100ba, 10000sp or 1e6tok, or null",
@@ -185,7 +185,7 @@ _IN_WORDS = {
     "eval_dataloader": "a node, the keys below, a mapping of these by name, or null",
     "eval_dataloader.data": "a node",
     "eval_dataloader.metrics": "a mapping of nodes, inherited or null",
-    "eval_dataloader.microbatch_size": "a whole number, auto, a node, inherited or null",
+    "eval_dataloader.microbatch_size": "a whole number, auto, explore, a node, inherited or null",
     "eval_dataloader.interval": "text such as 1ep or 100ba, inherited or null",
     "max_time": "text such as 2h30m, 45m or 90s, or null",
     "callbacks": "a list of nodes",

@@ -1,0 +1,127 @@
+"""``automicro explore``: which microbatch size is the fastest, before a run."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.config.keys import LISTS
+from automicro.cli.output import importing, results_alone, to_json
+
+if TYPE_CHECKING:
+    from automicro.cli.config.build import Recipe
+    from automicro.exploring import ExploreReport
+
+DESCRIPTION = """\
+Measure which microbatch size is the fastest for a config's model, on its own data,
+without training: forward and backward of each size in turns, rolled back, until the
+fastest is known well enough. Sizes do not depend on the batch of the config: rows of
+successive batches are pooled for larger ones. Ctrl-C ends it with the best so far.
+Prints a table, the size, and the global batch nearest to the config's that it divides.
+"""
+
+# What the speed of forward and backward does not depend on.
+UNUSED = frozenset({"scheduler", "checkpoint", *LISTS})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    add_inputs(parser)
+    parser.add_argument(
+        "--eval", action="store_true", help="measure evaluations, on eval_dataloader"
+    )
+    parser.add_argument(
+        "--max-steps", type=int, default=60, metavar="N", help="trials (default: %(default)s)"
+    )
+    parser.add_argument("--max-minutes", type=float, metavar="M", help="in all")
+    parser.add_argument(
+        "--max-rows", type=int, metavar="N", help="of a microbatch (default: of four batches)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of a table"
+    )
+    parser.add_argument("--html", metavar="OUT", help="draw speed and memory into this file, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
+    look_for_files(arguments.inputs, command="explore")
+    with importing(arguments.inputs):
+        from automicro.cli.config.build import Recipe
+        from automicro.cli.job import Job
+
+    loader = "eval_dataloader" if arguments.eval else "train_dataloader"
+    other = "train_dataloader" if arguments.eval else "eval_dataloader"
+    job = Job(arguments.inputs, command="explore")
+    check = partial(Recipe, without=UNUSED | {other})
+    reading = job.reading(required=("model", loader), check=check)
+    with reading as loaded, results_alone(True) as results:
+        with job.making():
+            examine = _make(check(loaded.config), arguments, loader)
+        report = examine()
+        if arguments.html is not None:
+            report.picture().save(arguments.html)
+        print(to_json(report.to_dict()) if arguments.json else report, file=results)
+    return 0
+
+
+def _make(
+    recipe: "Recipe", arguments: argparse.Namespace, loader: str
+) -> "Callable[[], ExploreReport]":
+    """Make what takes part, and return what measures it."""
+    from automicro.exploring import explore
+    from automicro.options import check_model
+    from automicro.trainer.device import choose_device
+    from automicro.trainer.evaluators import read_evaluators
+    from automicro.trainer.surroundings import noting
+
+    config = recipe.config
+    device = choose_device(config.device)
+    model = recipe.make_model()
+    check_model(model)
+    model.to(device)
+    loss_fn = recipe.make("loss_fn")
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
+        "forward": recipe.make("forward"),
+        "loss_average": recipe.make_loss_average(),
+        "batch_layout": config.batch_layout,
+        "precision": "bf16" if config.precision == "fp16" else config.precision,
+        "memory_limit": config.memory_limit,
+        "device": device,
+    }
+    data = recipe.make(loader)
+    if arguments.eval:
+        evaluators = read_evaluators("eval_dataloader", data)
+        data = next(iter(evaluators.values())).dataloader
+
+    def examine() -> "ExploreReport":
+        with noting(lambda: f"while measuring sizes on {loader}"):
+            return explore(
+                model,
+                data,
+                evaluate=arguments.eval,
+                max_steps=arguments.max_steps,
+                max_minutes=arguments.max_minutes,
+                max_rows=arguments.max_rows,
+                **options,
+            )
+
+    return examine
+
+
+COMMAND = Command(
+    name="explore",
+    brief="measure which microbatch size is the fastest",
+    description=DESCRIPTION,
+    examples=(
+        "automicro explore job.yaml",
+        "automicro explore job.yaml --eval --max-minutes 2",
+        "automicro explore job.yaml --max-rows 512 memory_limit=64MiB --json",
+    ),
+    exit_codes={0: "measured", 1: "the run failed"},
+    add_arguments=add_arguments,
+    run=run,
+    place=20,
+)

@@ -1,0 +1,375 @@
+"""The policy behind "explore": which sizes it tries, when it ends, and what it promises."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from automicro.memory.meter import Measured
+from automicro.policy.choose import make_policy
+from automicro.policy.explore import Explore, cuts
+from automicro.policy.halving import Halving
+from automicro.policy.policy import Exploration, Outcome, canonical_size
+from automicro.step.attempt import highs_of, measured_by_all
+from tests.policy.machines import Machine, step
+
+
+def fastest_at_8(size: int) -> float:
+    return 1 + 0.15 * abs(math.log2(size / 8))
+
+
+@dataclass
+class Job:
+    """Batches of some rows that a policy cuts, on a device without noise."""
+
+    policy: Explore
+    seconds: Callable[[int], float]
+    most_rows: int = 10**9
+    num_rows: int = 32
+    cost: float | None = None
+    sizes: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    told: list[Exploration] = field(default_factory=list)
+
+    def batch(self, num_rows: int | None = None, cost: float | None = None) -> int:
+        rows, cost = num_rows or self.num_rows, cost or self.cost
+        while True:
+            size = canonical_size(rows, self.policy.propose(rows, cost))
+            fits = size * (cost or 1) <= self.most_rows * (self.cost or 1)
+            seconds = rows * (cost or 1) * self.seconds(size)
+            self.policy.record(
+                Outcome(num_rows=rows, microbatch_size=size, fits=fits, seconds=seconds, cost=cost)
+            )
+            if self.policy.exploration is not None and self.policy.exploration.is_news:
+                self.told.append(self.policy.exploration)
+            if fits:
+                self.sizes.append(size)
+                return size
+            self.failed.append(size)
+            assert len(self.failed) < 50
+
+    def run(self, most: int = 80) -> "Job":
+        for _ in range(most):
+            self.batch()
+            if self.told and self.told[-1].ended is not None:
+                return self
+        return self
+
+
+def test_the_word_stands_for_the_policy() -> None:
+    policy = make_policy("explore")
+    assert isinstance(policy, Explore)
+    assert policy.adapts
+    assert policy.explores
+    assert not Halving.explores
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"max_steps": 0}, ValueError, "max_steps is 0"),
+        ({"max_steps": 1.5}, TypeError, "max_steps is 1.5"),
+        ({"max_minutes": 0}, ValueError, "max_minutes is 0, .*give a positive number"),
+        ({"max_minutes": math.inf}, ValueError, "max_minutes is inf"),
+        ({"initial": 0}, ValueError, "initial is 0"),
+        ({"multiple_of": 0}, ValueError, "multiple_of is 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Explore(**options)
+
+
+def test_cuts_are_of_one_two_three_four_six_eight_microbatches() -> None:
+    assert cuts(48, 48) == [48, 24, 16, 12, 8, 6, 4, 3, 2, 1]
+    assert cuts(48, 16) == [16, 12, 8, 6, 4, 3, 2, 1]
+    assert cuts(1, 1) == [1]
+
+
+def test_it_ends_at_the_fastest_and_says_so() -> None:
+    job = Job(Explore(), fastest_at_8).run()
+    last = job.told[-1]
+    assert last.microbatch_size == 8
+    assert last.speedup == pytest.approx(1.3, rel=0.01)
+    assert last.confidence >= 95
+    assert last.ended == "sure enough"
+    assert [job.batch() for _ in range(5)] == [8] * 5
+    assert job.policy.exploration is None
+    assert not job.policy.compares_seconds
+
+
+def test_it_tells_after_each_round_in_one_line() -> None:
+    job = Job(Explore(), fastest_at_8).run()
+    assert len(job.told) >= 3
+    assert str(job.told[0]).startswith("exploring: 32 rows, 1.00x base, confidence ")
+    assert str(job.told[-1]).startswith("explored for ")
+
+
+def test_where_the_largest_is_the_fastest_nothing_is_limited() -> None:
+    job = Job(Explore(), lambda size: 1 + 4 / size).run()
+    assert job.told[-1].microbatch_size == 32
+    assert job.batch(num_rows=64) == 64
+
+
+def test_the_first_step_at_a_size_does_not_count() -> None:
+    """It compiles, and takes a hundred times as long at the size that is the fastest."""
+    seen = set()
+
+    def seconds(size: int) -> float:
+        is_first = size not in seen
+        seen.add(size)
+        return fastest_at_8(size) * (100 if is_first else 1)
+
+    assert Job(Explore(), seconds).run().told[-1].microbatch_size == 8
+
+
+def test_sizes_take_turns() -> None:
+    """Two that are alike are measured in turns, so that drift favours none."""
+    job = Job(Explore(), lambda size: 1.0 if size > 8 else 2.0).run()
+    changes = sum(one != other for one, other in zip(job.sizes, job.sizes[1:], strict=False))
+    assert changes >= len(job.told) // 2
+
+
+def test_it_stays_below_what_fits() -> None:
+    job = Job(Explore(), lambda size: 1 + 4 / size, most_rows=11).run()
+    assert job.failed == [32, 16]
+    assert max(job.sizes) <= 11
+    assert job.told[-1].ended is not None
+
+
+def test_what_ran_out_of_memory_while_exploring_is_not_tried_again() -> None:
+    """The device shrinks in the middle: as many rows as failed are never proposed again."""
+    job = Job(Explore(), lambda size: 1 + 1 / size)
+    for _ in range(5):
+        job.batch()
+    job.most_rows = 12
+    job.run()
+    assert len(job.failed) == len(set(job.failed))
+    assert job.told[-1].microbatch_size <= 12
+
+
+def test_a_size_that_fails_after_all_is_halved() -> None:
+    job = Job(Explore(), fastest_at_8).run()
+    job.most_rows = 5
+    assert [job.batch(), job.batch()] == [4, 4]
+    assert job.failed == [8]
+
+
+def test_a_budget_of_steps_ends_it_at_the_best_so_far() -> None:
+    job = Job(Explore(max_steps=5), fastest_at_8).run()
+    assert job.told[-1].ended == "max_steps=5"
+    assert job.told[-1].steps == 5
+    assert job.batch() == job.told[-1].microbatch_size
+
+
+def test_a_budget_of_minutes_ends_it_too() -> None:
+    job = Job(Explore(max_minutes=4), fastest_at_8).run()  # about 40 seconds a batch
+    assert job.told[-1].ended == "max_minutes=4"
+
+
+def test_without_a_clock_it_is_auto() -> None:
+    policy = Explore()
+    for _ in range(10):
+        assert policy.propose(32) == 32
+        policy.record(Outcome(num_rows=32, microbatch_size=32, fits=True))
+    assert policy.exploration is None
+
+
+def test_where_layers_average_over_rows_it_says_that_it_does_not_explore() -> None:
+    policy = Explore()
+    policy.may_measure = False
+    job = Job(policy, fastest_at_8).run()
+    assert set(job.sizes) == {32}
+    assert "BatchNorm" in str(job.told[-1])
+    assert 'batchnorm="ignore"' in str(job.told[-1])
+
+
+def test_a_batch_of_one_row_leaves_nothing_to_explore() -> None:
+    job = Job(Explore(), lambda _: 1.0, num_rows=1).run(5)
+    assert not job.told
+    assert not job.policy.compares_seconds
+
+
+def test_multiples_are_kept() -> None:
+    job = Job(Explore(multiple_of=8), lambda _: 1.0, num_rows=48).run()
+    assert {size % 8 for size in job.sizes} == {0}
+
+
+def test_rows_of_other_costs_are_compared_per_row_and_cost() -> None:
+    """Half the batches have rows twice as long; a microbatch has as many elements as before."""
+    job = Job(Explore(), lambda _: 1.0, cost=64.0)
+    for number in range(61):
+        cost = 64.0 if number % 2 else 128.0
+        job.seconds = lambda size, cost=cost: fastest_at_8(size * cost / 128)  # type: ignore[misc]
+        job.batch(cost=cost)
+    assert (job.batch(cost=64.0), job.batch(cost=128.0)) == (16, 8)
+
+
+def test_the_rest_of_an_epoch_does_not_count() -> None:
+    """Its few rows take longer each, and would make the size that they meet look slow."""
+    job = Job(Explore(), fastest_at_8)
+    for number in range(60):
+        if number % 3 == 2:
+            job.seconds = lambda _: 50.0
+            job.batch(num_rows=7)
+            job.seconds = fastest_at_8
+        else:
+            job.batch()
+    assert job.batch() == 8
+
+
+def test_a_size_that_grows_joins() -> None:
+    """What fits is found while memory is counted: three microbatches, after halving gave four."""
+    policy = Explore()
+    sizes = []
+    for _ in range(60):
+        size = canonical_size(48, policy.propose(48))
+        fits = size <= 17
+        sizes.append(size)
+        outcome = Outcome(
+            num_rows=48,
+            microbatch_size=size,
+            fits=fits,
+            peak_bytes=100 + 10 * size,
+            resident_bytes=0,
+            capacity_bytes=275,
+            seconds=48 * (1 + 4 / size),
+        )
+        policy.record(outcome)
+    assert policy.propose(48) == 16
+
+
+# States and ranks
+
+
+@pytest.mark.parametrize("stop_after", range(1, 12))
+def test_a_run_that_is_resumed_goes_on_in_the_middle(stop_after: int) -> None:
+    whole = Job(Explore(), fastest_at_8).run(20)
+    first = Job(Explore(), fastest_at_8)
+    for _ in range(stop_after):
+        first.batch()
+    policy = Explore()
+    policy.load_state_dict(json.loads(json.dumps(first.policy.state_dict())))
+    second = Job(policy, fastest_at_8)
+    while len(first.sizes) + len(second.sizes) < len(whole.sizes):
+        second.batch()
+    assert first.sizes + second.sizes == whole.sizes
+
+
+def test_a_damaged_state_changes_nothing() -> None:
+    policy = Job(Explore(), fastest_at_8).run(6).policy
+    before = policy.state_dict()
+    damages: list[dict[str, Any]] = [
+        {"progress": {}},
+        {"fitting": {"kind": "Halving"}},
+        {"kind": "Halving"},
+    ]
+    for damage in damages:
+        with pytest.raises(ValueError, match="state"):
+            policy.load_state_dict({**before, **damage})
+    assert policy.state_dict() == before
+
+
+def test_ranks_decide_alike_from_what_all_measured_together() -> None:
+    """Each has a clock of its own; the slowest counts, on every one of them."""
+    machines = [Machine(7) for _ in range(3)]
+    for number, machine in enumerate(machines):
+        machine._draw.seed(number)
+    policies = [Explore() for _ in machines]
+    rows = machines[0].num_rows
+    for _ in range(70):
+        sizes = {canonical_size(rows, policy.propose(rows)) for policy in policies}
+        assert len(sizes) == 1
+        [size] = sizes
+        own = [
+            Measured(
+                peak_bytes=None,
+                resident_bytes=None,
+                capacity_bytes=None,
+                seconds=machine.seconds(size),
+                alloc_retries=None,
+            )
+            for machine in machines
+        ]
+        highs = [max(each) for each in zip(*map(highs_of, own), strict=True)]
+        for policy, measured in zip(policies, own, strict=True):
+            together = measured_by_all(highs, measured)
+            assert together is not None
+            policy.record(
+                Outcome(
+                    num_rows=rows,
+                    microbatch_size=size,
+                    fits=size <= machines[0].most_rows,
+                    seconds=together.seconds,
+                )
+            )
+    assert policies[0].state_dict() == policies[1].state_dict() == policies[2].state_dict()
+    assert not policies[0].compares_seconds
+
+
+# What it promises, on machines that are none
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of one exploration."""
+
+    last: Exploration
+    claims: list[tuple[int, bool]]  # confidence, and whether no size was more than 1 % faster
+    regret: float
+
+
+def explore(seed: int) -> Ended | None:
+    machine, policy = Machine(seed), Explore()
+    told: list[Exploration] = []
+    while not told or told[-1].ended is None:
+        step(machine, policy)
+        if policy.exploration is not None and policy.exploration.is_news:
+            told.append(policy.exploration)
+        if not told and not policy.compares_seconds:
+            return None  # there is one size only
+    assert policy._fitting.propose(machine.num_rows) == machine.most_rows  # what fits is found
+    sizes = cuts(machine.num_rows, machine.most_rows)
+    best = min(map(machine.true_seconds, sizes))
+
+    def regret(exploration: Exploration) -> float:
+        return machine.true_seconds(exploration.microbatch_size) / best - 1
+
+    claims = [(each.confidence, regret(each) <= 0.01) for each in told]
+    return Ended(told[-1], claims, regret(told[-1]))
+
+
+def check_promises(seeds: range, *, claims_hold: tuple[float, float]) -> None:
+    ended = [found for found in map(explore, seeds) if found is not None]
+    claims = [claim for each in ended for claim in each.claims]
+    print(f"\n{len(ended)} explorations, {sum(e.last.steps for e in ended) / len(ended):.1f} steps")
+    for low, high in [(0, 40), (40, 60), (60, 80), (80, 88), (88, 93), (93, 96), (96, 100)]:
+        held = [is_so for confidence, is_so in claims if low <= confidence < high]
+        if held:
+            print(
+                f"claims at {low:2}…{high - 1}: {sum(held) / len(held):.1%} of {len(held):,} held"
+            )
+    print(Counter(each.last.ended for each in ended))
+    print(f"within 2 %: {sum(each.regret <= 0.02 for each in ended) / len(ended):.1%}")
+    print(f"ended at 80 or more: {sum(e.last.confidence >= 80 for e in ended) / len(ended):.1%}")
+    at_90 = [is_so for confidence, is_so in claims if 88 <= confidence <= 92]
+    assert sum(each.regret <= 0.02 for each in ended) >= 0.95 * len(ended)
+    assert max(each.last.steps for each in ended) <= 60
+    assert claims_hold[0] <= sum(at_90) / len(at_90) <= claims_hold[1]
+    assert sum(each.last.confidence >= 80 for each in ended) >= 0.5 * len(ended)
+
+
+def test_the_choice_and_its_confidence_hold_on_a_sample_of_machines() -> None:
+    check_promises(range(60), claims_hold=(0.7, 1.0))
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+def test_the_choice_and_its_confidence_hold_on_two_thousand_machines() -> None:
+    check_promises(range(2000), claims_hold=(0.86, 0.94))
