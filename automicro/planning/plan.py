@@ -1,0 +1,420 @@
+"""The largest microbatch that will fit, before anything is allocated."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
+from automicro.errors import UntraceableModelError, describe_error, text_of
+from automicro.options import (
+    GRADIENT_SUMS,
+    PRECISIONS,
+    check_choice,
+    check_model,
+    check_modules,
+    check_unwrapped,
+    read_count,
+)
+from automicro.planning.devices import read_memory
+from automicro.planning.dry_run import Conditions, DryRun, Job, repeated_blocks
+from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, samples_of
+from automicro.planning.trace import (
+    BACKWARD,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STAYING,
+    STEP,
+    TAIL,
+    Owner,
+    Trace,
+)
+
+# Of what comes and goes in a step, and of an accelerator's all, what a plan may be wrong by.
+_ERROR = 0.03
+_FRAGMENTATION = 0.03
+_MEASURED_ERROR = 0.10
+_SLICES = 8  # of a tail computed in slices
+_RANKS = (2, 8)  # for a model that is not sharded
+_SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
+
+
+def margin_bytes(trace: Trace, *, on_accelerator: bool, is_measured: bool) -> int:
+    """What is added to a peak, so that at most one plan in fifty promises too much.
+
+    Parameters, gradients and state are known to the byte. What comes and goes is not: kernels take
+    memory for themselves. An accelerator's allocator also loses some between its blocks.
+    """
+    held = trace.breakdown()
+    moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
+    share = _MEASURED_ERROR if is_measured else _ERROR
+    lost = _FRAGMENTATION * trace.peak_bytes if on_accelerator else 0
+    return int(share * moving + lost)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """One rank's part of a model of which each rank holds a share, as ``fully_shard`` has it.
+
+    Repeated blocks are gathered one after the other, the next one while one computes; what is left
+    of the model stays gathered.
+    """
+
+    num_ranks: int
+    whole_bytes: int
+    block_bytes: int
+    rest_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module, num_ranks: int) -> "_Shards":
+        def held(module: nn.Module) -> int:
+            return sum(parameter.nbytes for parameter in module.parameters())
+
+        blocks = [held(block) for block in repeated_blocks(model).values()]
+        whole = held(model)
+        return cls(num_ranks, whole, max(blocks, default=0), max(whole - sum(blocks), 0))
+
+    def of_rank(self, trace: Trace, *, train: bool) -> Trace:
+        """What one rank holds of what one process would."""
+        if self.num_ranks == 1:
+            return trace
+        gathered = self.rest_bytes + 2 * self.block_bytes
+        if train:  # a block's gradient, before each rank has its share of it
+            gathered += self.rest_bytes + self.block_bytes
+        most = self.whole_bytes * (2 if train else 1)
+        part = trace.scaled(
+            lambda owner: 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
+        )
+        return part.plus({Owner(GATHERED): min(gathered, most)})
+
+
+class _FewRows:
+    """Steps of a few rows that really ran on the CPU, and lines through them for more rows."""
+
+    _SIZES = (1, 2, 4)
+
+    def __init__(self, job: Job) -> None:
+        self._dry_run = DryRun(job, is_fake=False)
+        self.model, self.job, self.is_fake = self._dry_run.model, job, False
+        self._run = functools.cache(self._dry_run.step)
+
+    def step(self, rows: int, *, splits: bool, conditions: Conditions) -> Trace:
+        """As `DryRun.step`, on the line through what was held at the peaks of two sizes."""
+        self._run(1, splits=False, conditions=conditions)  # shows what has a gradient
+        if rows in self._SIZES:
+            return self._run(rows, splits=splits, conditions=conditions)
+        few, more = self._SIZES[-2:]
+        low, high = (
+            self._run(each, splits=splits, conditions=conditions).breakdown()
+            for each in (few, more)
+        )
+        held = {
+            owner: num_bytes + (num_bytes - low.get(owner, 0)) * (rows - more) // (more - few)
+            for owner, num_bytes in high.items()
+        }
+        return Trace.still({owner: max(num_bytes, 0) for owner, num_bytes in held.items()})
+
+
+class _Planner:
+    """Peaks by size, each found once.
+
+    Args:
+        steps: runs them.
+        conditions: of all steps.
+        num_ranks: on which the model is sharded.
+        rows: of the optimization batch.
+    """
+
+    def __init__(
+        self, steps: DryRun | _FewRows, conditions: Conditions, num_ranks: int, rows: int
+    ) -> None:
+        self.steps, self.conditions, self.rows = steps, conditions, rows
+        self.shards = _Shards.of(steps.model, num_ranks)
+        self.points: dict[int, tuple[int, int]] = {}  # peak and margin by size
+        self.whole = functools.cache(self._whole)
+
+    def _whole(self, size: int, conditions: Conditions) -> Trace:
+        return self.steps.step(size, splits=size < self.rows, conditions=conditions)
+
+    def trace(self, size: int) -> Trace:
+        """A step whose microbatches have this many rows, as one rank holds it."""
+        return self.shards.of_rank(self.whole(size, self.conditions), train=self.conditions.train)
+
+    def margin(self, trace: Trace) -> int:
+        return margin_bytes(
+            trace,
+            on_accelerator=self.steps.job.on_accelerator,
+            is_measured=not self.steps.is_fake,
+        )
+
+    def need(self, size: int) -> int:
+        """The peak with its margin."""
+        if size not in self.points:
+            trace = self.trace(size)
+            self.points[size] = trace.peak_bytes, self.margin(trace)
+        return sum(self.points[size])
+
+    def largest(self, limit_bytes: int) -> int:
+        """The most rows that fit; 0 where one does not.
+
+        A peak is a maximum of lines in the rows: the straight way between what fits and what does
+        not never promises too much, and once both lie on the last line it is exact.
+        """
+        if self.need(self.rows) <= limit_bytes:
+            return self.rows
+        if self.rows == 1 or self.need(1) > limit_bytes:
+            return 0
+        fits, fails = 1, self.rows
+        while fails - fits > 1:
+            slope = (self.need(fails) - self.need(fits)) / (fails - fits)
+            guess = fits + int((limit_bytes - self.need(fits)) / slope) if slope > 0 else 0
+            size = min(max(guess, fits + 1), fails - 1)
+            if self.need(size) <= limit_bytes:
+                fits = size
+            else:
+                fails = size
+        return fits
+
+    def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
+        """What the same size would need otherwise, the most helpful first."""
+        now = self.need(size)
+        found: list[Remedy] = []
+
+        def add(name: str, how: str, predict: Callable[[], Trace]) -> None:
+            try:
+                trace = predict()
+            except UntraceableModelError:
+                return
+            needed = trace.peak_bytes + self.margin(trace)
+            if needed < now:
+                found.append(
+                    Remedy(
+                        name=name,
+                        how=how,
+                        peak_bytes=trace.peak_bytes,
+                        saved_bytes=now - needed,
+                        fits=limit_bytes is None or needed <= limit_bytes,
+                    )
+                )
+
+        def otherwise(**changes: Any) -> Trace:
+            conditions = dataclasses.replace(self.conditions, **changes)
+            return self.shards.of_rank(self.whole(size, conditions), train=conditions.train)
+
+        def sharded(num_ranks: int) -> Trace:
+            shards = _Shards.of(self.steps.model, num_ranks)
+            return shards.of_rank(self.whole(size, self.conditions), train=self.conditions.train)
+
+        if self.conditions.train and self.steps.is_fake:
+            blocks = list(repeated_blocks(self.steps.model))
+            if blocks and not self.conditions.recompute:
+                add(
+                    "recompute",
+                    f"compute {shown_blocks(blocks)} again in the backward "
+                    "(torch.utils.checkpoint)",
+                    lambda: otherwise(recompute=True),
+                )
+            add(
+                "offload",
+                "let what is saved for the backward wait in host memory "
+                "(torch.autograd.graph.save_on_cpu)",
+                lambda: otherwise(offload=True),
+            )
+            if self.conditions.precision == "fp32":
+                add("bf16", "precision='bf16'", lambda: otherwise(precision="bf16"))
+            add(
+                "tail",
+                f"compute the outputs and their loss in {_SLICES} slices",
+                lambda: self.trace(size).scaled(_slices_of_tail),
+            )
+        for factor in _RANKS:
+            num_ranks = factor * self.shards.num_ranks
+            add(
+                f"shards over {num_ranks} ranks",
+                "shard parameters, gradients and optimizer state (fully_shard)",
+                functools.partial(sharded, num_ranks),
+            )
+        return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+
+
+def _slices_of_tail(owner: Owner) -> float:
+    is_tail = owner.kind == TAIL or owner == Owner(BACKWARD)
+    return 1 / _SLICES if is_tail else 1.0
+
+
+def shown_blocks(names: Iterable[str]) -> str:
+    """Repeated blocks in one word.
+
+    >>> shown_blocks(["h.0", "h.1", "h.2"])
+    'h.* (3)'
+    """
+    names = list(names)
+    rows = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    shown = ", ".join(f"{row}.*" if row else "*" for row in rows)
+    return f"{shown} ({len(names)})"
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    forward: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    memory: str | int | float | None = None,
+    device: str = "cuda",
+    rows: int | None = None,
+    microbatch_size: int | None = None,
+    ranks: int = 1,
+    precision: str = "fp32",
+    gradient_sums: str = "fp32",
+    recompute: bool = False,
+    train: bool = True,
+    modules: Iterable[nn.Module] = (),
+    batch_layout: int | Mapping[str, Any] = 0,
+    remedies: bool = True,
+) -> PlanReport:
+    """The largest microbatch that will fit a device, without the device.
+
+    A copy of the model takes a step on tensors that have shapes but no data, forward and backward
+    as a `Microbatcher` runs them, and every tensor's coming and going is counted. Nothing is
+    allocated: a model of seven billion parameters is planned on a laptop. A model that reads its
+    data while it runs (``.item()``, boolean masks) is measured instead, in one to four rows on the
+    CPU, and the report says so.
+
+    The forward runs some ten times, on a copy: what it prints or counts outside of the model shows
+    (`is_extra_pass` tells it). The model, the batch and random generators stay as they are.
+
+    Args:
+        model: the model, on any device, also on ``"meta"``; or a function that makes it, which is
+            called on the meta device.
+        batch: one batch of it, of any number of rows.
+        loss_fn: as in `Microbatcher`, and so ``forward``, ``modules``, ``batch_layout``.
+        forward: see there.
+        optimizer: one of the model's parameters, or a function from parameters to one, such as
+            ``torch.optim.AdamW``. Its state is counted; None for none.
+        memory: what tensors may take, such as ``"24GiB"``.
+        device: a name from `DEVICES` such as ``"a100-80gb"``, whose memory is then known;
+            ``"cuda"`` for any other accelerator; ``"cpu"``.
+        rows: of the optimization batch, on each rank; those of ``batch`` unless given.
+        microbatch_size: tell of this size, in rows, in place of the largest that fits.
+        ranks: on which parameters, gradients and optimizer state are sharded (``fully_shard``).
+        precision: as in `Microbatcher`, and so ``gradient_sums``.
+        gradient_sums: see there.
+        recompute: whether repeated blocks are computed again in the backward.
+        train: a training step; False for the forward of an evaluation.
+        modules: see there.
+        batch_layout: see there.
+        remedies: whether to predict what would help most, which takes a few runs more.
+
+    Raises:
+        UntraceableModelError: the model can be run neither without data nor on the CPU.
+        BatchError: the batch cannot be cut.
+        TypeError, ValueError: arguments that make no sense, each with its remedy.
+
+    Example:
+        >>> import torch, automicro
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 10)
+        ... )
+        >>> batch = torch.randn(512, 64), torch.randint(10, (512,))
+        >>> report = automicro.plan(
+        ...     model, batch, loss_fn=torch.nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW,
+        ...     memory="16MiB",
+        ... )
+        >>> report.microbatch_size, report.num_microbatches, report.fits
+        (256, 2, True)
+    """
+    limit_bytes, on_accelerator = read_memory(memory, device)
+    if isinstance(model, nn.Module):
+        check_model(model)
+        check_unwrapped(model)
+    elif not callable(model):
+        check_model(model)
+    conditions = Conditions(
+        precision=check_choice("precision", precision, PRECISIONS),
+        gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
+        train=train,
+        recompute=recompute,
+    )
+    num_ranks = read_count("ranks", ranks)
+    job = Job(
+        model=model,
+        batch=batch,
+        layout=BatchLayout(batch_layout),
+        loss_fn=loss_fn,
+        forward=forward,
+        modules=check_modules(modules),
+        optimizer=optimizer,
+        on_accelerator=on_accelerator,
+    )
+    num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
+    given = None if microbatch_size is None else check_microbatch_size(microbatch_size)
+    why = ""
+
+    def planned(steps: DryRun | _FewRows) -> tuple[_Planner, int]:
+        planner = _Planner(steps, conditions, num_ranks, num_rows)
+        planner.need(num_rows)  # shows what has a gradient
+        if given is not None:
+            return planner, min(given, num_rows)
+        return planner, num_rows if limit_bytes is None else planner.largest(limit_bytes)
+
+    try:
+        planner, size = planned(DryRun(job))
+    except UntraceableModelError as error:
+        why = text_of(error)
+        try:
+            planner, size = planned(_FewRows(job))
+        except Exception as second:
+            raise UntraceableModelError(
+                f"{why}. On the CPU a few rows fail, too: {describe_error(second)}"
+            ) from second
+    return _report(planner, size, limit_bytes, device=device, why=why, remedies=remedies)
+
+
+def _report(
+    planner: _Planner,
+    size: int,
+    limit_bytes: int | None,
+    *,
+    device: str,
+    why: str,
+    remedies: bool,
+) -> PlanReport:
+    """What was found, in bytes and words. A size of 0 is that not even one row fits."""
+    rows = planner.rows
+    told = balanced_sizes(rows, size or 1)[0]
+    needed = planner.need(told)
+    trace = planner.trace(told)
+    peak_bytes, margin = planner.points[told]
+    conditions = planner.conditions
+    return PlanReport(
+        model=type(planner.steps.model).__name__,
+        device=device,
+        limit_bytes=limit_bytes,
+        num_rows=rows,
+        microbatch_size=told,
+        num_microbatches=-(-rows // told),
+        largest_size=size,
+        fits=size > 0 and (limit_bytes is None or needed <= limit_bytes),
+        peak_bytes=peak_bytes,
+        margin_bytes=margin,
+        breakdown=by_kind(trace.breakdown()),
+        modules=by_module(trace.breakdown()),
+        points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
+        remedies=tuple(planner.remedies(told, limit_bytes) if remedies else ()),
+        num_parameters=sum(p.numel() for p in planner.steps.model.parameters()),
+        ranks=planner.shards.num_ranks,
+        precision=conditions.precision,
+        train=conditions.train,
+        recompute=conditions.recompute,
+        is_measured=not planner.steps.is_fake,
+        why_measured=why,
+        samples=samples_of(trace),
+    )

@@ -1,0 +1,300 @@
+"""Every storage of a step, when it came and went, and whose it is.
+
+A `Recorder` is the counter of a simulated device that also writes down. What it wrote is a `Trace`:
+played again, as it was or with some owners' storages smaller, it tells the peak and what held it.
+"""
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from automicro.memory.ledger import GRANULE, Change, CountingMode, Entry, StorageLedger
+from automicro.torch_private import node_in_backward, num_nodes_made
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+BUFFERS = "buffers"
+BATCH = "batch"
+ACTIVATIONS = "activations"
+TAIL = "outputs and loss"
+BACKWARD = "temporaries of the backward"
+STEP = "temporaries of the optimizer's step"
+WORKSPACE = "workspace of convolutions"
+GATHERED = "gathered from other ranks"
+KINDS = (
+    PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, BATCH, ACTIVATIONS, TAIL, BACKWARD, STEP,
+    WORKSPACE,
+)  # fmt: skip
+STAYING = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
+"""What is of the same size whatever the microbatch."""
+
+
+class Owner(NamedTuple):
+    """What a storage is, and the module that made it; ``""`` is the model itself."""
+
+    kind: str
+    module: str = ""
+
+
+class Mark(NamedTuple):
+    """A module begins to compute or ends, before this event of the trace."""
+
+    event: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What came and went in one step.
+
+    Attributes:
+        numbers: of the storage, for each event.
+        deltas: bytes that it came with, or, negative, went with.
+        owners: by the number of a storage.
+        marks: where modules begin and end.
+    """
+
+    numbers: np.ndarray[Any, np.dtype[np.int64]]
+    deltas: np.ndarray[Any, np.dtype[np.int64]]
+    owners: Sequence[Owner]
+    marks: Sequence[Mark]
+
+    @classmethod
+    def still(cls, held: Mapping[Owner, int]) -> "Trace":
+        """One in which nothing comes or goes."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, (), ()).plus(held)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that was held at once."""
+        return int(np.cumsum(self.deltas).max(initial=0))
+
+    @cached_property
+    def peak_event(self) -> int:
+        """After which event it is held; -1 where nothing happens."""
+        return int(np.cumsum(self.deltas).argmax()) if len(self.deltas) else -1
+
+    def breakdown(self, event: int | None = None) -> dict[Owner, int]:
+        """Bytes by owner at the peak, or after an event."""
+        if event is None:
+            event = self.peak_event
+        held: dict[Owner, int] = {}
+        sums = np.zeros(len(self.owners), dtype=np.int64)
+        np.add.at(sums, self.numbers[: event + 1], self.deltas[: event + 1])
+        for owner, num_bytes in zip(self.owners, sums, strict=True):
+            if num_bytes:
+                held[owner] = held.get(owner, 0) + int(num_bytes)
+        return held
+
+    def scaled(self, share: Callable[[Owner], float]) -> "Trace":
+        """The same with every owner's storages at a share of their size."""
+        known: dict[Owner, float] = {}
+        for owner in self.owners:
+            if owner not in known:
+                known[owner] = share(owner)
+        shares = np.array([known[owner] for owner in self.owners])[self.numbers]
+        sizes = np.ceil(np.abs(self.deltas) * shares / GRANULE).astype(np.int64) * GRANULE
+        return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners, self.marks)
+
+    def plus(self, held: Mapping[Owner, int]) -> "Trace":
+        """The same with something more, from beginning to end."""
+        more = [(owner, num_bytes) for owner, num_bytes in held.items() if num_bytes]
+        first = len(self.owners)
+        numbers = np.arange(first, first + len(more), dtype=np.int64)
+        sizes = np.array([num_bytes for _, num_bytes in more], dtype=np.int64)
+        return Trace(
+            np.concatenate([numbers, self.numbers]),
+            np.concatenate([sizes, self.deltas]),
+            [*self.owners, *(owner for owner, _ in more)],
+            [Mark(mark.event + len(more), mark.label) for mark in self.marks],
+        )
+
+
+class _WritingLedger(StorageLedger):
+    """A ledger that writes down when each storage comes and goes, and whose it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = Owner(ACTIVATIONS)  # of what comes next
+        self.owners: list[Owner] = []
+        self.numbers: list[int] = []
+        self.deltas: list[int] = []
+        self._number_of: dict[int, int] = {}  # of a live storage, by its key
+
+    def _recount(self, entry: Entry, changes: list[Change]) -> None:
+        before = entry.counted_bytes
+        super()._recount(entry, changes)
+        if entry.counted_bytes != before:
+            if entry.key not in self._number_of:
+                self._number_of[entry.key] = self.new(self.owner)
+            self.write(self._number_of[entry.key], entry.counted_bytes - before)
+
+    def _drop(self, entry: Entry) -> None:
+        super()._drop(entry)
+        number = self._number_of.pop(entry.key, None)
+        if number is not None and entry.counted_bytes:
+            self.write(number, -entry.counted_bytes)
+
+    def new(self, owner: Owner) -> int:
+        """The number of one more storage."""
+        self.owners.append(owner)
+        return len(self.owners) - 1
+
+    def write(self, number: int, delta: int) -> None:
+        """A storage grows or shrinks."""
+        self.numbers.append(number)
+        self.deltas.append(delta)
+
+    def give(self, tensor: Tensor, owner: Owner) -> None:
+        """A tensor turned out to be somebody else's."""
+        with contextlib.suppress(NotImplementedError):
+            number = self._number_of.get(id(tensor.untyped_storage()))
+            if number is not None:
+                self.owners[number] = owner
+
+
+class Recorder(CountingMode):
+    """Counts like a simulated device without a limit, and writes down what it sees.
+
+    Example:
+        >>> recorder = Recorder()
+        >>> with recorder, recorder.owning("batch"):
+        ...     x = torch.zeros(256)
+        >>> del x
+        >>> trace = recorder.trace()
+        >>> trace.peak_bytes, trace.breakdown()
+        (1024, {Owner(kind='batch', module=''): 1024})
+    """
+
+    ledger: _WritingLedger
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.ledger = _WritingLedger()
+        self._kind = ACTIVATIONS
+        self._inside: list[str] = []
+        self._marks: list[Mark] = []
+        # Which module made the nodes of the backward, from each of these on.
+        self._first_nodes: list[int] = [0]
+        self._makers: list[str] = [""]
+        self._after_last_part = 0  # storages that were there when the last submodule ended
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and write down what comes and goes with it."""
+        self.ledger.owner = self._owner()
+        output = super().run(func, types, args, kwargs)
+        workspace_bytes = _workspace_bytes(func, args, output)
+        if workspace_bytes:
+            number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
+            self.ledger.write(number, workspace_bytes)
+            self.ledger.write(number, -workspace_bytes)
+        return output
+
+    def _owner(self) -> Owner:
+        if self._kind != ACTIVATIONS:
+            return Owner(self._kind)
+        if self._inside:
+            return Owner(ACTIVATIONS, self._inside[-1])
+        node = node_in_backward()
+        if node is None:
+            return Owner(ACTIVATIONS)
+        return Owner(BACKWARD, self._makers[bisect.bisect_right(self._first_nodes, node) - 1])
+
+    @contextlib.contextmanager
+    def owning(self, kind: str) -> Iterator[None]:
+        """Take what comes inside for this kind."""
+        before, self._kind = self._kind, kind
+        self.ledger.owner = self._owner()
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    @contextlib.contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Tell inside which module each storage comes; the first one's names are used."""
+        names: dict[int, str] = {}
+        for root in modules:
+            for name, module in root.named_modules():
+                names.setdefault(id(module), name)
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if id(module) in names:
+                self._inside.append(names[id(module)])
+                self._note()
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            if id(module) in names and self._inside:
+                if self._inside.pop():
+                    self._after_last_part = len(self.ledger.owners)
+                self._note()
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._inside.clear()
+
+    def _note(self) -> None:
+        maker = self._inside[-1] if self._inside else ""
+        self._marks.append(Mark(len(self.ledger.numbers), maker))
+        self._first_nodes.append(num_nodes_made())
+        self._makers.append(maker)
+
+    def mark(self, label: str) -> None:
+        """Another part of the step begins."""
+        self._marks.append(Mark(len(self.ledger.numbers), label))
+
+    def forward_ended(self, outputs: Sequence[Tensor]) -> None:
+        """What came since the last submodule ended, and the outputs, belong to the loss."""
+        for number in range(self._after_last_part, len(self.ledger.owners)):
+            if self.ledger.owners[number].kind == ACTIVATIONS:
+                self.ledger.owners[number] = Owner(TAIL)
+        for output in outputs:
+            self.ledger.give(output, Owner(TAIL))
+
+    def hold(self, num_bytes: int, kind: str) -> Callable[[], None]:
+        """Count something of which there is no tensor; returns what gives it back."""
+        rounded = -(-num_bytes // GRANULE) * GRANULE
+        number = self.ledger.new(Owner(kind))
+        self.ledger.write(number, rounded)
+        return lambda: self.ledger.write(number, -rounded)
+
+    def trace(self) -> Trace:
+        """What was written down until now."""
+        ledger = self.ledger
+        return Trace(
+            np.array(ledger.numbers, dtype=np.int64),
+            np.array(ledger.deltas, dtype=np.int64),
+            list(ledger.owners),
+            list(self._marks),
+        )
+
+
+_FORWARD_CONVOLUTIONS = frozenset(
+    (torch.ops.aten.convolution.default, torch.ops.aten._convolution.default)  # type: ignore[attr-defined]
+)
+_BACKWARD_CONVOLUTIONS = frozenset((torch.ops.aten.convolution_backward.default,))
+
+
+def _workspace_bytes(func: Any, args: tuple[Any, ...], output: Any) -> int:
+    """What a kernel takes for itself while it runs, beside its arguments and results."""
+    return 0
