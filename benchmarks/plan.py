@@ -10,7 +10,6 @@ with its margin is below the real one. It needs a C++ compiler, transformers and
 """
 
 import argparse
-import copy
 import gc
 import json
 import subprocess
@@ -125,7 +124,7 @@ def subjects() -> dict[str, Subject]:
     from automicro.demo import digits
 
     transformers.logging.set_verbosity_error()
-    small = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
+    small: Any = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
     cross_entropy = nn.CrossEntropyLoss()
     return {
         "MLP": Subject(
@@ -137,7 +136,11 @@ def subjects() -> dict[str, Subject]:
         "GPT-2": Subject(
             lambda: transformers.GPT2LMHeadModel(
                 GPT2Config(
-                    vocab_size=2000, n_positions=128, n_embd=128, n_layer=4, n_head=4,
+                    vocab_size=2000,
+                    n_positions=128,
+                    n_embd=128,
+                    n_layer=4,
+                    n_head=4,
                     use_cache=False,
                 )
             ),
@@ -154,8 +157,14 @@ def subjects() -> dict[str, Subject]:
         "T5": Subject(
             lambda: transformers.T5ForConditionalGeneration(
                 T5Config(
-                    vocab_size=2000, d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4,
-                    decoder_start_token_id=0, use_cache=False,
+                    vocab_size=2000,
+                    d_model=128,
+                    d_kv=32,
+                    d_ff=512,
+                    num_layers=3,
+                    num_heads=4,
+                    decoder_start_token_id=0,
+                    use_cache=False,
                 )
             ),
             language,
@@ -170,11 +179,11 @@ def subjects() -> dict[str, Subject]:
         ),
         "ViT": Subject(
             lambda: transformers.ViTForImageClassification(
-                ViTConfig(image_size=64, patch_size=8, num_hidden_layers=4, num_labels=10, **small)
+                ViTConfig(**{"image_size": 64, "patch_size": 8, "num_hidden_layers": 4, **small})
             ),
             lambda rows: {
                 "pixel_values": torch.randn(rows, 3, 64, 64),
-                "labels": torch.randint(0, 10, (rows,)),
+                "labels": torch.randint(0, 2, (rows,)),
             },
             (4, 12, 32),
         ),
@@ -258,7 +267,7 @@ def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: st
         step.zero_grad()
     # The batch lies in host memory, and a device gets copies of its microbatches.
     copied = {id(tensor): tensor for _, tensor in tensor_leaves(batch)}.values()
-    return allocator.peak_bytes - base_bytes + sum(tensor.nbytes // 2 for tensor in copied)
+    return int(allocator.peak_bytes) - base_bytes + sum(tensor.nbytes // 2 for tensor in copied)
 
 
 def plan_of(subject: Subject, rows: int, way: str, optimizer: str) -> Any:

@@ -384,10 +384,7 @@ def _predict(
             "the optimizer cannot step on fake tensors (%s); using zeros", describe_error(error)
         )
     try:
-        each = [
-            dry_run([parameter], others=None, keeps=_only_a_number)
-            for parameter in parameters
-        ]
+        each = [dry_run([parameter], others=None, keeps=_only_a_number) for parameter in parameters]
     except UncopyableError as error:
         return StepMemory(unknown=str(error))
     except Exception as error:

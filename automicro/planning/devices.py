@@ -105,3 +105,15 @@ def read_memory(memory: str | int | float | None, device: str) -> tuple[int | No
             f"{device!r}; leave one of the two out"
         )
     return wanted, device != "cpu"
+
+
+def as_table() -> str:
+    """All devices with what can be used of each, a line each.
+
+    >>> as_table().splitlines()[0].split()[:3]
+    ['t4', '13.97', 'GiB']
+    """
+    return "\n".join(
+        f"{each.name:<12} {format_bytes(each.usable_bytes):>11}  {each.what}"
+        for each in DEVICES.values()
+    )

@@ -10,6 +10,7 @@ copies of buffers, the optimizer's state, the microbatch on the device.
 import contextlib
 import copy
 import functools
+import logging
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,11 @@ from automicro.reach import captured_modules
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
 from automicro.transaction.parameters import LARGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_STEP = "optimizer step"
+"""What the trace's mark is called where it begins."""
 
 _SMALL_BYTES = 1 << 16  # saved tensors below it are not worth a copy to the host
 _GRADIENT = Owner(GRADIENTS)
@@ -145,14 +151,18 @@ class DryRun:
         return list(found.values())
 
     def _made(self, make: Callable[[], Any]) -> nn.Module:
-        with torch.device("meta" if self.is_fake else "cpu"), undisturbed():
+        with undisturbed():
             try:
-                model = make()
+                with torch.device("meta" if self.is_fake else "cpu"):
+                    model = make()
             except Exception as error:
-                raise UntraceableModelError(
-                    f"the function that makes the model failed on the meta device, where tensors "
-                    f"have no data: {describe_error(error)}, {_where(error)}. Pass the model itself"
-                ) from error
+                if not self.is_fake:
+                    raise
+                logger.debug(
+                    "the model cannot be made on the meta device (%s); on the CPU",
+                    describe_error(error),
+                )
+                model = make()
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the function that makes the model returned {model!r} of type "
@@ -239,7 +249,8 @@ class DryRun:
         """
         conditions = conditions or Conditions()
         microbatch = self._rows(rows)
-        recorder = Recorder()
+        self.step_memory()
+        recorder = Recorder(on_accelerator=self.job.on_accelerator)
         with contextlib.ExitStack() as stack:
             for manager in (
                 extra_pass(),
@@ -285,9 +296,7 @@ class DryRun:
         for num_bytes in memory.state_bytes:
             recorder.hold(num_bytes, OPTIMIZER)
         with recorder.owning(BATCH):
-            rows = map_tensors(
-                microbatch, functools.partial(self._moved, recorder), isolate=True
-            )
+            rows = map_tensors(microbatch, functools.partial(self._moved, recorder), isolate=True)
         if not conditions.train:
             with evaluation_mode(self._modules), torch.no_grad():
                 recorder.mark("forward")
@@ -300,13 +309,11 @@ class DryRun:
                 self._train(recorder, rows, splits, conditions)
         finally:
             del rows
-        recorder.mark("optimizer step")
+        recorder.mark(OPTIMIZER_STEP)
         recorder.hold(memory.temporary_bytes, STEP)()
         self._clear()
 
-    def _train(
-        self, recorder: Recorder, rows: Any, splits: bool, conditions: Conditions
-    ) -> None:
+    def _train(self, recorder: Recorder, rows: Any, splits: bool, conditions: Conditions) -> None:
         wanting = [p for p in self.parameters if p.requires_grad]
         narrow = [
             p
@@ -341,9 +348,7 @@ class DryRun:
                 with recorder.owning(GRADIENTS):
                     parameter.grad = total.to(parameter.dtype)
 
-    def _forward(
-        self, recorder: Recorder, rows: Any, conditions: Conditions
-    ) -> tuple[Any, Tensor]:
+    def _forward(self, recorder: Recorder, rows: Any, conditions: Conditions) -> tuple[Any, Tensor]:
         dtype = PRECISIONS[conditions.precision]
         with contextlib.ExitStack() as stack:
             if dtype is not None:
@@ -385,9 +390,9 @@ class DryRun:
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules of one class that stand in a row, by name: a transformer's layers.
 
-    >>> layer = nn.TransformerEncoderLayer(8, 2)
-    >>> list(repeated_blocks(nn.TransformerEncoder(layer, 3)))
-    ['layers.0', 'layers.1', 'layers.2']
+    >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
+    >>> list(repeated_blocks(nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 2))))
+    ['0.0', '0.1']
     """
     found: dict[str, nn.Module] = {}
     waiting = [("", model)]

@@ -21,7 +21,7 @@ from automicro.options import (
     read_count,
 )
 from automicro.planning.devices import read_memory
-from automicro.planning.dry_run import Conditions, DryRun, Job, repeated_blocks
+from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, repeated_blocks
 from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, samples_of
 from automicro.planning.trace import (
     BACKWARD,
@@ -40,6 +40,8 @@ from automicro.planning.trace import (
 _ERROR = 0.03
 _FRAGMENTATION = 0.03
 _MEASURED_ERROR = 0.10
+_LEAST_BYTES = 256 << 10
+_FEW = (2, 8)  # rows that are measured
 _SLICES = 8  # of a tail computed in slices
 _RANKS = (2, 8)  # for a model that is not sharded
 _SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
@@ -55,7 +57,7 @@ def margin_bytes(trace: Trace, *, on_accelerator: bool, is_measured: bool) -> in
     moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
     share = _MEASURED_ERROR if is_measured else _ERROR
     lost = _FRAGMENTATION * trace.peak_bytes if on_accelerator else 0
-    return int(share * moving + lost)
+    return int(share * moving + lost) + _LEAST_BYTES
 
 
 @dataclass(frozen=True)
@@ -88,37 +90,36 @@ class _Shards:
         if train:  # a block's gradient, before each rank has its share of it
             gathered += self.rest_bytes + self.block_bytes
         most = self.whole_bytes * (2 if train else 1)
-        part = trace.scaled(
-            lambda owner: 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
-        )
+        part = trace.scaled(lambda owner: 1 / self.num_ranks if owner.kind in _SHARDED else 1.0)
         return part.plus({Owner(GATHERED): min(gathered, most)})
 
 
 class _FewRows:
     """Steps of a few rows that really ran on the CPU, and lines through them for more rows."""
 
-    _SIZES = (1, 2, 4)
-
     def __init__(self, job: Job) -> None:
         self._dry_run = DryRun(job, is_fake=False)
         self.model, self.job, self.is_fake = self._dry_run.model, job, False
+        self.step_memory = self._dry_run.step_memory
         self._run = functools.cache(self._dry_run.step)
 
     def step(self, rows: int, *, splits: bool, conditions: Conditions) -> Trace:
-        """As `DryRun.step`, on the line through what was held at the peaks of two sizes."""
+        """As `DryRun.step`; of many rows on lines through the steps of two smaller sizes."""
         self._run(1, splits=False, conditions=conditions)  # shows what has a gradient
-        if rows in self._SIZES:
+        few, more = _FEW
+        if rows <= more:
             return self._run(rows, splits=splits, conditions=conditions)
-        few, more = self._SIZES[-2:]
-        low, high = (
-            self._run(each, splits=splits, conditions=conditions).breakdown()
-            for each in (few, more)
-        )
+        low, high = (self._run(each, splits=splits, conditions=conditions) for each in _FEW)
+        times = (rows - more) / (more - few)
+        found = high.on_line(low, times)
+        if found is not None:
+            return found
+        before, after = (each.until(OPTIMIZER_STEP).breakdown() for each in (low, high))
         held = {
-            owner: num_bytes + (num_bytes - low.get(owner, 0)) * (rows - more) // (more - few)
-            for owner, num_bytes in high.items()
+            owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
+            for owner, num_bytes in after.items()
         }
-        return Trace.still({owner: max(num_bytes, 0) for owner, num_bytes in held.items()})
+        return Trace.still(held)
 
 
 class _Planner:
@@ -285,8 +286,8 @@ def plan(
     A copy of the model takes a step on tensors that have shapes but no data, forward and backward
     as a `Microbatcher` runs them, and every tensor's coming and going is counted. Nothing is
     allocated: a model of seven billion parameters is planned on a laptop. A model that reads its
-    data while it runs (``.item()``, boolean masks) is measured instead, in one to four rows on the
-    CPU, and the report says so.
+    data while it runs (``.item()``, boolean masks) is measured instead, in a few rows on the CPU,
+    and the report says so.
 
     The forward runs some ten times, on a copy: what it prints or counts outside of the model shows
     (`is_extra_pass` tells it). The model, the batch and random generators stay as they are.
@@ -329,7 +330,7 @@ def plan(
         ...     memory="16MiB",
         ... )
         >>> report.microbatch_size, report.num_microbatches, report.fits
-        (256, 2, True)
+        (171, 3, True)
     """
     limit_bytes, on_accelerator = read_memory(memory, device)
     if isinstance(model, nn.Module):
@@ -416,5 +417,6 @@ def _report(
         recompute=conditions.recompute,
         is_measured=not planner.steps.is_fake,
         why_measured=why,
+        state_unknown=planner.steps.step_memory().unknown or "",
         samples=samples_of(trace),
     )

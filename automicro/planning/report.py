@@ -65,6 +65,7 @@ class PlanReport:
         recompute: whether repeated blocks are computed again in the backward.
         is_measured: whether a few rows ran on the CPU, because the model needs data.
         why_measured: in that case, with the model's own line.
+        state_unknown: why the optimizer's state could not be predicted and is not counted.
         samples: bytes by owner, at points in the order of the step from 0 to 1.
     """
 
@@ -89,6 +90,7 @@ class PlanReport:
     recompute: bool
     is_measured: bool
     why_measured: str
+    state_unknown: str
     samples: Sequence[tuple[float, Mapping[str, int]]] = dataclasses.field(repr=False)
 
     @property
@@ -152,6 +154,8 @@ class PlanReport:
             )
         if self.is_measured:
             lines.append(f"  measured in a few rows on the CPU, because {self.why_measured}")
+        if self.state_unknown:
+            lines.append(f"  the optimizer's state is not counted: {self.state_unknown}")
         return "\n".join(lines)
 
     def _verdict(self) -> str:

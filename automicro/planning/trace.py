@@ -31,7 +31,7 @@ ACTIVATIONS = "activations"
 TAIL = "outputs and loss"
 BACKWARD = "temporaries of the backward"
 STEP = "temporaries of the optimizer's step"
-WORKSPACE = "workspace of convolutions"
+WORKSPACE = "workspace of kernels"
 GATHERED = "gathered from other ranks"
 KINDS = (
     PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, BATCH, ACTIVATIONS, TAIL, BACKWARD, STEP,
@@ -61,7 +61,7 @@ class Trace:
 
     Attributes:
         numbers: of the storage, for each event.
-        deltas: bytes that it came with, or, negative, went with.
+        deltas: bytes that it came with, or, negative, went with; as they are asked for.
         owners: by the number of a storage.
         marks: where modules begin and end.
     """
@@ -78,14 +78,20 @@ class Trace:
         return cls(nothing, nothing, (), ()).plus(held)
 
     @cached_property
+    def _rounded(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The deltas as an allocator counts them."""
+        sizes = -(-np.abs(self.deltas) // GRANULE) * GRANULE
+        return np.asarray(np.sign(self.deltas) * sizes)
+
+    @cached_property
     def peak_bytes(self) -> int:
-        """The most that was held at once."""
-        return int(np.cumsum(self.deltas).max(initial=0))
+        """The most that was held at once, every storage rounded up to 512 bytes."""
+        return int(np.cumsum(self._rounded).max(initial=0))
 
     @cached_property
     def peak_event(self) -> int:
         """After which event it is held; -1 where nothing happens."""
-        return int(np.cumsum(self.deltas).argmax()) if len(self.deltas) else -1
+        return int(np.cumsum(self._rounded).argmax()) if len(self.deltas) else -1
 
     def breakdown(self, event: int | None = None) -> dict[Owner, int]:
         """Bytes by owner at the peak, or after an event."""
@@ -93,7 +99,7 @@ class Trace:
             event = self.peak_event
         held: dict[Owner, int] = {}
         sums = np.zeros(len(self.owners), dtype=np.int64)
-        np.add.at(sums, self.numbers[: event + 1], self.deltas[: event + 1])
+        np.add.at(sums, self.numbers[: event + 1], self._rounded[: event + 1])
         for owner, num_bytes in zip(self.owners, sums, strict=True):
             if num_bytes:
                 held[owner] = held.get(owner, 0) + int(num_bytes)
@@ -106,8 +112,21 @@ class Trace:
             if owner not in known:
                 known[owner] = share(owner)
         shares = np.array([known[owner] for owner in self.owners])[self.numbers]
-        sizes = np.ceil(np.abs(self.deltas) * shares / GRANULE).astype(np.int64) * GRANULE
+        sizes = np.ceil(np.abs(self.deltas) * shares).astype(np.int64)
         return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners, self.marks)
+
+    def on_line(self, smaller: "Trace", times: float) -> "Trace | None":
+        """What changed from a smaller step to this one, so many times more; None if not alike."""
+        if not np.array_equal(self.numbers, smaller.numbers):
+            return None
+        more = self.deltas + (self.deltas - smaller.deltas) * times
+        return Trace(self.numbers, more.round().astype(np.int64), self.owners, self.marks)
+
+    def until(self, label: str) -> "Trace":
+        """Its part before a mark."""
+        end = next((mark.event for mark in self.marks if mark.label == label), len(self.deltas))
+        marks = [mark for mark in self.marks if mark.event <= end]
+        return Trace(self.numbers[:end], self.deltas[:end], self.owners, marks)
 
     def plus(self, held: Mapping[Owner, int]) -> "Trace":
         """The same with something more, from beginning to end."""
@@ -132,29 +151,35 @@ class _WritingLedger(StorageLedger):
         self.owners: list[Owner] = []
         self.numbers: list[int] = []
         self.deltas: list[int] = []
+        self._sizes: list[int] = []  # of each, now
         self._number_of: dict[int, int] = {}  # of a live storage, by its key
 
     def _recount(self, entry: Entry, changes: list[Change]) -> None:
         before = entry.counted_bytes
         super()._recount(entry, changes)
-        if entry.counted_bytes != before:
-            if entry.key not in self._number_of:
-                self._number_of[entry.key] = self.new(self.owner)
-            self.write(self._number_of[entry.key], entry.counted_bytes - before)
+        if entry.counted_bytes == before:
+            return
+        if entry.key not in self._number_of:
+            self._number_of[entry.key] = self.new(self.owner)
+        number = self._number_of[entry.key]
+        num_bytes = entry.storage_bytes if entry.counted_bytes else 0
+        self.write(number, num_bytes - self._sizes[number])
 
     def _drop(self, entry: Entry) -> None:
         super()._drop(entry)
         number = self._number_of.pop(entry.key, None)
-        if number is not None and entry.counted_bytes:
-            self.write(number, -entry.counted_bytes)
+        if number is not None and self._sizes[number]:
+            self.write(number, -self._sizes[number])
 
     def new(self, owner: Owner) -> int:
         """The number of one more storage."""
         self.owners.append(owner)
+        self._sizes.append(0)
         return len(self.owners) - 1
 
     def write(self, number: int, delta: int) -> None:
         """A storage grows or shrinks."""
+        self._sizes[number] += delta
         self.numbers.append(number)
         self.deltas.append(delta)
 
@@ -169,6 +194,9 @@ class _WritingLedger(StorageLedger):
 class Recorder(CountingMode):
     """Counts like a simulated device without a limit, and writes down what it sees.
 
+    Args:
+        on_accelerator: whether kernels are to be taken for those of an accelerator.
+
     Example:
         >>> recorder = Recorder()
         >>> with recorder, recorder.owning("batch"):
@@ -181,9 +209,10 @@ class Recorder(CountingMode):
 
     ledger: _WritingLedger
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_accelerator: bool = False) -> None:
         super().__init__(None)
         self.ledger = _WritingLedger()
+        self._on_accelerator = on_accelerator
         self._kind = ACTIVATIONS
         self._inside: list[str] = []
         self._marks: list[Mark] = []
@@ -196,7 +225,10 @@ class Recorder(CountingMode):
         """Run one operation, and write down what comes and goes with it."""
         self.ledger.owner = self._owner()
         output = super().run(func, types, args, kwargs)
-        workspace_bytes = _workspace_bytes(func, args, output)
+        if func in _LSTM:
+            output = _with_kept(func, output)
+            self.ledger.see(output, [])
+        workspace_bytes = _workspace_bytes(func, args, on_accelerator=self._on_accelerator)
         if workspace_bytes:
             number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
             self.ledger.write(number, workspace_bytes)
@@ -273,10 +305,9 @@ class Recorder(CountingMode):
 
     def hold(self, num_bytes: int, kind: str) -> Callable[[], None]:
         """Count something of which there is no tensor; returns what gives it back."""
-        rounded = -(-num_bytes // GRANULE) * GRANULE
         number = self.ledger.new(Owner(kind))
-        self.ledger.write(number, rounded)
-        return lambda: self.ledger.write(number, -rounded)
+        self.ledger.write(number, num_bytes)
+        return lambda: self.ledger.write(number, -num_bytes)
 
     def trace(self) -> Trace:
         """What was written down until now."""
@@ -289,12 +320,47 @@ class Recorder(CountingMode):
         )
 
 
-_FORWARD_CONVOLUTIONS = frozenset(
-    (torch.ops.aten.convolution.default, torch.ops.aten._convolution.default)  # type: ignore[attr-defined]
-)
-_BACKWARD_CONVOLUTIONS = frozenset((torch.ops.aten.convolution_backward.default,))
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_LSTM = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
+_LSTM_BACKWARD = frozenset((torch.ops.aten.mkldnn_rnn_layer_backward.default,))
+_PRODUCTS = {  # and which arguments are multiplied
+    torch.ops.aten.mm.default: slice(0, 2),
+    torch.ops.aten.addmm.default: slice(1, 3),
+}
+# Of an LSTM's states over all times: what oneDNN keeps for the backward, and takes meanwhile.
+_KEPT_STATES, _KEPT_STATES_OF_HALF, _SCRATCH_STATES = 16, 22, 5
 
 
-def _workspace_bytes(func: Any, args: tuple[Any, ...], output: Any) -> int:
-    """What a kernel takes for itself while it runs, beside its arguments and results."""
+def _with_kept(func: Any, output: Any) -> Any:
+    """The output, with what a kernel keeps for its backward, where fake tensors do not tell."""
+    if func not in _LSTM or output[3].numel():
+        return output
+    states = output[0]
+    times = _KEPT_STATES_OF_HALF if states.itemsize == 2 else _KEPT_STATES
+    num_bytes = times * states.nbytes
+    kept = output[3].new_empty(num_bytes // output[3].itemsize)
+    return (*output[:3], kept)
+
+
+def _workspace_bytes(func: Any, args: tuple[Any, ...], *, on_accelerator: bool) -> int:
+    """What a kernel takes for itself while it runs, beside its arguments and results.
+
+    Matrix products and attention take next to nothing, but for factors in half precision on a
+    CPU, which are copied in another order. A convolution copies its weight in another
+    order, and may do so with its inputs on an accelerator. What oneDNN takes was measured.
+    """
+    if func is _CONVOLUTION or func is _CONVOLUTION_BACKWARD:
+        *inputs, weight = args[:2] if func is _CONVOLUTION else args[:3]
+        moved = sum(each.nbytes for each in inputs) if on_accelerator else 0
+        # The gradient of a weight in half precision is summed up in another one.
+        copies = 2 if weight.itemsize == 2 and func is _CONVOLUTION_BACKWARD else 1
+        return int(copies * weight.nbytes + moved)
+    if func in _PRODUCTS and not on_accelerator:
+        factors = args[_PRODUCTS[func]]
+        return sum(each.nbytes for each in factors if each.itemsize == 2)
+    if func in _LSTM or func in _LSTM_BACKWARD:
+        sequence, *weights = args[:3]
+        states = sequence.nbytes // sequence.shape[-1] * weights[1].shape[-1]
+        return int(_SCRATCH_STATES * states + 2 * sum(each.nbytes for each in weights))
     return 0
