@@ -27,7 +27,7 @@ LAYERS = (
         "version",
     ),
     ("loggers", "modules", "policy", "units"),
-    ("memory", "options", "schedules", "values"),
+    ("memory", "options", "pictures", "schedules", "values"),
     ("batch", "checkpoints", "ranks", "transaction"),
     ("compilation",),
     ("loss", "optimizer", "remembered"),

@@ -351,6 +351,7 @@ class Run:
         self._world_size = world_size
         self._logged: dict[str, float] = {}
         self._unlogged: dict[str, float] = {}
+        self._unshown: dict[str, Any] = {}
         self._stop_reason: str | None = None
         self._wants_checkpoint = False
         self._expected = ExpectedValues()
@@ -431,6 +432,15 @@ class Run:
         self._logged.update(values)
         self._unlogged.update(values)
 
+    def show(self, name: str, picture: Any) -> None:
+        """Hand a picture to the loggers that show any, with the batch that is running.
+
+        Args:
+            name: under which it stands.
+            picture: of `automicro.pictures`.
+        """
+        self._unshown[name] = picture
+
     def stop(self, reason: str) -> None:
         """Ask to end training after this batch, or after this evaluation.
 
@@ -451,6 +461,11 @@ class Run:
         """For the trainer: the values since this was last called."""
         values, self._unlogged = self._unlogged, {}
         return values
+
+    def take_unshown(self) -> dict[str, Any]:
+        """For the trainer: the pictures since this was last called."""
+        pictures, self._unshown = self._unshown, {}
+        return pictures
 
     def take_checkpoint_request(self) -> bool:
         """For the trainer: whether a checkpoint was asked for since this was last called."""

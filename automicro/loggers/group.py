@@ -70,6 +70,18 @@ class GuardedLogger:
             _log.info("%s works again at step %d, after %d failures", self._name, step, before)
         return message
 
+    def show(self, name: str, picture: Any, *, step: int) -> str | None:
+        """Show a picture where the logger can; return what to say of a failure."""
+        show = getattr(self._logger, "show", None)
+        if show is None or self._failures >= MOST_FAILURES:
+            return None
+
+        def begin_and_show() -> None:
+            self._begin_if_needed()
+            show(name, picture, step=step)
+
+        return self._attempt(f"show {name!r}", begin_and_show)
+
     def close(self) -> str | None:
         """Close the logger, even one that is switched off; return what to say of a failure."""
         return self._attempt("close", self._logger.close)
@@ -174,6 +186,16 @@ class LoggerGroup:
         if plain:
             messages += [logger.log(dict(plain), step=step) for logger in self._loggers]
         _tell(messages)
+
+    def show(self, name: str, picture: Any, *, step: int) -> None:
+        """Show a picture in every logger that can.
+
+        Args:
+            name: under which it stands.
+            picture: of `automicro.pictures`.
+            step: optimization batches done.
+        """
+        _tell([logger.show(name, picture, step=step) for logger in self._loggers])
 
     def close(self) -> None:
         """Close every logger."""

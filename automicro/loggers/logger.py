@@ -16,6 +16,9 @@ class Logger(Protocol):
     Write your own with these three methods. An exception in one of them becomes a warning and
     never stops the run, see `LoggerGroup`.
 
+    One that can show pictures has a fourth, ``show(name, picture, *, step)``, where
+    ``picture.png()`` gives the bytes of a PNG and ``picture.html()`` a page; others are not asked.
+
     There is no ``flush``: what was logged should survive the death of the process. A logger that
     buffers writes what it holds every few seconds, and in `close`.
     """

@@ -15,6 +15,7 @@ from automicro.loggers.lines import AppendFile, to_json
 from automicro.loggers.logger import not_started
 
 _PREFIX = "events.out.tfevents."
+_RGBA = 4  # as TensorBoard numbers them
 
 
 class TensorBoardLogger:
@@ -90,6 +91,27 @@ class TensorBoardLogger:
 
         scalars = [Summary.Value(tag=name, simple_value=each) for name, each in values.items()]
         self._write(step=step, summary=Summary(value=scalars))
+
+    def show(self, name: str, picture: Any, *, step: int) -> None:
+        """Write a picture, such as those of `automicro.pictures`, among the images.
+
+        Args:
+            name: under which it stands.
+            picture: its ``png()`` gives the bytes.
+            step: optimization batches done.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            OSError: it cannot be written; the file is as it was.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        png = picture.png()
+        width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+        image = Summary.Image(
+            encoded_image_string=png, width=width, height=height, colorspace=_RGBA
+        )
+        self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def close(self) -> None:
         """Close the file."""

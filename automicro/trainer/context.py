@@ -90,10 +90,13 @@ class Recorder:
         values = self._run.take_unlogged()
         if values:
             self._loggers.log(values, step=self._run.state.batch)
+        for name, picture in self._run.take_unshown().items():
+            self._loggers.show(name, picture, step=self._run.state.batch)
 
     def forget(self) -> None:
         """Leave out what callbacks have logged since."""
         self._run.take_unlogged()
+        self._run.take_unshown()
 
     def _take(self, values: Mapping[str, Any]) -> None:
         if self._is_read:
