@@ -650,4 +650,5 @@ def num_nodes_made() -> int:
     >>> num_nodes_made() - before
     1
     """
-    return torch.autograd._get_sequence_nr()
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number

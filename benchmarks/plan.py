@@ -11,6 +11,7 @@ with its margin is below the real one. It needs a C++ compiler, transformers and
 
 import argparse
 import gc
+import importlib
 import json
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from benchmarks.sizes_of_peers import repair_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fp32", "bf16", "checkpointed")
@@ -111,16 +114,9 @@ def images(size: int, classes: int = 10) -> Callable[[int], Any]:
 
 
 def subjects() -> dict[str, Subject]:
-    import torchvision
-    import transformers
-    from transformers import (
-        BertConfig,
-        GPT2Config,
-        LlamaConfig,
-        T5Config,
-        ViTConfig,
-    )
-
+    repair_torchvision()
+    torchvision: Any = importlib.import_module("torchvision")
+    transformers: Any = importlib.import_module("transformers")
     from automicro.demo import digits
 
     transformers.logging.set_verbosity_error()
@@ -135,7 +131,7 @@ def subjects() -> dict[str, Subject]:
         ),
         "GPT-2": Subject(
             lambda: transformers.GPT2LMHeadModel(
-                GPT2Config(
+                transformers.GPT2Config(
                     vocab_size=2000,
                     n_positions=128,
                     n_embd=128,
@@ -149,14 +145,14 @@ def subjects() -> dict[str, Subject]:
         ),
         "BERT": Subject(
             lambda: transformers.BertForMaskedLM(
-                BertConfig(vocab_size=2000, num_hidden_layers=4, **small)
+                transformers.BertConfig(vocab_size=2000, num_hidden_layers=4, **small)
             ),
             language,
             (2, 5, 12),
         ),
         "T5": Subject(
             lambda: transformers.T5ForConditionalGeneration(
-                T5Config(
+                transformers.T5Config(
                     vocab_size=2000,
                     d_model=128,
                     d_kv=32,
@@ -172,14 +168,18 @@ def subjects() -> dict[str, Subject]:
         ),
         "Llama": Subject(
             lambda: transformers.LlamaForCausalLM(
-                LlamaConfig(vocab_size=2000, num_hidden_layers=4, use_cache=False, **small)
+                transformers.LlamaConfig(
+                    vocab_size=2000, num_hidden_layers=4, use_cache=False, **small
+                )
             ),
             language,
             (2, 5, 12),
         ),
         "ViT": Subject(
             lambda: transformers.ViTForImageClassification(
-                ViTConfig(**{"image_size": 64, "patch_size": 8, "num_hidden_layers": 4, **small})
+                transformers.ViTConfig(
+                    **{"image_size": 64, "patch_size": 8, "num_hidden_layers": 4, **small}
+                )
             ),
             lambda rows: {
                 "pixel_values": torch.randn(rows, 3, 64, 64),
@@ -267,7 +267,8 @@ def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: st
         step.zero_grad()
     # The batch lies in host memory, and a device gets copies of its microbatches.
     copied = {id(tensor): tensor for _, tensor in tensor_leaves(batch)}.values()
-    return int(allocator.peak_bytes) - base_bytes + sum(tensor.nbytes // 2 for tensor in copied)
+    peak_bytes: int = allocator.peak_bytes - base_bytes
+    return peak_bytes + sum(tensor.nbytes // 2 for tensor in copied)
 
 
 def plan_of(subject: Subject, rows: int, way: str, optimizer: str) -> Any:

@@ -332,7 +332,7 @@ class DryRun:
         recorder.mark("forward")
         output, loss = self._forward(recorder, rows, conditions)
         recorder.mark("backward")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         del output, loss
         for parameter in wanting:
             if parameter.grad is not None:

@@ -4,14 +4,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automicro.batch.layout import describe_cut
+from automicro.pictures import Picture, speed_and_memory, timeline
 from automicro.planning.trace import ACTIVATIONS, KINDS, Owner, Trace
+from automicro.policy.halving import Halving
 from automicro.units import format_bytes
-
-if TYPE_CHECKING:
-    from automicro.policy.halving import Halving
 
 _MOST_MODULES = 6
 _MOST_SAMPLES = 200
@@ -103,13 +102,11 @@ class PlanReport:
         """0 where it fits, 1 where not even one row does, or not the size that was asked for."""
         return 0 if self.fits else 1
 
-    def policy(self) -> "Halving":
+    def policy(self) -> Halving:
         """What ``"auto"`` is, starting from the planned size in place of the whole batch.
 
         ``microbatch_size=report.policy()`` for a `Microbatcher` or a `Trainer`.
         """
-        from automicro.policy.halving import Halving
-
         return Halving(initial=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,19 +117,17 @@ class PlanReport:
         found["samples"] = [[step, dict(held)] for step, held in self.samples]
         return found
 
-    def picture(self) -> Any:
-        """The step's timeline by module, and the peak against the size.
-
-        Returns:
-            a pair of pictures: ``speed_and_memory`` and ``timeline``.
-        """
-        from automicro.pictures import speed_and_memory, timeline
-
+    def picture(self) -> Picture:
+        """What a step holds from its beginning to its end, and the peak against the size."""
         points = [(size, None, None, peak) for size, peak in self.points]
         chosen = self.microbatch_size if self.fits else None
-        return (
-            speed_and_memory(points, limit_bytes=self.limit_bytes, chosen=chosen),
-            timeline(self.samples, limit_bytes=self.limit_bytes),
+        by_size = speed_and_memory(points, limit_bytes=self.limit_bytes, chosen=chosen)
+        step = timeline(self.samples, limit_bytes=self.limit_bytes)
+        return dataclasses.replace(
+            by_size,
+            title=f"What a step of {self.model} holds",
+            summary=f"{self._verdict()}. {step.summary}",
+            panels=[*step.panels, *by_size.panels],
         )
 
     def __str__(self) -> str:

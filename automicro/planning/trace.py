@@ -362,5 +362,6 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...], *, on_accelerator: bool) 
     if func in _LSTM or func in _LSTM_BACKWARD:
         sequence, *weights = args[:3]
         states = sequence.nbytes // sequence.shape[-1] * weights[1].shape[-1]
-        return int(_SCRATCH_STATES * states + 2 * sum(each.nbytes for each in weights))
+        copies = 3 if sequence.itemsize == 2 else 2
+        return int(_SCRATCH_STATES * states + copies * sum(each.nbytes for each in weights))
     return 0

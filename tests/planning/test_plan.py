@@ -306,6 +306,13 @@ def test_a_timeline_ends_as_it_began_and_has_the_peak() -> None:
     assert steps == sorted(steps)
 
 
+def test_a_picture_has_the_timeline_and_the_peak_by_size() -> None:
+    picture = plan(Blocks(), batch(512), memory="3MiB").picture()
+    assert len(picture.panels) == 2
+    assert "activations" not in picture.title
+    assert "Blocks" in picture.html()
+
+
 def test_every_device_has_less_than_its_name_says() -> None:
     for name, device in DEVICES.items():
         assert 0 < device.usable_bytes < device.total_bytes
