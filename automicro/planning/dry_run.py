@@ -111,7 +111,7 @@ class DryRun:
         ... )
         >>> dry_run = DryRun(job)
         >>> dry_run.step(8, splits=False).peak_bytes
-        23552
+        20480
 
     Args:
         job: what is to be trained.
@@ -125,6 +125,7 @@ class DryRun:
     _convention: Convention = field(init=False)
     _step_memory: StepMemory | None = field(default=None, init=False)
     _without_gradient: set[int] | None = field(default=None, init=False)
+    _traces: dict[tuple[int, bool, Conditions], Trace] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -237,7 +238,7 @@ class DryRun:
     # One step
 
     def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
-        """What one step holds whose largest microbatch has this many rows.
+        """What one step holds whose largest microbatch has this many rows. Each is run once.
 
         Args:
             rows: of the microbatch; more than the batch has are had by repeating its rows.
@@ -247,7 +248,14 @@ class DryRun:
         Raises:
             UntraceableModelError: it needs data. The message has the model's own line.
         """
-        conditions = conditions or Conditions()
+        asked = (rows, splits, conditions or Conditions())
+        if asked not in self._traces:
+            self._traces[asked] = self._traced(*asked)
+        return self._traces[asked]
+
+    def _traced(self, rows: int, splits: bool, conditions: Conditions) -> Trace:
+        if splits and self._without_gradient is None:
+            self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
         self.step_memory()
         recorder = Recorder(on_accelerator=self.job.on_accelerator)
@@ -284,6 +292,7 @@ class DryRun:
     def _step(
         self, recorder: Recorder, microbatch: Any, splits: bool, conditions: Conditions
     ) -> None:
+        recorder.parameters = frozenset(map(id, self.parameters))
         with recorder.owning(PARAMETERS):
             recorder.ledger.see(self.parameters, [])
         buffers = {id(b): b for module in self._modules for b in module.buffers()}
@@ -302,8 +311,6 @@ class DryRun:
                 recorder.mark("forward")
                 self._forward(recorder, rows, conditions)
             return
-        if splits and self._without_gradient is None:
-            raise AssertionError("a whole batch is run first, which shows what has a gradient")
         try:
             with torch.enable_grad():
                 self._train(recorder, rows, splits, conditions)

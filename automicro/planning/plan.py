@@ -25,6 +25,7 @@ from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, 
 from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, samples_of
 from automicro.planning.trace import (
     BACKWARD,
+    CASTS,
     GATHERED,
     GRADIENTS,
     OPTIMIZER,
@@ -65,22 +66,32 @@ class _Shards:
     """One rank's part of a model of which each rank holds a share, as ``fully_shard`` has it.
 
     Repeated blocks are gathered one after the other, the next one while one computes; what is left
-    of the model stays gathered.
+    of the model stays gathered. In half precision they are gathered as such
+    (``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``).
     """
 
     num_ranks: int
     whole_bytes: int
     block_bytes: int
     rest_bytes: int
+    gathered_share: float
 
     @classmethod
-    def of(cls, model: nn.Module, num_ranks: int) -> "_Shards":
+    def of(cls, model: nn.Module, num_ranks: int, precision: str) -> "_Shards":
         def held(module: nn.Module) -> int:
             return sum(parameter.nbytes for parameter in module.parameters())
 
         blocks = [held(block) for block in repeated_blocks(model).values()]
         whole = held(model)
-        return cls(num_ranks, whole, max(blocks, default=0), max(whole - sum(blocks), 0))
+        dtype = PRECISIONS[precision]
+        widest = max((parameter.itemsize for parameter in model.parameters()), default=4)
+        return cls(
+            num_ranks=num_ranks,
+            whole_bytes=whole,
+            block_bytes=max(blocks, default=0),
+            rest_bytes=max(whole - sum(blocks), 0),
+            gathered_share=1.0 if dtype is None else min(dtype.itemsize / widest, 1.0),
+        )
 
     def of_rank(self, trace: Trace, *, train: bool) -> Trace:
         """What one rank holds of what one process would."""
@@ -89,9 +100,15 @@ class _Shards:
         gathered = self.rest_bytes + 2 * self.block_bytes
         if train:  # a block's gradient, before each rank has its share of it
             gathered += self.rest_bytes + self.block_bytes
-        most = self.whole_bytes * (2 if train else 1)
-        part = trace.scaled(lambda owner: 1 / self.num_ranks if owner.kind in _SHARDED else 1.0)
-        return part.plus({Owner(GATHERED): min(gathered, most)})
+        gathered = min(gathered, self.whole_bytes * (2 if train else 1))
+
+        def share(owner: Owner) -> float:
+            if owner.kind == CASTS:  # gathered as such
+                return 0.0
+            return 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
+
+        held = {Owner(GATHERED): int(gathered * self.gathered_share)}
+        return trace.scaled(share).plus(held)
 
 
 class _FewRows:
@@ -101,11 +118,10 @@ class _FewRows:
         self._dry_run = DryRun(job, is_fake=False)
         self.model, self.job, self.is_fake = self._dry_run.model, job, False
         self.step_memory = self._dry_run.step_memory
-        self._run = functools.cache(self._dry_run.step)
+        self._run = self._dry_run.step
 
     def step(self, rows: int, *, splits: bool, conditions: Conditions) -> Trace:
         """As `DryRun.step`; of many rows on lines through the steps of two smaller sizes."""
-        self._run(1, splits=False, conditions=conditions)  # shows what has a gradient
         few, more = _FEW
         if rows <= more:
             return self._run(rows, splits=splits, conditions=conditions)
@@ -122,7 +138,7 @@ class _FewRows:
         return Trace.still(held)
 
 
-class _Planner:
+class Planner:
     """Peaks by size, each found once.
 
     Args:
@@ -136,11 +152,11 @@ class _Planner:
         self, steps: DryRun | _FewRows, conditions: Conditions, num_ranks: int, rows: int
     ) -> None:
         self.steps, self.conditions, self.rows = steps, conditions, rows
-        self.shards = _Shards.of(steps.model, num_ranks)
+        self.shards = _Shards.of(steps.model, num_ranks, conditions.precision)
         self.points: dict[int, tuple[int, int]] = {}  # peak and margin by size
-        self.whole = functools.cache(self._whole)
 
-    def _whole(self, size: int, conditions: Conditions) -> Trace:
+    def whole(self, size: int, conditions: Conditions) -> Trace:
+        """The same of all shards together."""
         return self.steps.step(size, splits=size < self.rows, conditions=conditions)
 
     def trace(self, size: int) -> Trace:
@@ -164,22 +180,28 @@ class _Planner:
     def largest(self, limit_bytes: int) -> int:
         """The most rows that fit; 0 where one does not.
 
-        A peak is a maximum of lines in the rows: the straight way between what fits and what does
-        not never promises too much, and once both lie on the last line it is exact.
+        A peak is a maximum of lines in the rows, so it never grows slower than it has begun to:
+        what lies above the line through two sizes fails without being looked at. The straight way
+        between what fits and what fails never promises too much. What is returned was looked at.
         """
-        if self.need(self.rows) <= limit_bytes:
-            return self.rows
-        if self.rows == 1 or self.need(1) > limit_bytes:
+        if self.need(1) > limit_bytes:
             return 0
-        fits, fails = 1, self.rows
-        while fails - fits > 1:
-            slope = (self.need(fails) - self.need(fits)) / (fails - fits)
-            guess = fits + int((limit_bytes - self.need(fits)) / slope) if slope > 0 else 0
-            size = min(max(guess, fits + 1), fails - 1)
-            if self.need(size) <= limit_bytes:
-                fits = size
-            else:
+        fits, fails, size = 1, self.rows + 1, min(2, self.rows)
+        while fits < size < fails:
+            if self.need(size) > limit_bytes:
                 fails = size
+            else:
+                before, fits = fits, size
+                slope = (self.need(fits) - self.need(before)) / (fits - before)
+                if slope > 0:
+                    room = limit_bytes - self.need(fits)
+                    fails = min(fails, fits + int(room / slope) + 1)
+            if fails in self.points:
+                slope = (self.need(fails) - self.need(fits)) / (fails - fits)
+                guess = fits + int((limit_bytes - self.need(fits)) / slope) if slope > 0 else fits
+                size = min(max(guess, fits + 1), fails - 1)
+            else:
+                size = fails - 1
         return fits
 
     def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
@@ -206,10 +228,11 @@ class _Planner:
 
         def otherwise(**changes: Any) -> Trace:
             conditions = dataclasses.replace(self.conditions, **changes)
-            return self.shards.of_rank(self.whole(size, conditions), train=conditions.train)
+            shards = _Shards.of(self.steps.model, self.shards.num_ranks, conditions.precision)
+            return shards.of_rank(self.whole(size, conditions), train=conditions.train)
 
         def sharded(num_ranks: int) -> Trace:
-            shards = _Shards.of(self.steps.model, num_ranks)
+            shards = _Shards.of(self.steps.model, num_ranks, self.conditions.precision)
             return shards.of_rank(self.whole(size, self.conditions), train=self.conditions.train)
 
         if self.conditions.train and self.steps.is_fake:
@@ -359,12 +382,14 @@ def plan(
     given = None if microbatch_size is None else check_microbatch_size(microbatch_size)
     why = ""
 
-    def planned(steps: DryRun | _FewRows) -> tuple[_Planner, int]:
-        planner = _Planner(steps, conditions, num_ranks, num_rows)
-        planner.need(num_rows)  # shows what has a gradient
-        if given is not None:
-            return planner, min(given, num_rows)
-        return planner, num_rows if limit_bytes is None else planner.largest(limit_bytes)
+    def planned(steps: DryRun | _FewRows) -> tuple[Planner, int]:
+        planner = Planner(steps, conditions, num_ranks, num_rows)
+        if given is not None or limit_bytes is None:
+            size = min(given or num_rows, num_rows)
+        else:
+            size = planner.largest(limit_bytes)
+        planner.need(balanced_sizes(num_rows, size or 1)[0])
+        return planner, size
 
     try:
         planner, size = planned(DryRun(job))
@@ -380,7 +405,7 @@ def plan(
 
 
 def _report(
-    planner: _Planner,
+    planner: Planner,
     size: int,
     limit_bytes: int | None,
     *,

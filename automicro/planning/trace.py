@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 
 from automicro.memory.ledger import GRANULE, Change, CountingMode, Entry, StorageLedger
-from automicro.torch_private import node_in_backward, num_nodes_made
+from automicro.torch_private import FakeTensor, node_in_backward, num_nodes_made
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -33,11 +33,12 @@ BACKWARD = "temporaries of the backward"
 STEP = "temporaries of the optimizer's step"
 WORKSPACE = "workspace of kernels"
 GATHERED = "gathered from other ranks"
+CASTS = "parameters in half precision"
 KINDS = (
-    PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, BATCH, ACTIVATIONS, TAIL, BACKWARD, STEP,
-    WORKSPACE,
+    PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, BATCH, ACTIVATIONS, TAIL,
+    BACKWARD, STEP, WORKSPACE,
 )  # fmt: skip
-STAYING = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
+STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
 """What is of the same size whatever the microbatch."""
 
 
@@ -197,6 +198,9 @@ class Recorder(CountingMode):
     Args:
         on_accelerator: whether kernels are to be taken for those of an accelerator.
 
+    Attributes:
+        parameters: their ids; what they are cast to is told apart.
+
     Example:
         >>> recorder = Recorder()
         >>> with recorder, recorder.owning("batch"):
@@ -213,6 +217,7 @@ class Recorder(CountingMode):
         super().__init__(None)
         self.ledger = _WritingLedger()
         self._on_accelerator = on_accelerator
+        self.parameters: frozenset[int] = frozenset()
         self._kind = ACTIVATIONS
         self._inside: list[str] = []
         self._marks: list[Mark] = []
@@ -221,9 +226,24 @@ class Recorder(CountingMode):
         self._makers: list[str] = [""]
         self._after_last_part = 0  # storages that were there when the last submodule ended
 
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer at once which device a stand-in lies on, which is most of what is asked."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, and write down what comes and goes with it."""
-        self.ledger.owner = self._owner()
+        owner = self._owner()
+        if func is _CAST and id(args[0]) in self.parameters:
+            owner = Owner(CASTS, owner.module)
+        self.ledger.owner = owner
         output = super().run(func, types, args, kwargs)
         if func in _LSTM:
             output = _with_kept(func, output)
@@ -320,6 +340,8 @@ class Recorder(CountingMode):
         )
 
 
+_DEVICE = torch.ops.prim.device.default
+_CAST = torch.ops.aten._to_copy.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _LSTM = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))

@@ -102,7 +102,8 @@ def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
     assert 1 < report.microbatch_size < 512
     assert report.needed_bytes <= limit
     assert len(report.points) <= 8
-    larger = plan(Blocks(), batch(512), memory=limit, microbatch_size=report.largest_size + 1)
+    coarser = -(-512 // (report.num_microbatches - 1))
+    larger = plan(Blocks(), batch(512), memory=limit, microbatch_size=coarser)
     assert larger.needed_bytes > limit
     assert not larger.fits
     assert (report.fits, report.exit_code, larger.exit_code) == (True, 0, 1)
