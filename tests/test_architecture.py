@@ -34,7 +34,7 @@ LAYERS = (
     ("step",),
     ("microbatcher",),
     ("events", "planning", "torture", "verification"),
-    ("callbacks",),
+    ("callbacks", "pytest_plugin"),
     ("integrations", "trainer"),
     ("demo",),
     ("cli",),
