@@ -178,6 +178,7 @@ def fits_baseline(request: pytest.FixtureRequest) -> FitsBaseline:
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
     """Judge what a marked test returns, before pytest complains that it returns something."""
+    __tracebackhide__ = True
     marker = pyfuncitem.get_closest_marker("fits")
     if marker is not None:
         pyfuncitem.obj = _judged(pyfuncitem.obj, marker)

@@ -1,6 +1,6 @@
 """Planned peaks beside real ones: torch's CPU allocator with a count, and the figures of peers.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.plan [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.plan [--quick | --peers] [--json FILE]
 
 Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
 the backward, with four optimizers. Each case is planned on tensors without data, then trained for
@@ -317,16 +317,118 @@ def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def peers(library: Path, name: str) -> list[dict[str, Any]]:
+    """A whole batch in fp32 with AdamW, as others predict it, and as it was."""
+    from tests.real_memory.allocator import CappedAllocator
+
+    subject, allocator = subjects()[name], CappedAllocator(library)
+    warnings.simplefilter("ignore")
+    rows = subject.sizes[1]
+    batch = subject.batch(rows)
+    found: dict[str, Any] = {"model": name, "rows": rows}
+
+    def predict(peer: str, predicted: Callable[[], int]) -> None:
+        try:
+            found[peer] = predicted()
+        except Exception as error:
+            found[peer] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+    import automicro
+
+    options: dict[str, Any] = {"loss_fn": subject.loss_fn, "optimizer": torch.optim.AdamW}
+    options |= {"device": "cpu", "remedies": False}
+    predict("automicro", lambda: automicro.plan(subject.make(), batch, **options).peak_bytes)
+    predict("MemTracker", lambda: _mem_tracker(subject, rows))
+    predict("accelerate", lambda: _accelerate(subject))
+    predict("kitsune", lambda: _kitsune(subject, rows))
+    gc.collect()
+    base_bytes = allocator.used_bytes
+    model = subject.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        allocator.reset_peak()
+        _loss(model, subject, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    inputs = list(batch.values()) if isinstance(batch, dict) else batch
+    copied = {id(tensor): tensor.nbytes for tensor in inputs}
+    found["real_bytes"] = allocator.peak_bytes - base_bytes + sum(copied.values())
+    return [found]
+
+
+def _loss(model: nn.Module, subject: Subject, batch: Any) -> Tensor:
+    if subject.loss_fn is None:
+        loss: Tensor = model(**batch).loss
+        return loss
+    return subject.loss_fn(model(batch[0]), batch[1])
+
+
+def _mem_tracker(subject: Subject, rows: int) -> int:
+    """torch's own, on fake tensors, at the second step."""
+    mem_tracker: Any = importlib.import_module("torch.distributed._tools.mem_tracker")
+    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    with fake.FakeTensorMode():
+        model, batch = subject.make(), subject.batch(rows)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            tracker = mem_tracker.MemTracker()
+            inputs = list(batch.values()) if isinstance(batch, dict) else list(batch)
+            tracker.track_external(model, optimizer, *inputs)
+            with tracker:
+                _loss(model, subject, batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    tracker.reset_mod_stats()
+        found: int = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        return found
+
+
+def _accelerate(subject: Subject) -> int:
+    """What ``accelerate estimate-memory`` prints for training with Adam: a batch of one row."""
+    estimate: Any = importlib.import_module("accelerate.commands.estimate")
+    with torch.device("meta"):
+        size, _ = estimate.calculate_maximum_sizes(subject.make())
+    return int(max(estimate.estimate_training_usage(size, "float32").values()))
+
+
+def _kitsune(subject: Subject, rows: int) -> int:
+    kitsune: Any = importlib.import_module("kitsune")
+    batch = subject.batch(rows)
+    inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
+    result = kitsune.predict_memory(
+        subject.make(), tuple(inputs.shape[1:]), batch_size=rows, dtype=dtype, optimizer="adamw"
+    )
+    return int(result.total_bytes)
+
+
+def as_peers_table(rows: list[dict[str, Any]]) -> str:
+    names = ("automicro", "MemTracker", "accelerate", "kitsune")
+    lines = [f"| model | real | {' | '.join(names)} |", "|---|--:|" + "--:|" * len(names)]
+    for row in rows:
+        fields = [
+            row[name] if isinstance(row[name], str) else f"{row[name] / row['real_bytes'] - 1:+.0%}"
+            for name in names
+        ]
+        lines.append(f"| {row['model']} | {row['real_bytes'] >> 20} MiB | {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one optimizer")
     parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--peers", action="store_true", help="beside what others predict")
     parser.add_argument("--only", help="one model")
     parser.add_argument("--child", nargs=2, metavar=("LIBRARY", "REPORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         library, report = map(Path, arguments.child)
-        report.write_text(json.dumps(compare(library, arguments.only, quick=arguments.quick)))
+        if arguments.peers:
+            report.write_text(json.dumps(peers(library, arguments.only)))
+        else:
+            report.write_text(json.dumps(compare(library, arguments.only, quick=arguments.quick)))
         return
     from tests.compiling import compile_library, find_compiler
 
@@ -341,11 +443,17 @@ def main() -> None:
             report = Path(folder) / "report.json"
             command = [sys.executable, "-m", "benchmarks.plan", "--only", name]
             command += ["--quick"] if arguments.quick else []
+            command += ["--peers"] if arguments.peers else []
             subprocess.run([*command, "--child", str(library), str(report)], cwd=ROOT, check=True)
             rows += json.loads(report.read_text())
-            print(as_table(rows[-len(json.loads(report.read_text())) :], by_case=arguments.quick))
+            if not arguments.peers:
+                new = rows[-len(json.loads(report.read_text())) :]
+                print(as_table(new, by_case=arguments.quick), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.peers:
+        print(as_peers_table(rows))
+        return
     print(as_table(rows))
     unsafe = [row for row in rows if row["planned_bytes"] + row["margin_bytes"] < row["real_bytes"]]
     print(f"{len(rows)} cases, {len(unsafe)} unsafe ({len(unsafe) / len(rows):.1%})")

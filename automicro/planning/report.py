@@ -14,7 +14,7 @@ from automicro.units import format_bytes
 
 _MOST_MODULES = 6
 _MOST_SAMPLES = 200
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +197,10 @@ def by_kind(held: Mapping[Owner, int]) -> dict[str, int]:
 def grouped(module: str) -> str:
     """The name of a module, the same for all that stand in a row.
 
-    >>> grouped("transformer.h.11.mlp.act"), grouped("layers.0"), grouped("")
-    ('transformer.h.*.mlp.act', 'layers.*', 'the model itself')
+    >>> grouped("transformer.h.11.mlp.act"), grouped("layers.0.2"), grouped("0"), grouped("")
+    ('transformer.h.*.mlp.act', 'layers.*.2', '0', 'the model itself')
     """
-    return _NUMBER.sub("*", module) or "the model itself"
+    return _NUMBER.sub("*", module, count=1) or "the model itself"
 
 
 def by_module(held: Mapping[Owner, int]) -> dict[str, int]:

@@ -152,5 +152,5 @@ COMMAND = Command(
     exit_codes={0: "it fits", 1: "not even one row fits, or the run failed"},
     add_arguments=add_arguments,
     run=run,
-    place=4,
+    place=3,
 )
