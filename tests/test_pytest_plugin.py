@@ -1,5 +1,6 @@
 """The pytest plugin, in projects of its users."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -30,8 +31,11 @@ BATCH = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
 
 def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_net.py").write_text(MODEL + test)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "automicro.pytest_plugin"]
-    command += ["-p", "no:cacheprovider", *options, "test_net.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    installed = importlib.metadata.entry_points(group="pytest11")
+    if "automicro" not in installed.names:  # a tree that was not installed since it is there
+        command += ["-p", "automicro.pytest_plugin"]
+    command += [*options, "test_net.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
