@@ -7,7 +7,7 @@ transaction, commit or roll back, and try smaller slices after running out of me
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -300,6 +300,7 @@ class Microbatcher:
             memory=self._memory,
             reservation=OptimizerReservation(innermost),
         )
+        self._work: TrainingWork | None = None  # of the batch that runs
         self.wants_to_stop = False
 
     def __repr__(self) -> str:
@@ -416,7 +417,8 @@ class Microbatcher:
             11
         """
         kept = self._carrying.keep(return_outputs, self._device)
-        with self._memory.limited(), self._split_guard.explaining_memory():
+        guards = self._split_guard.explaining_memory(), self._setup.gradients.releasing()
+        with self._memory.limited(), guards[0], guards[1]:
             with announcing_failure(self._ranks):
                 batches = check_step(batches, may_be_none=not self._ranks.is_alone)
                 self._carrying.refuse_several(batches)
@@ -429,7 +431,11 @@ class Microbatcher:
                         self._prober.look(batches[0], step.rows[0])
                     self._index.refresh()  # a forward may have made layers
             work = TrainingWork(self._setup, self._train, step, metrics, kept, accept)
-            finished = run(step, work, self._train)
+            self._work = work
+            try:
+                finished = run(step, work, self._train)
+            finally:
+                self._work = None
         if finished.result is None:
             nothing = torch.tensor(math.nan)
             return StepResult(
@@ -505,6 +511,51 @@ class Microbatcher:
         was given, which has passed the place where it would.
         """
         self._setup.reservation.roll_back()
+
+    def release_gradients(self) -> None:
+        """Let go of the gradients of earlier batches where the next batch's forward clears them.
+
+        For hosts that call ``zero_grad`` between forward and backward: without this, a copy would
+        outlive it, because a failed attempt brings back what it cleared. It holds for one batch, on
+        one process; gradients that the forward does not clear are added to, as ever.
+
+        Example:
+            >>> model = nn.Linear(8, 2)
+            >>> def forward(model, batch):
+            ...     loss = model(batch).square().mean()
+            ...     model.zero_grad()
+            ...     return loss
+            >>> microbatcher = Microbatcher(
+            ...     model, forward=forward, loss_average="samples", microbatch_size=None
+            ... )
+            >>> for batch in torch.randn(3, 6, 8):
+            ...     microbatcher.release_gradients()
+            ...     _ = microbatcher.backward(batch)
+        """
+        self._setup.gradients.are_released = True
+
+    @contextlib.contextmanager
+    def allowing_writes(self) -> Iterator[None]:
+        """Around what a forward runs of a host's hooks, which may write to parameters.
+
+        What they write stays, also where the attempt fails. Elsewhere in a forward it is an error.
+
+        Example:
+            >>> model, average = nn.Linear(8, 2), nn.Linear(8, 2)
+            >>> def forward(model, batch):
+            ...     loss = model(batch).square().mean()
+            ...     with microbatcher.allowing_writes(), torch.no_grad():
+            ...         average.weight.lerp_(model.weight, 0.1)
+            ...     return loss
+            >>> microbatcher = Microbatcher(
+            ...     model, forward=forward, modules=[average], loss_average="samples"
+            ... )
+            >>> microbatcher.backward(torch.randn(6, 8)).num_samples
+            6
+        """
+        yield
+        if self._work is not None:
+            self._work.accept_writes()
 
     def _without_gradients(
         self, batch: Any, metrics: Any, return_outputs: Where, *, predicts: bool = False

@@ -48,6 +48,7 @@ __all__ = [
     "forget_workers",
     "gradient_hooks",
     "have_buffers",
+    "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
     "is_collective",
@@ -324,6 +325,15 @@ def schema_of(operation: Any) -> Any:
     True
     """
     return getattr(operation, "_schema", None)
+
+
+def in_backward() -> bool:
+    """Tell whether this thread runs a node of a backward.
+
+    >>> in_backward()
+    False
+    """
+    return torch._C._current_autograd_node() is not None
 
 
 def can_record_memory(device: torch.device) -> bool:

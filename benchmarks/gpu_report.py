@@ -166,6 +166,12 @@ PARTS = [
         seconds=90,
         tests="test_library_errors_gpu.py",
     ),
+    Part(
+        name="doctor",
+        asks="a snapshot of the device's own allocator names the planted culprit",
+        seconds=60,
+        tests="test_doctor_gpu.py",
+    ),
     *again("expandable segments", "expandable_segments:True", seconds=60),
     *again("cudaMallocAsync", "backend:cudaMallocAsync", seconds=40),
     Part(

@@ -28,7 +28,7 @@ LAYERS = (
     ),
     ("loggers", "modules", "policy", "units"),
     ("memory", "options", "pictures", "schedules", "values"),
-    ("batch", "checkpoints", "ranks", "transaction"),
+    ("batch", "checkpoints", "doctor", "ranks", "transaction"),
     ("compilation",),
     ("loss", "optimizer", "remembered"),
     ("step",),
@@ -44,7 +44,15 @@ GATHERING = ("__init__", "__main__")
 
 # Where each import of a package that not everybody needs, or that is slow to import, may stand.
 ONLY_IN = {"omegaconf": "cli"}
-NEVER_AT_MODULE_TOP = ("matplotlib", "sklearn", "transformers", "lightning", "accelerate", "keras")
+NEVER_AT_MODULE_TOP = (
+    "fsspec",
+    "matplotlib",
+    "sklearn",
+    "transformers",
+    "lightning",
+    "accelerate",
+    "keras",
+)
 NEEDED_AS_A_WHOLE = ("demo", "integrations")  # whoever imports these has what they are for
 # Where everything stands that a new version of torch may take away.
 PRIVATE_NAMES_OF_TORCH_IN = (

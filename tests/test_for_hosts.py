@@ -15,6 +15,7 @@ from automicro import (
     LossAverageWarning,
     MemoryBudget,
     Microbatcher,
+    RollbackError,
 )
 from tests import models
 from tests.models import ROWS, Mlp
@@ -255,6 +256,69 @@ def test_a_step_inside_a_closure_has_the_memory_that_was_held_for_it() -> None:
         model.zero_grad()
         released = True
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back(
+    sets_to_none: bool, fails: bool
+) -> None:
+    model = nn.Linear(4, 2)
+    kept = nn.Parameter(torch.ones(2))
+    attempts: list[int] = []
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = (model(batch) * kept).square().mean()
+        attempts.append(len(batch))
+        if len(batch) == 6:
+            model.zero_grad(set_to_none=sets_to_none)
+        return loss
+
+    def backward(loss: Tensor) -> None:
+        if fails and attempts[-1] == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss.backward()
+
+    step = Microbatcher(
+        model, forward=forward, backward=backward, loss_average="samples", probe=False
+    )
+    for parameter in (*model.parameters(), kept):
+        parameter.grad = torch.ones_like(parameter)
+    batch = torch.randn(6, 4)
+    expected = torch.autograd.grad((model(batch) * kept).square().mean(), [model.weight, kept])
+    step.release_gradients()
+    step.backward(batch)
+    assert model.weight.grad is not None
+    assert kept.grad is not None
+    assert attempts == [6, 3, 3] if fails else [6]
+    torch.testing.assert_close(model.weight.grad, expected[0])
+    torch.testing.assert_close(kept.grad, 1 + expected[1])
+    step.backward(batch[:3])  # it held for one batch
+    assert attempts[-1] == 3
+
+
+def test_what_a_host_writes_to_parameters_stays_and_other_writes_are_an_error() -> None:
+    model, average = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        with torch.no_grad():
+            if may:
+                with step.allowing_writes():
+                    average.weight.zero_()
+            else:
+                average.weight.zero_()
+        return loss
+
+    step = Microbatcher(
+        model, forward=forward, modules=[average], loss_average="samples", probe=False
+    )
+    may = True
+    step.backward(torch.randn(6, 4))
+    assert not average.weight.any()
+    may = False
+    with pytest.raises(RollbackError, match="changed parameters"):
+        step.backward(torch.randn(6, 4))
 
 
 def test_the_loss_of_a_rank_that_is_alone_is_the_loss() -> None:

@@ -4,9 +4,17 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import AutomicroWarning, describe_error, warn
@@ -15,11 +23,12 @@ from automicro.events.run import Run
 from automicro.memory.device import allocated_bytes
 from automicro.memory.residents import measure_residents
 from automicro.options import read_count
-from automicro.step.events import Attempt, OutOfMemory, Resize
+from automicro.step.events import Attempt, Microbatch, OutOfMemory, Resize
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import (
     can_record_memory,
     dump_memory_snapshot,
+    is_compiled,
     is_uninitialized,
     record_memory_history,
     tell_no_more,
@@ -34,7 +43,9 @@ class OutOfMemoryReport(Callback):
 
     ``oom-0001.json`` and so on in the folder: when and where in training, the attempt, the sizes
     before and after, the shapes of the batch, the message, peak and allocated bytes, what lies on
-    the device at any size, and the largest parameters. With CUDA's native allocator beside it
+    the device at any size, and the largest parameters. The attempt after a failure tells which
+    modules leave how much on the device in a forward, and in which memory ran out again;
+    ``automicro doctor oom-0001.json`` reads all of it. With CUDA's native allocator beside it
     ``oom-0001.pickle``, a snapshot for https://docs.pytorch.org/memory_viz, taken where a request
     could not be served, with everything still on the device. A library that fails without having
     asked torch's allocator leaves one of what is left when the attempt was rolled back.
@@ -74,6 +85,8 @@ class OutOfMemoryReport(Callback):
         self._open: tuple[Path, dict[str, Any]] | None = None  # the size after is still to come
         self._taken: Path | None = None  # the snapshot of this attempt's last refused request
         self._why_not: Exception | None = None
+        self._forward: _Forward | None = None  # of an attempt after one that failed
+        self._last: tuple[Path, dict[str, Any]] | None = None  # of this batch
 
     @property
     def written(self) -> int:
@@ -92,19 +105,19 @@ class OutOfMemoryReport(Callback):
 
     def batch_start(self, run: Run, batch: Any) -> None:
         """Keep the batch, to describe it if need be."""
-        self._batch, self._open = batch, None
+        self._batch, self._open, self._last = batch, None, None
 
     def batch_end(self, run: Run, result: StepResult) -> None:
         """Let go of the batch."""
-        self._batch = self._open = None
+        self._batch = self._open = self._last = None
 
     def eval_batch_start(self, run: Run, batch: Any) -> None:
         """Keep the batch, to describe it if need be."""
-        self._batch, self._open = batch, None
+        self._batch, self._open, self._last = batch, None, None
 
     def eval_batch_end(self, run: Run, result: EvalResult) -> None:
         """Let go of the batch."""
-        self._batch = self._open = None
+        self._batch = self._open = self._last = None
 
     def attempt_start(self, run: Run, attempt: Attempt) -> None:
         """Take a snapshot where memory runs out."""
@@ -112,19 +125,38 @@ class OutOfMemoryReport(Callback):
         if self._takes_snapshots(run):
             tell_of_shortage(self._take_snapshot)
 
+    def forward_start(self, run: Run, microbatch: Microbatch) -> None:
+        """Look what modules take, where memory ran out before."""
+        if microbatch.attempt.number > 1 and microbatch.index == 0 and self._last is not None:
+            self._forward = _Forward(run, microbatch.attempt)
+            self._forward.begin()
+
+    def forward_end(self, run: Run, microbatch: Microbatch) -> None:
+        """Look no more."""
+        if self._forward is not None:
+            self._forward.end()
+
     def attempt_end(self, run: Run, attempt: Attempt) -> None:
         """Take none any more, and drop what was not needed: a library went on with less."""
         tell_no_more(self._take_snapshot)
         self._drop_snapshot()
+        if self._forward is not None and self._last is not None:
+            path, report = self._last
+            report["activations"] = self._forward.content()
+            self._write(path, report)
+        self._forward = self._last = None
 
     def oom(self, run: Run, failure: OutOfMemory) -> None:
         """Write a report. The next size is added when it is known, if there is one."""
         self._open = None
         tell_no_more(self._take_snapshot)
+        if self._forward is not None:
+            self._forward.end()
         try:
             self._report(run, failure)
         finally:
             self._drop_snapshot()
+            self._forward = None
 
     def _report(self, run: Run, failure: OutOfMemory) -> None:
         if self._written >= self._max_reports:
@@ -133,13 +165,16 @@ class OutOfMemoryReport(Callback):
         try:
             path = self._next_path()
             report = describe_failure(run, failure, self._batch)
+            if self._forward is not None:
+                report["activations"] = self._forward.content()
+                report["inside"] = self._forward.inside
         except Exception as error:  # whatever it is, it is not worth the run
             _say(path, error)
             return
         if not self._write(path, report):
             return
         self._written += 1
-        self._open = (path, report)
+        self._open = self._last = (path, report)
         if self._takes_snapshots(run):
             snapshot = path.with_suffix(".pickle")
             try:
@@ -247,8 +282,115 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
             "total": residents.total,
             "limit": residents.limit,
         },
+        "device_memory": _device_memory(run.device),
         "largest_parameters": _largest_parameters(run),
     }
+
+
+def _device_memory(device: torch.device) -> dict[str, int] | None:
+    """Of the whole device, so that what others hold shows; None where nobody says."""
+    if device.type == "cpu":
+        return None
+    try:
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+        reserved_bytes = torch.accelerator.memory_reserved(device)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+    return {
+        "total_bytes": int(total_bytes),
+        "free_bytes": int(free_bytes),
+        "reserved_bytes": int(reserved_bytes),
+    }
+
+
+class _Forward:
+    """What each module leaves on the device in the forward of one microbatch.
+
+    Only after a failure, and for one forward: asking the allocator twice for each module costs
+    microseconds each. Nothing is looked at inside of what is compiled.
+    """
+
+    def __init__(self, run: Run, attempt: Attempt) -> None:
+        self._device = run.device
+        self._rows = attempt.microbatch_size
+        self._names = {id(part): name for name, part in run.model.named_modules()}
+        self._root = type(run.model).__name__
+        self._looks = not any(map(is_compiled, run.model.modules()))
+        self._open: list[_Call] = []
+        self._held: dict[str, list[int]] = {}  # bytes and calls
+        self._handles: list[Any] = []
+
+    @property
+    def inside(self) -> list[str]:
+        """The modules in which it ended, from the outermost on; none where it went through."""
+        return [self._name(call.module) for call in self._open]
+
+    def begin(self) -> None:
+        if self._looks and allocated_bytes(self._device) is not None:
+            self._handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave),
+            ]
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for call in reversed(self._open):  # what was there when memory ran out
+            self._count(call, call.last - call.before)
+
+    def content(self) -> dict[str, Any]:
+        """As plain values, the largest first."""
+        ordered = sorted(self._held.items(), key=lambda each: -each[1][0])
+        return {
+            "microbatch_size": self._rows,
+            "by_module": {
+                name: {"bytes": num_bytes, "calls": calls}
+                for name, (num_bytes, calls) in ordered
+                if num_bytes > 0
+            },
+        }
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._names:
+            now = self._now()
+            self._open.append(_Call(module=id(module), before=now, last=now))
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        now = self._now()
+        while self._open and any(call.module == id(module) for call in self._open):
+            call = self._open.pop()  # above it lie those whose error the model caught
+            grown = now - call.before
+            self._count(call, grown)
+            if self._open:
+                self._open[-1].parts += grown
+                self._open[-1].last = now
+            if call.module == id(module):
+                break
+
+    def _count(self, call: "_Call", grown: int) -> None:
+        held = self._held.setdefault(self._name(call.module), [0, 0])
+        held[0] += max(grown - call.parts, 0)
+        held[1] += 1
+
+    def _name(self, module: int) -> str:
+        return self._names[module] or self._root
+
+    def _now(self) -> int:
+        now = allocated_bytes(self._device) or 0
+        if self._open:
+            self._open[-1].last = now
+        return now
+
+
+@dataclass
+class _Call:
+    """A module that computes: what was there before, at last, and what its parts left."""
+
+    module: int
+    before: int
+    last: int
+    parts: int = 0
 
 
 def _describe_batch(batch: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,25 @@ from automicro.transaction.remembering import CannotRememberError, Growth, Remem
 _MOST_BYTES = 2**18  # of an attribute that is copied before each batch
 
 
+Source = tuple[int, str | None]
+
+
 class Logged(NamedTuple):
-    """One call of ``log``: in which microbatch, and how."""
+    """One call of ``log``: in which microbatch, and how.
+
+    Attributes:
+        value: a tensor, or a metric.
+        options: of the call.
+        microbatch: its index.
+        source: the metric whose call has returned the value; None for another value.
+        number: the value, where it was a plain number.
+    """
 
     value: Any
     options: dict[str, Any]
     microbatch: int
+    source: Source | None = None
+    number: float | None = None
 
 
 class Joined:
@@ -72,9 +85,17 @@ class Joined:
             value.copy_(torch.where(is_loss, loss.to(value), value))
         self._may_be_loss.clear()
 
-    def logged(self, said: Sequence[Logged]) -> tuple[Any, dict[str, Any]]:
-        """Value and options of a call of ``log``, from those in each microbatch."""
-        value, options, _ = said[-1]
+    def logged(
+        self, name: str, said: Sequence[Logged], value_of: Callable[[Source], Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Value and options of a call of ``log``, from those in each microbatch.
+
+        Args:
+            name: that it is logged under.
+            said: of each.
+            value_of: what a metric comes to for the whole batch.
+        """
+        value, options, _, source, _ = said[-1]
         if not self.is_split:
             return value, options
         indices = [each.microbatch for each in said]
@@ -89,13 +110,40 @@ class Joined:
                 options = {**options, "batch_size": sum(counts)}
         if not isinstance(value, Tensor):  # a metric, which counts by itself
             return value, options
+        if source is not None and all(each.source == source for each in said):
+            whole = value_of(source)
+            if isinstance(whole, Tensor) and whole.shape == value.shape:
+                return whole.to(value.dtype), options
         values = [each.value for each in said]
         kind = _name_of(options.get("reduce_fx", "mean"))
         if kind == "sum":
             return torch.stack(values).sum(0), options
         if kind in ("max", "min"):
             return getattr(torch.stack(values), f"a{kind}")(0), options
+        if self._is_count(name, said, value):
+            several = torch.stack(values)
+            is_constant = (several == several[0]).all() & (said[0].number is None)
+            return torch.where(is_constant, several[0], several.sum(0)), options
         return self._mean(values, weights, indices), options
+
+    def _is_count(self, name: str, said: Sequence[Logged], value: Tensor) -> bool:
+        """Whether a value that is logged as a mean counts something of its microbatch."""
+        rows = [self._rows[each.microbatch] for each in said]
+        if [each.number for each in said] == rows and max(rows) > 1:
+            is_sure = len(set(rows)) > 1
+            what = "the number of rows"
+        elif value.is_floating_point() or value.dtype in (torch.bool, torch.complex64):
+            return False
+        else:
+            is_sure, what = False, "a whole number"
+        if not is_sure:
+            warn(
+                f"self.log({name!r}) is given {what} of each microbatch, and these are added up, "
+                "as counts are, or kept where all whole tensors are the same; say reduce_fx='sum' "
+                "where it is a count, and log a float of the step's own where it is none",
+                MetricWarning,
+            )
+        return True
 
     def join(self, what: str, values: Sequence[Any]) -> Any:
         """Several values of one kind, one for each microbatch, as one.
@@ -243,10 +291,14 @@ class Kept:
     Args:
         module: whose step it is.
         apart_from: attributes that are the host's own.
+
+    Attributes:
+        others: further objects whose attributes a step may change, such as callbacks.
     """
 
     def __init__(self, module: nn.Module, *, apart_from: Iterable[str] = ()) -> None:
         self._module = module
+        self.others: Sequence[Any] = ()
         self._hosts = OF_EVERY_MODULE | frozenset(apart_from)
         self._growth = Growth()
         self._forgotten: set[tuple[int, str]] = set()
@@ -259,6 +311,8 @@ class Kept:
         self._counted: Metrics | None = None
         self._lists: list[tuple[str, list[Any], int, list[int]]] = []
         self._shadows: list[tuple[Any, Any]] = []
+        # By id of what a metric returned: that, as ids are used again, and whose it is.
+        self._returned: dict[int, tuple[Any, Source]] = {}
         self._places = Replacements()
 
     def begin(self) -> None:
@@ -269,6 +323,8 @@ class Kept:
         for module in modules:
             if id(module) not in inside and not _is_of_torch(module):
                 self._begin_table(module)
+        for other in self.others:
+            self._begin_table(other)
         self._counted = Metrics(self._metrics, self._growth)
         self._counted.begin()
         for name, value in self._of_its_own(self._module):
@@ -277,11 +333,11 @@ class Kept:
                     label = f"{name}[{key!r}]" if key != "" else name
                     self._lists.append((label, each, len(each), []))
 
-    def _begin_table(self, module: nn.Module) -> None:
-        table = dict(self._of_its_own(module))
-        self._tables.append((vars(module), table))
+    def _begin_table(self, owner: Any) -> None:
+        table = dict(self._of_its_own(owner))
+        self._tables.append((vars(owner), table))
         for name, value in table.items():
-            if (id(module), name) in self._forgotten or isinstance(value, nn.Module):
+            if (id(owner), name) in self._forgotten or isinstance(value, nn.Module):
                 continue
             try:
                 if _is_light(value):
@@ -289,11 +345,11 @@ class Kept:
                 elif type(value) is list:
                     self._remembered.add_growing(value)
             except CannotRememberError:  # what is large or foreign is no count
-                self._forgotten.add((id(module), name))
+                self._forgotten.add((id(owner), name))
 
-    def _of_its_own(self, module: nn.Module) -> list[tuple[str, Any]]:
+    def _of_its_own(self, owner: Any) -> list[tuple[str, Any]]:
         """The attributes that are the caller's, and neither torch's nor the host's."""
-        return [(name, value) for name, value in vars(module).items() if name not in self._hosts]
+        return [(name, value) for name, value in vars(owner).items() if name not in self._hosts]
 
     def begin_microbatch(self, *, is_split: bool, is_first: bool) -> None:
         """The step of a microbatch begins."""
@@ -312,12 +368,27 @@ class Kept:
                 shadow = _emptied(metric)
                 self._shadows.append((metric, shadow))
             shadow.update(*arguments, **named)
+            parts = value.items() if isinstance(value, Mapping) else [(None, value)]
+            for key, part in parts:
+                self._returned[id(part)] = part, (id(metric), key)
             return value
 
         self._places.put(metric, "forward", forward)
 
+    def source_of(self, value: Any) -> Source | None:
+        """The metric whose call in this microbatch has returned a value; None for another."""
+        found = self._returned.get(id(value))
+        return None if found is None or found[0] is not value else found[1]
+
+    def value_of(self, source: Source) -> Any:
+        """What a metric comes to for all microbatches."""
+        number, key = source
+        whole = next(shadow for metric, shadow in self._shadows if id(metric) == number).compute()
+        return whole if key is None else whole[key]
+
     def end_microbatch(self) -> None:
         """The step of a microbatch is over."""
+        self._returned.clear()
         for _, values, _, lengths in self._lists:
             lengths.append(len(values))
 

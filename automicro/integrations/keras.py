@@ -27,6 +27,7 @@ from automicro.integrations.host import (
 from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
+from automicro.sharding import is_sharded
 from automicro.step.results import EvalResult, StepResult
 from automicro.step.split_guard import BATCHNORM_MODES, find_batchnorm
 
@@ -129,6 +130,20 @@ def refuse(model: Any) -> None:
         )
     elif model.steps_per_execution > 1:
         why = "steps_per_execution makes one step of several; leave it at 1"
+    elif keras.distribution.distribution() is not None:
+        why = (
+            "keras.distribution.set_distribution is on, and nobody knows what it does to gradients "
+            "on torch; start a process for each device in its place, with an optimizer whose "
+            "apply() averages gradients over ranks, or use automicro.Microbatcher with "
+            "DistributedDataParallel in a loop of your own"
+        )
+    elif shared := _shared_by_ranks(model):
+        why = (
+            f"{shared[0]} belongs to several ranks, which would not run out of memory together, "
+            "while Keras trains the rest on each alone; give Keras the plain module, with an "
+            "optimizer whose apply() averages gradients over ranks, or use automicro.Microbatcher "
+            "with DistributedDataParallel around the whole model"
+        )
     elif with_activity:
         why = (
             f"the activity_regularizer of {with_activity[0]!r} adds up over the rows of a batch, "
@@ -467,6 +482,20 @@ def _of_torch(model: Any) -> dict[str, nn.Module]:
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.TorchModuleWrapper)
     }
+
+
+def _shared_by_ranks(model: Any) -> list[str]:
+    """What of a model torch has wrapped for several ranks, or sharded, in words."""
+    found = [
+        f"the {type(each).__name__} in the layer {name!r}"
+        for name, module in _of_torch(model).items()
+        for each in module.modules()
+        if isinstance(each, nn.parallel.DistributedDataParallel)
+        or any(map(is_sharded, each.parameters(recurse=False)))
+    ]
+    sharded = [each.path for each in model.variables if is_sharded(each.value)]
+    found += [f"the variable {path!r}" for path in sharded]
+    return found
 
 
 def variables_of(model: Any) -> list[Any]:

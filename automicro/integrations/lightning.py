@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
-from automicro.errors import BatchError, LossError, MetricWarning, warn
-from automicro.integrations.gathered import Joined, Kept, Logged, detached, is_mean
+from automicro.errors import BatchError, LossError, MetricWarning, RollbackError, warn
+from automicro.integrations.gathered import Joined, Kept, Logged, Source, detached, is_mean
 from automicro.integrations.host import (
     AccumulationReport,
     Group,
@@ -37,6 +38,7 @@ from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.step.events import Subject
 from automicro.step.results import EvalResult, StepResult
+from automicro.transaction.parameters import seen_version
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _SUPPORTED = "2.5 or 2.6"
@@ -61,6 +63,7 @@ else:
 logger = logging.getLogger(__name__)
 
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
+_CLEARING = ("on_before_zero_grad", "optimizer_zero_grad")
 _AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
 # What the integration says itself; everything else of a Microbatcher's is an option.
 _OURS = frozenset(
@@ -234,6 +237,8 @@ class _Run:
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = None
         self._trains = self._has_warned = False
+        self._was_split = False  # the training batch before
+        self._hooks_write = False  # to parameters
         self.microbatcher: Microbatcher | None = None
         self.places = Replacements()
 
@@ -261,49 +266,153 @@ class _Run:
 
     def _train(self, kwargs: Any, optimizer: Any, zero_grad: Callable[[], None] | None) -> Any:
         trainer, told, call = self._trainer, self._told, self._host.call
-        if zero_grad is not None:
-            zero_grad()  # before the step: a second set of gradients would take memory
         self._optimizer = optimizer
         microbatcher = self._ready()
         parts = trainer.accumulate_grad_batches
-
-        def step(microbatch: Any) -> Tensor:
-            given = {**kwargs, "batch": microbatch}
-            output = call._call_strategy_hook(trainer, "training_step", *given.values())
-            trainer.strategy.post_training_step()
-            read = self._loop.output_result_cls.from_training_step_output(output, parts)
-            if read.closure_loss is None:
-                raise _SkippedError(told.rows, told.num_rows)
-            told.took(output["loss"] if isinstance(output, Mapping) else output, read.extra or None)
-            loss: Tensor = read.closure_loss
-            return loss
-
-        self._step = step
+        if zero_grad is not None and self._clears_first(optimizer):
+            zero_grad()
+            zero_grad = None
+        told.expect(kwargs["batch"])
         try:
-            told.expect(kwargs["batch"])
-            with self._listening(), _muted(trainer, self._module):
-                result = microbatcher.backward(kwargs["batch"])
+            try:
+                result, knows_loss = self._attempt(kwargs, zero_grad)
+            except _InPiecesError:
+                assert zero_grad is not None
+                zero_grad()
+                result, knows_loss = self._attempt(kwargs, None)
         except _SkippedError as skipped:
-            return self._skip(skipped, kwargs)
+            return self._skip(skipped, kwargs, zero_grad)
         finally:
             self._step = lambda batch: None  # it holds the batch
             # The closure runs inside the optimizer's step, past the place that would give it back.
             microbatcher.release_reservation()
         self._owner.result = result
+        self._was_split = result.num_microbatches > 1
         outputs = told.tell(result.rank_loss, scale=parts)
         loss = result.rank_loss
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        for name in _AROUND_BACKWARD:
+        for name in _AROUND_BACKWARD[knows_loss:]:
             shown = loss if scaler is None else scaler.scale(loss)
             given = (shown,) if name == "on_before_backward" else ()
             call._call_callback_hooks(trainer, name, *given)
             call._call_lightning_module_hook(trainer, name, *given)
         return self._loop.output_result_cls(loss, extra=outputs or {})
 
+    def _attempt(
+        self, kwargs: Any, zero_grad: Callable[[], None] | None
+    ) -> tuple[StepResult, bool]:
+        """Forward and backward of a batch, and whether ``on_before_backward`` has run.
+
+        Raises:
+            _InPiecesError: it has to be cut, so that ``zero_grad`` has to come before.
+        """
+        trainer, told, call = self._trainer, self._told, self._host.call
+        microbatcher = self._ready()
+        if zero_grad is not None:
+            if self._has_own(_CLEARING):
+                zero_grad = functools.partial(self._watch, zero_grad)
+            else:
+                microbatcher.release_gradients()  # a second set of them would take memory
+        between = _Between(told, self._loop, zero_grad)
+
+        def step(microbatch: Any) -> Tensor:
+            between.before_step()
+            given = {**kwargs, "batch": microbatch}
+            output = call._call_strategy_hook(trainer, "training_step", *given.values())
+            trainer.strategy.post_training_step()
+            read = self._loop.output_result_cls.from_training_step_output(
+                output, trainer.accumulate_grad_batches
+            )
+            if read.closure_loss is None:
+                raise _SkippedError(told.rows, told.num_rows)
+            told.took(output["loss"] if isinstance(output, Mapping) else output, read.extra or None)
+            between.after_step()
+            loss: Tensor = read.closure_loss
+            return loss
+
+        self._step = step
+        with self._listening(), self._keeping_from_hooks(between):
+            return microbatcher.backward(kwargs["batch"]), between.knows_loss
+
+    def _clears_first(self, optimizer: Any) -> bool:
+        """Whether ``zero_grad`` comes before the step, once for all attempts, and not inside one.
+
+        On several ranks hooks may communicate, and ranks may have different numbers of
+        microbatches. Of a batch in several microbatches the first step is none of the batch. And
+        what hooks write to parameters that are not trained (averages of weights) stays.
+        """
+        if self._trainer.world_size > 1 or self._was_split:
+            return True
+        if not self._has_own(_CLEARING):
+            return False
+        if self._hooks_write:
+            return True
+        trained = {
+            id(each)
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if each.requires_grad
+        }
+        modules = [self._module, *(m for each in self._told.others for m in _modules_in(each))]
+        return any(id(each) not in trained for module in modules for each in module.parameters())
+
+    def _watch(self, zero_grad: Callable[[], None]) -> None:
+        """Run hooks that may write to parameters.
+
+        In the first batch these are copied, as nobody knows yet. Where they are written to, hooks
+        come before the step from then on.
+        """
+        if self._hooks_write:
+            raise RollbackError(
+                "on_before_zero_grad or optimizer_zero_grad has written to parameters in an "
+                "attempt that ran out of memory, which earlier batches had not shown, and would do "
+                "so once more for the same batch; continue from a checkpoint, and let "
+                "configure_optimizers take only the parameters that are trained, or keep averages "
+                "of weights in on_train_batch_end"
+            )
+        assert self.microbatcher is not None
+        parameters = list(self._module.parameters())
+        copies: list[Tensor] = []
+        if self._owner.result is None:
+            with on_host():
+                copies = [each.detach().to("cpu", copy=True) for each in parameters]
+        before = [seen_version(each) for each in parameters]
+        with self.microbatcher.allowing_writes():
+            zero_grad()
+        self._hooks_write = before != [seen_version(each) for each in parameters]
+        if self._hooks_write and copies:
+            self._told.undo = functools.partial(self._unwrite, parameters, copies)
+
+    def _unwrite(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        assert self.microbatcher is not None
+        with self.microbatcher.allowing_writes(), torch.no_grad():
+            for parameter, copy_of_it in zip(parameters, copies, strict=True):
+                parameter.copy_(copy_of_it)
+        self._hooks_write = False
+
+    def _has_own(self, hooks: Sequence[str]) -> bool:
+        """Whether the module or a callback has one of these that is not the host's own."""
+        owners = (self._module, *_callbacks_of(self._trainer))
+        return any(_is_own(owner, name) for owner in owners for name in hooks)
+
+    @contextlib.contextmanager
+    def _keeping_from_hooks(self, between: "_Between") -> Iterator[None]:
+        """Keep hooks around the backward from running for each microbatch."""
+        is_alone = self._trainer.world_size == 1
+        with Replacements() as replacements:
+            for owner in (*_callbacks_of(self._trainer), self._module):
+                replacements.put(owner, "on_after_backward", _nothing)
+                own = owner.on_before_backward
+                hook = functools.partial(between.before_backward, own) if is_alone else _nothing
+                replacements.put(owner, "on_before_backward", hook)
+            yield
+
     def _backward(self, loss: Tensor) -> None:
         self._host.call._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
 
-    def _skip(self, skipped: "_SkippedError", kwargs: Any) -> Any:
+    def _skip(
+        self, skipped: "_SkippedError", kwargs: Any, zero_grad: Callable[[], None] | None
+    ) -> Any:
         """The step returned None: the host's own, once more, for what it logs and draws."""
         if skipped.is_split:
             raise LossError(
@@ -318,6 +427,8 @@ class _Run:
                 "training_step returned None, and then a loss for the same batch; let it decide by "
                 "the batch and by torch's random numbers alone"
             ) from None
+        if zero_grad is not None:
+            zero_grad()
         return result
 
     # Evaluation
@@ -375,6 +486,11 @@ class _Run:
                     "AutoMicrobatch: LBFGS runs a batch several times in one step and compares "
                     "the losses, which must not differ by how it was cut; use another optimizer"
                 )
+            if trainer.world_size == 1:
+                hooks = (*_CLEARING, "on_before_backward")
+                told.others = [
+                    c for c in _callbacks_of(trainer) if any(_is_own(c, n) for n in hooks)
+                ]
             own: dict[str, Any] = {
                 "model": trainer.strategy.model,
                 "forward": self._forward,
@@ -409,6 +525,8 @@ class _Run:
                 log = self._host.seam(results, "log", ("fx", "name", "value", "batch_size"))
                 replacements.put(results, "log", self._told.log)
                 self._told.host_log = log
+                of_module = functools.partial(self._told.log_of_module, self._module.log)
+                replacements.put(self._module, "log", of_module)
             for each in self._trainer.loggers:
                 send = functools.partial(self._told.log_metrics, each.log_metrics)
                 replacements.put(each, "log_metrics", send)
@@ -429,6 +547,61 @@ class _SkippedError(Exception):
         self.is_split = self.rows < num_rows
 
 
+class _InPiecesError(Exception):
+    """The batch is cut, and gradients of the one before are still to be cleared."""
+
+
+class _Between:
+    """What the host does between forward and backward of a batch in one piece, inside an attempt.
+
+    A failed attempt takes it back, and so it is done again. Of a batch in several pieces no step
+    is the batch's: there gradients are cleared before all attempts, and ``on_before_backward``
+    follows the last piece, with the loss of all.
+
+    Args:
+        told: of the batch.
+        loop: of the host's optimization.
+        zero_grad: clears gradients, and runs the hooks around that; None where that is done.
+
+    Attributes:
+        knows_loss: whether ``on_before_backward`` has run.
+    """
+
+    def __init__(self, told: "_Told", loop: Any, zero_grad: Callable[[], None] | None) -> None:
+        self._told = told
+        self._zero_grad = zero_grad
+        self._progress = loop.optim_progress.optimizer.zero_grad
+        self._counted = self._progress.state_dict()
+        self.knows_loss = False
+
+    def before_step(self) -> None:
+        """The step of a microbatch comes next.
+
+        Raises:
+            _InPiecesError: clear gradients before the next attempt.
+        """
+        if self._told.is_split:
+            self.knows_loss = False
+            if self._zero_grad is not None:
+                self._progress.load_state_dict(self._counted)
+                raise _InPiecesError
+
+    def after_step(self) -> None:
+        """The step of a microbatch is over, and its backward comes next."""
+        if self._told.is_whole and self._zero_grad is not None:
+            self._progress.load_state_dict(self._counted)  # a failed attempt may have counted
+            with self._told.in_hooks():
+                self._zero_grad()
+
+    def before_backward(self, own: Callable[..., Any], *given: Any) -> Any:
+        """In place of a hook."""
+        if not self._told.is_whole:
+            return None
+        self.knows_loss = True
+        with self._told.in_hooks():
+            return own(*given)
+
+
 class _Told:
     """What the step of one batch logged, gave back and appended: a part of its transaction.
 
@@ -440,6 +613,8 @@ class _Told:
         host_log: the host's own ``log``.
         is_announced: whether an observer says which forwards are of the batch, and no fillers.
         is_next_real: it has said so of the next.
+        undo: takes back what hooks wrote to parameters.
+        is_whole: whether the last microbatch was the batch, all of it.
         num_rows: of the batch.
     """
 
@@ -448,9 +623,11 @@ class _Told:
         self._layout = BatchLayout(layout)
         self._dims = dict.fromkeys((0, layout) if isinstance(layout, int) else (0,))
         self.host_log: Callable[..., None] = lambda *_, **__: None
-        self.is_announced = self.is_next_real = False
+        self.is_announced = self.is_next_real = self.is_whole = False
         self.num_rows = 0
-        self._is_open = self._counts = False
+        self._is_open = self._counts = self._is_in_hooks = False
+        self._source: Source | None = None  # of the value that is being logged
+        self._number: float | None = None  # that value, where it is one
         self._dtype = torch.get_default_dtype()  # while the step runs: precisions change it
         self._forget()
 
@@ -464,7 +641,9 @@ class _Told:
         self._together: list[tuple[str, str, Any, dict[str, Any]]] = []
         self._sent: dict[int, list[tuple[Callable[..., None], Any, Any]]] = {}
         self._sending: list[Callable[[], None]] = []
+        self._in_hooks: list[Callable[[], None]] = []  # what they logged and sent
         self._output: Any = None
+        self.undo: Callable[[], None] = _nothing
 
     # As a part of the transaction
 
@@ -479,7 +658,7 @@ class _Told:
         self._joined = joined = Joined(self.rows, self._losses, list(self._dims))
         self._output = joined.join("what the step returns", self._outputs)
         for (fx, name, _), said in self._logged.items():
-            self._together.append((fx, name, *joined.logged(said)))
+            self._together.append((fx, name, *joined.logged(name, said, self._kept.value_of)))
         for calls in self._sent.values():
             send, _, step = calls[0]
             metrics = joined.join("what the step sends to a logger", [each[1] for each in calls])
@@ -493,6 +672,7 @@ class _Told:
 
     def roll_back(self) -> None:
         self._is_open = False
+        self.undo()
         self._kept.roll_back()
         self._forget()
 
@@ -506,13 +686,14 @@ class _Told:
     def microbatch(self, microbatch: Any) -> Iterator[None]:
         """Around the step of a microbatch; of a filler, or of a look, nothing is kept."""
         self._counts = self._is_open and (self.is_next_real or not self.is_announced)
-        self.is_next_real = False
+        self.is_next_real = self.is_whole = False
         self._times.clear()
         try:
             if not self._counts:
                 yield
                 return
             self.rows.append(self._layout.num_rows(microbatch))
+            self.is_whole = not self.is_split
             self._kept.begin_microbatch(is_split=self.is_split, is_first=len(self.rows) == 1)
             yield
             self._kept.end_microbatch()
@@ -535,6 +716,24 @@ class _Told:
                 for place, value in zip(places, packed.unbind(), strict=True):
                     place[-1] = place[-1]._replace(value=value)
 
+    @contextlib.contextmanager
+    def in_hooks(self) -> Iterator[None]:
+        """Around hooks of the host's, which run once for all microbatches."""
+        self._is_in_hooks = True
+        try:
+            yield
+        finally:
+            self._is_in_hooks = False
+
+    @property
+    def others(self) -> Sequence[Any]:
+        """Callbacks whose hooks run in attempts, and whose attributes these may change."""
+        return self._kept.others
+
+    @others.setter
+    def others(self, callbacks: Sequence[Any]) -> None:
+        self._kept.others = callbacks
+
     @property
     def is_split(self) -> bool:
         """Whether the microbatch is less than the batch."""
@@ -550,22 +749,38 @@ class _Told:
             for _, _, value, options in self._together
         )
 
+    def log_of_module(self, own: Callable[..., None], *given: Any, **named: Any) -> None:
+        """In place of the module's ``log``, which copies what it is given."""
+        value = given[1] if len(given) > 1 else named.get("value")
+        self._source = self._kept.source_of(value)
+        self._number = value if type(value) in (int, float) else None
+        try:
+            own(*given, **named)
+        finally:
+            self._source = self._number = None
+
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """In place of the host's, which is told once the batch is certain."""
+        if self._is_in_hooks:
+            say = functools.partial(self.host_log, fx, name, detached(value), **options)
+            self._in_hooks.append(say)
+            return
         if not self._counts:
             return
         self._dtype = torch.get_default_dtype()
         if self.is_split:
             value = detached(value)
         time = self._times[fx, name] = self._times.get((fx, name), -1) + 1
-        said = Logged(value, options, len(self.rows) - 1)
+        said = Logged(value, options, len(self.rows) - 1, self._source, self._number)
         self._logged.setdefault((fx, name, time), []).append(said)
 
     def log_metrics(
         self, own: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
     ) -> None:
         """In place of a logger's own, where the step goes past the host to it."""
-        if self._counts:
+        if self._is_in_hooks:
+            self._in_hooks.append(functools.partial(own, dict(metrics), step))
+        elif self._counts:
             time = self._times["", ""] = self._times.get(("", ""), -1) + 1
             self._sent.setdefault(time, []).append((own, dict(metrics), step))
 
@@ -590,8 +805,8 @@ class _Told:
         with _default_dtype(self._dtype):
             for fx, name, value, options in self._together:
                 self.host_log(fx, name, value, **options)
-        for send in self._sending:
-            send()
+        for say in (*self._sending, *self._in_hooks):
+            say()
         output = self._output
         self._forget()
         return output
@@ -601,22 +816,28 @@ def _is_number(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.dtype is dtype
 
 
-@contextlib.contextmanager
-def _muted(trainer: "Trainer", module: "LightningModule") -> Iterator[None]:
-    """Keep hooks around the backward from running for each microbatch."""
-    with Replacements() as replacements:
-        for owner in (*_callbacks_of(trainer), module):
-            for name in _AROUND_BACKWARD:
-                replacements.put(owner, name, _nothing)
-        yield
-
-
 def _callbacks_of(trainer: Any) -> list[Any]:
     return list(trainer.callbacks)
 
 
 def _nothing(*_: Any) -> None:
     """A hook that does nothing."""
+
+
+def _is_own(owner: Any, hook: str) -> bool:
+    """Whether somebody else than the host wrote a hook."""
+    found = getattr(owner, hook, None)
+    package = str(getattr(found, "__module__", "")).partition(".")[0]
+    return found is not None and package not in _PACKAGES
+
+
+def _modules_in(callback: Any) -> list[nn.Module]:
+    """The modules that a callback holds; not the one that is trained, which is the host's."""
+    return [
+        each
+        for each in vars(callback).values()
+        if isinstance(each, nn.Module) and not isinstance(each, LightningModule)
+    ]
 
 
 @contextlib.contextmanager

@@ -344,18 +344,30 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
     """Read the loss type that a Hugging Face model declares.
 
     Causal models shift their labels by one, encoder-decoder models and token classifiers do not.
+    A model whose forward does without the declared loss (BART's decoder, Marian) takes its labels
+    as they are, unless it shifts them itself.
     """
-    if not hasattr(model, "loss_function"):
+    # Asked of the class first, because a model without a loss type logs when it is asked itself.
+    if not (hasattr(type(model), "loss_function") or hasattr(model, "loss_function")):
         return None
+    config = getattr(model, "config", None)
+    owner = next((each for each in model.modules() if hasattr(type(each), "loss_function")), model)
+    names = _names_in_forward(owner)
+    is_own = bool(names & _OWN_CROSS_ENTROPY) and "loss_function" not in names
     loss_type = getattr(model, "loss_type", None)
-    if loss_type is None and type(model).__name__.endswith("LMHeadModel"):
-        loss_type = "ForCausalLM"
+    if loss_type is None and type(owner).__name__.endswith("ForCTC"):
+        loss_type = "ForCTC"
+    elif loss_type is None and (
+        is_own or "loss_function" in names or type(model).__name__.endswith("LMHeadModel")
+    ):
+        loss_type = "ForCausalLM"  # as transformers takes it
     if loss_type == "ForConditionalGeneration":
-        is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
         loss_type = "ForMaskedLM" if is_encoder_decoder else "ForCausalLM"
     match loss_type:
         case "ForCausalLM":
-            return Tokens(targets, shift=1)
+            shifts = not is_own or any("shift" in name for name in names - {"shift_tokens_right"})
+            return Tokens(targets, shift=1 if shifts else 0)
         case (
             "ForMaskedLM"
             | "ForTokenClassification"
@@ -367,7 +379,19 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
             return Tokens(targets)
         case "ForSemanticSegmentation":
             return Tokens(targets, ignore_index=255)
+        case "ForCTC":
+            reduction = getattr(config, "ctc_loss_reduction", None)
+            return Sum() if reduction == "sum" else Samples() if reduction == "mean" else None
     return None
+
+
+_OWN_CROSS_ENTROPY = frozenset({"CrossEntropyLoss", "cross_entropy"})
+
+
+def _names_in_forward(model: nn.Module) -> frozenset[str]:
+    """What the forward of a module's class calls its variables and what it uses by name."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return frozenset(code.co_names + code.co_varnames) if code else frozenset()
 
 
 _OTHER_IGNORED = (-1, 0, 255)

@@ -154,7 +154,7 @@ class ExtraPasses:
                 extra_pass(),
             ):
                 stack.enter_context(manager)
-            stack.enter_context(_alone(self.computation.modules[0]))
+            stack.enter_context(_alone(self.computation.modules))
             stack.enter_context(_rows_apart(modules))
             self._stack = stack.pop_all()
         return self
@@ -283,16 +283,20 @@ def _roll_back(transaction: Transaction) -> None:
 
 
 @contextlib.contextmanager
-def _alone(model: nn.Module) -> Iterator[None]:
-    """Let a wrapper of several ranks run on this one without the others: as what it wraps."""
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    vars(model)["forward"] = model.module
+def _alone(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let wrappers of several ranks run on this one without the others: as what they wrap.
+
+    They may lie inside of others, as Fabric's do.
+    """
+    every = {id(each): each for root in modules for each in root.modules()}.values()
+    wrappers = [each for each in every if isinstance(each, DistributedDataParallel)]
+    for each in wrappers:
+        vars(each)["forward"] = each.module
     try:
         yield
     finally:
-        del vars(model)["forward"]
+        for each in wrappers:
+            del vars(each)["forward"]
 
 
 @contextlib.contextmanager

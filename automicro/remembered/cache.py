@@ -5,9 +5,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from automicro.errors import SizeCacheWarning, warn
 from automicro.remembered.entry import (
@@ -20,20 +20,23 @@ from automicro.remembered.entry import (
     remove_leftovers,
     write_entry,
 )
+from automicro.remembered.remote import RemotePath, place_of
 
-VARIABLE = "AUTOMICRO_CACHE_DIR"
+SHARED_VARIABLE, VARIABLE = "AUTOMICRO_CACHE", "AUTOMICRO_CACHE_DIR"
 
 
-def sizes_folder() -> Path:
+def sizes_folder() -> Path | RemotePath:
     """Return the folder of remembered sizes, which need not exist.
 
-    It lies in ``$AUTOMICRO_CACHE_DIR``, else in ``$XDG_CACHE_HOME/automicro``, else where the
+    It lies in ``$AUTOMICRO_CACHE``, a folder or a URL that a team shares, else in
+    ``$AUTOMICRO_CACHE_DIR``, else in ``$XDG_CACHE_HOME/automicro``, else where the
     system keeps the caches of a user: ``~/.cache/automicro`` on Linux.
 
     >>> sizes_folder().name
     'sizes'
     """
-    return _cache_folder() / "sizes"
+    shared = os.environ.get(SHARED_VARIABLE)
+    return (place_of(shared) if shared else _cache_folder()) / "sizes"
 
 
 def _cache_folder() -> Path:
@@ -59,6 +62,9 @@ def _cache_folder() -> Path:
 logger = logging.getLogger(__name__)
 
 CLEAR = "say automicro cache --clear"
+_ELSEWHERE = f"the run goes on without; see that the place can be read, or unset {SHARED_VARIABLE}"
+
+_Failures: TypeAlias = list[tuple[Path | RemotePath, Exception]]
 
 
 class Cleared(NamedTuple):
@@ -69,8 +75,8 @@ class Cleared(NamedTuple):
         kept: files that could not be removed.
     """
 
-    removed: list[Path]
-    kept: list[Path]
+    removed: Sequence[Path | RemotePath]
+    kept: Sequence[Path | RemotePath]
 
 
 class SizeCache:
@@ -79,7 +85,8 @@ class SizeCache:
     What cannot be read or written is left out, with one `SizeCacheWarning` for each cache.
 
     Args:
-        folder: of the files, made when the first is written; the user's own unless given.
+        folder: of the files, or a URL that fsspec reads; made when the first is written; that of
+            the environment unless given.
 
     >>> import tempfile
     >>> from automicro.remembered.entry import RunKey
@@ -95,9 +102,11 @@ class SizeCache:
     (16, 1, 1)
     """
 
-    def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = sizes_folder() if folder is None else Path(folder)
+    def __init__(self, folder: Path | RemotePath | str | None = None) -> None:
+        # A `Path`, or a `RemotePath`, which has of its methods what is used here.
+        self.folder: Any = sizes_folder() if folder is None else _read_place(folder)
         self._has_warned = False
+        self._is_given_up = False  # a place that does not answer is not waited for twice
 
     def __repr__(self) -> str:
         return f"SizeCache({str(self.folder)!r})"
@@ -111,12 +120,12 @@ class SizeCache:
         for each in dict.fromkeys((key.digest, key.with_any_shape().digest)):
             path = self._path(each)
             try:
-                entry = read_entry(path)
+                entry = None if self._is_given_up else read_entry(path)
             except (OSError, UnreadableEntryError) as error:
-                self._warn(
-                    f"the remembered size in {path} is not used ({_why(error)}): remove it, or "
-                    f"{CLEAR}"
-                )
+                is_elsewhere = isinstance(path, RemotePath) and isinstance(error, OSError)
+                self._is_given_up |= is_elsewhere
+                remedy = _ELSEWHERE if is_elsewhere else f"remove it, or {CLEAR}"
+                self._warn(f"the remembered size in {path} is not used ({_why(error)}): {remedy}")
                 continue
             if entry is not None:
                 return entry.size
@@ -138,13 +147,18 @@ class SizeCache:
                 f"{key.rows}: give the rows of the largest microbatch that was used"
             )
         path = self._path(key.digest)
+        if self._is_given_up:
+            return
         try:
             write_entry(Entry(key=key, size=size, written_at=time.time(), path=path))
         except OSError as error:
+            is_elsewhere = isinstance(path, RemotePath)
+            self._is_given_up |= is_elsewhere
+            another = SHARED_VARIABLE if is_elsewhere or self._is_shared else VARIABLE
             self._warn(
                 f"the microbatch size that was found cannot be remembered in {path} "
                 f"({_why(error)}): the next run finds it anew; make the folder writable, or set "
-                f"AUTOMICRO_CACHE_DIR to another"
+                f"{another} to another"
             )
         else:
             logger.debug("remembered microbatch size %s in %s", size.microbatch_size, path)
@@ -152,7 +166,7 @@ class SizeCache:
     def entries(self) -> list[Entry]:
         """Return all that is remembered, by model, device and rows."""
         entries: list[Entry] = []
-        failures: list[tuple[Path, Exception]] = []
+        failures: _Failures = []
         for path in self._paths(failures):
             try:
                 entry = read_entry(path)
@@ -172,9 +186,9 @@ class SizeCache:
             which: whether one is to go. Without it all of the cache's files go, damaged ones too;
                 files with other names stay in any case.
         """
-        failures: list[tuple[Path, Exception]] = []
+        failures: _Failures = []
         if which is None:
-            paths = self._paths(failures)
+            paths: Sequence[Path | RemotePath] = self._paths(failures)
             remove_leftovers(self.folder)
         else:
             paths = [entry.path for entry in self.entries() if which(entry)]
@@ -192,10 +206,14 @@ class SizeCache:
             self._warn(f"{_list(failures)} cannot be removed: {_them(failures)} by hand")
         return Cleared(removed=removed, kept=[path for path, _ in failures])
 
-    def _path(self, digest: str) -> Path:
+    @property
+    def _is_shared(self) -> bool:
+        return bool(os.environ.get(SHARED_VARIABLE))
+
+    def _path(self, digest: str) -> Any:
         return self.folder / f"{digest}.json"
 
-    def _paths(self, failures: list[tuple[Path, Exception]]) -> list[Path]:
+    def _paths(self, failures: "_Failures") -> Sequence[Path | RemotePath]:
         try:
             return entry_paths(self.folder)
         except OSError as error:
@@ -208,6 +226,10 @@ class SizeCache:
             return
         self._has_warned = True
         warn(message, SizeCacheWarning)
+
+
+def _read_place(folder: Path | RemotePath | str) -> Path | RemotePath:
+    return place_of(folder) if isinstance(folder, str) else folder
 
 
 def _order(entry: Entry) -> tuple[object, ...]:
@@ -224,13 +246,13 @@ def _why(error: Exception) -> str:
     return str(error)
 
 
-def _list(failures: list[tuple[Path, Exception]]) -> str:
+def _list(failures: _Failures) -> str:
     path, error = failures[0]
     more = f" and {len(failures) - 1} more files" if len(failures) > 1 else ""
     return f"{path} ({_why(error)}){more}"
 
 
-def _them(failures: list[tuple[Path, Exception]]) -> str:
+def _them(failures: _Failures) -> str:
     return "remove it" if len(failures) == 1 else "remove them"
 
 

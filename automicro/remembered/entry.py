@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from automicro.remembered.remote import RemotePath
+
 _DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
 
 
@@ -193,7 +195,7 @@ class Entry:
     key: RunKey
     size: RememberedSize
     written_at: float
-    path: Path
+    path: Path | RemotePath
 
     @property
     def num_microbatches(self) -> int:
@@ -210,7 +212,7 @@ class Entry:
         }
 
     @classmethod
-    def from_content(cls, content: Any, path: Path) -> "Entry":
+    def from_content(cls, content: Any, path: Path | RemotePath) -> "Entry":
         """Read what a file holds.
 
         Args:
@@ -249,7 +251,7 @@ _MOST_BYTES = 1 << 20
 _LEFTOVER_SECONDS = 3600
 
 
-def read_entry(path: Path) -> Entry | None:
+def read_entry(path: Path | RemotePath) -> Entry | None:
     """Read one file; None where there is none.
 
     Raises:
@@ -257,13 +259,7 @@ def read_entry(path: Path) -> Entry | None:
         UnreadableEntryError: it holds no size that can be used.
     """
     try:
-        facts = path.stat()
-        # A pipe would wait for ever for its writer, and a large file is none of ours.
-        if not stat.S_ISREG(facts.st_mode):
-            raise UnreadableEntryError("it is no file")
-        if facts.st_size > _MOST_BYTES:
-            raise UnreadableEntryError(f"it has {facts.st_size} bytes")
-        content = path.read_bytes()
+        content = _read(path)
     except FileNotFoundError:
         return None
     try:
@@ -274,6 +270,21 @@ def read_entry(path: Path) -> Entry | None:
         raise UnreadableEntryError("it is no JSON, or cut short") from error
 
 
+def _read(path: Path | RemotePath) -> bytes:
+    if isinstance(path, RemotePath):
+        content = path.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UnreadableEntryError(f"it has more than {_MOST_BYTES} bytes")
+        return content
+    facts = path.stat()
+    # A pipe would wait for ever for its writer, and a large file is none of ours.
+    if not stat.S_ISREG(facts.st_mode):
+        raise UnreadableEntryError("it is no file")
+    if facts.st_size > _MOST_BYTES:
+        raise UnreadableEntryError(f"it has {facts.st_size} bytes")
+    return path.read_bytes()
+
+
 def write_entry(entry: Entry) -> None:
     """Write a file in one step: whoever reads meanwhile sees the old one or the new one, whole.
 
@@ -282,33 +293,42 @@ def write_entry(entry: Entry) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    text = json.dumps(entry.content(), indent=1, allow_nan=False)
+    if isinstance(entry.path, RemotePath):
+        entry.path.write(f"{text}\n".encode())
+        return
     folder = entry.path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(entry.content(), indent=1, allow_nan=False)
     descriptor, name = tempfile.mkstemp(prefix=f".{entry.path.stem}.", suffix=".tmp", dir=folder)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
+            if hasattr(os, "fchmod"):  # of a team, which mkstemp leaves out, where the folder is
+                os.fchmod(file.fileno(), stat.S_IMODE(folder.stat().st_mode) & 0o666)
         os.replace(name, entry.path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 
 
-def entry_paths(folder: Path) -> list[Path]:
+def entry_paths(folder: Path | RemotePath) -> list[Path] | list[RemotePath]:
     """Return the files whose names the cache gives, in order; others are not the cache's.
 
     Raises:
         OSError: the folder cannot be listed.
     """
     try:
+        if isinstance(folder, RemotePath):
+            return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
         return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
     except FileNotFoundError:
         return []
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path | RemotePath) -> None:
     """Remove what writers that were killed left behind, as far as possible."""
+    if isinstance(folder, RemotePath):
+        return  # an object is there as a whole or not at all
     try:
         for path in folder.iterdir():
             if not _LEFTOVER.fullmatch(path.name):

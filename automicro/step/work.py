@@ -256,10 +256,17 @@ class TrainingWork(_Work):
             num_means=1 if setup.passes.scales_for_ranks else phase.ranks.world_size,
         )
         self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
+        self._parameters: Parameters | None = None
+
+    def accept_writes(self) -> None:
+        """Take parameters for what they are now: somebody who may has written to them."""
+        if self._parameters is not None:
+            self._parameters.begin()
 
     def parts(self) -> list[Part]:
+        self._parameters = Parameters(self._setup.index.parameters)
         return [
-            Parameters(self._setup.index.parameters),
+            self._parameters,
             self._watch,
             *self._changing(),
             self._setup.reservation,

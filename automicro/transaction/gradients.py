@@ -12,9 +12,10 @@ place there is, where the user's forward could see and clear them and hooks woul
 On several ranks wrappers have hooks and ways of their own, so there all of it is left to them.
 """
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,8 @@ class GradientHistory:
         is_touched: whether the forward sees or clears gradients, so that they are kept from it.
         writes_to_gradients: whether the forward writes into the gradients of earlier batches;
             None where that is not known yet.
+        are_released: whether the forward clears the gradients of earlier batches, and nobody wants
+            them back where it fails after that.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class GradientHistory:
         self.is_alone = is_alone
         self.is_touched = False
         self.writes_to_gradients: bool | None = None
+        self.are_released = False
         self._modules = modules
         self._can_look = can_look
         self._outside: list[TensorWeakRef] = []
@@ -70,6 +74,14 @@ class GradientHistory:
         self._num_batches = 0
         self._has_looked_at_nodes = False
         self._told: set[str] = set()
+
+    @contextlib.contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Around a batch: what was released was so for this one."""
+        try:
+            yield
+        finally:
+            self.are_released = False
 
     def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
         """A new batch begins, for these parameters by their ids."""
@@ -420,7 +432,8 @@ class Gradients:
         for each in self._earlier:
             if each.is_gone:
                 continue
-            if each.copy is None and self._memory.writes_to_gradients is not False:
+            may_write = self._memory.writes_to_gradients is not False
+            if each.copy is None and may_write and not self._memory.are_released:
                 each.copy = each.gradient.clone()
             each.version = version_of(each.gradient)
             each.leaf.grad = each.gradient
@@ -449,8 +462,10 @@ class Gradients:
         if not self._is_isolated:
             if self._num_forwards == 1 and self._earlier:
                 self._end_of_showing()
+                self._let_go()
             return
         left = self._what_is_left()
+        self._let_go()
         for leaf, _ in left:
             leaf.grad = None
         for each in self._earlier:
@@ -478,6 +493,11 @@ class Gradients:
         for leaf, gradient in left:
             leaf.grad = gradient
 
+    def _let_go(self) -> None:
+        """Forget gradients that the forward has let go of, where nobody wants them back."""
+        if self._memory.are_released:
+            self._earlier = [each for each in self._earlier if not each.is_gone]
+
     def _what_is_left(self) -> list[tuple[Tensor, Tensor]]:
         """Gradients that a backward inside the forward left behind, by leaf."""
         if not self._earlier:
@@ -503,9 +523,12 @@ class Gradients:
             return now
         if version_of(now) == each.version:
             return None
-        if each.copy is None:
-            raise _cannot_undo()
         is_zero = not bool(now.to_dense().any())
+        if each.copy is None:
+            if not (is_zero and self._memory.are_released):
+                raise _cannot_undo()
+            each.is_cleared, each.version = True, version_of(now)  # this is what to go back to
+            return None
         added = None if is_zero else now - each.copy
         now.copy_(each.copy)
         each.is_cleared |= is_zero

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from automicro import SampleTooLargeError, torch_private
 from automicro.callbacks import OutOfMemoryReport, oom_report
+from automicro.doctor import diagnose
 from automicro.errors import AutomicroWarning
 from tests.callbacks.runs import trainer_with
 from tests.trainer.runs import FEATURES, make_loader
@@ -185,3 +186,52 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning(
     with pytest.warns(AutomicroWarning, match="pickle could not be written.*No space left"):
         run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
     assert len(reports(tmp_path)) == 2
+
+
+class Uneven(nn.Module):
+    """A part that takes little, and one that takes much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(FEATURES, 4)
+        self.large = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.large(self.small(x))
+        return out
+
+
+def test_reports_after_the_first_tell_which_modules_held_activations(tmp_path: Path) -> None:
+    summary = run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven())
+    found = reports(tmp_path)
+    assert summary.train_ooms == len(found) >= 2
+    assert "activations" not in found[0] or found[0]["activations"]["microbatch_size"] != 256
+    second, last = found[1], found[-1]
+    assert second["inside"][0] == "Uneven"
+    assert second["inside"][-1].startswith("large.")
+    rows = last["activations"]["microbatch_size"]
+    assert rows == summary.microbatch_size  # of the attempt that went through
+    by_module = last["activations"]["by_module"]
+    assert by_module["large.0"] == {"bytes": -(-rows * 256 * 4 // 512) * 512, "calls": 1}
+    assert by_module["small"]["bytes"] == -(-rows * 4 * 4 // 512) * 512
+    assert torch.nn.modules.module._global_forward_hooks == {}
+
+
+def test_the_doctor_names_the_module_from_a_report_alone(tmp_path: Path) -> None:
+    run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven(), memory_limit="160KiB")
+    last = sorted(tmp_path.glob("*.json"))[-1]
+    diagnosis = diagnose(last)
+    activations = [each for each in diagnosis.holders if each.kind == "activations"]
+    assert activations[0].owner.startswith("large.")
+    assert "large." in str(diagnosis)
+
+
+def test_looking_at_modules_changes_no_loss(tmp_path: Path) -> None:
+    losses = []
+    for report in ([OutOfMemoryReport(tmp_path)], []):
+        torch.manual_seed(0)
+        model = Uneven()
+        loader = make_loader(rows=300, batch_size=256)
+        trainer_with(*report, model=model, train_dataloader=loader, memory_limit="200KiB").fit()
+        losses.append([each.tolist() for each in model.parameters()])
+    assert losses[0] == losses[1]

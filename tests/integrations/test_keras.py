@@ -51,6 +51,12 @@ def test_keras_survives_every_limit(tmp_path: Path) -> None:
     run(tmp_path, "-m", "sweep")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_keras_on_two_ranks(tmp_path: Path) -> None:
+    run(tmp_path, "-m", "slow")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is here")
 def test_without_a_backend_it_is_said_which_to_choose(tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,17 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+)
 
 from automicro import (
+    BatchError,
     LossAverageError,
     LossError,
     MemoryBudget,
@@ -32,6 +42,7 @@ from automicro import (
 )
 from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
 from automicro.reach import Reach
+from automicro.step.results import StepResult
 from automicro.transaction.remembering import Remembered
 from tests.integrations import lightning_runs as runs
 from tests.integrations.lightning_runs import fit, furthest, furthest_row
@@ -86,6 +97,13 @@ PLAIN_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_events(ours: list[Any], plain: list[Any], same: Any) -> None:
+    assert [name for name, _ in ours] == [name for name, _ in plain]
+    for (name, given), (_, expected) in zip(ours, plain, strict=True):
+        assert len(given) == len(expected), name
+        assert all(map(same, given, expected)), name
+
+
 @pytest.mark.parametrize("name", PLAIN_CASES)
 def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_path: Path) -> None:
     case = {"dropout": 0.1, "records": True, **PLAIN_CASES[name]}
@@ -94,12 +112,7 @@ def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_pat
     assert plain.trainer.fit_loop.total_batch_idx + 1 >= 10
     assert all(map(torch.equal, ours.parameters, plain.parameters))
     assert ours.rows == plain.rows
-    assert ours.recorder.names == plain.recorder.names
-    for (name, given), (_, expected) in zip(
-        ours.recorder.events, plain.recorder.events, strict=True
-    ):
-        assert len(given) == len(expected), name
-        assert all(map(torch.equal, given, expected)), name
+    check_events(ours.recorder.events, plain.recorder.events, torch.equal)
     assert all(map(torch.equal, ours.module.losses, plain.module.losses))
     assert ours.trainer.callback_metrics == plain.trainer.callback_metrics
 
@@ -152,22 +165,144 @@ def test_at_half_of_the_peak_the_host_dies_and_with_the_line_it_does_not(
         assert furthest(ours.parameters, plain.parameters) < 1e-6
 
 
-def test_in_microbatches_events_come_once_and_gradients_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_in_microbatches_events_come_once_and_gradients_whole(parts: int, tmp_path: Path) -> None:
     case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True}
+    case["accumulate_grad_batches"] = parts
     plain = fit(tmp_path / "plain", **case)
     ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=5)], **case)
-    assert ours.recorder.names == plain.recorder.names
-    for (name, given), (_, expected) in zip(
-        ours.recorder.events, plain.recorder.events, strict=True
-    ):
-        assert len(given) == len(expected), name
-        assert all(map(torch.allclose, given, expected)), name
+    check_events(ours.recorder.of_batches, plain.recorder.of_batches, torch.allclose)
     gap, where = furthest_row(ours.rows, plain.rows)
     assert gap < 1e-6, where
     assert len(ours.module.losses) == len(plain.module.losses)
     assert ours.module.kept["hits"] == plain.module.kept["hits"]
     outputs = ours.module.kept["outputs"], plain.module.kept["outputs"]
     assert all(map(torch.allclose, *outputs))
+
+
+class Failing(runs.Module):
+    """From some epoch on it runs out of memory in the backward, once its hooks have run."""
+
+    first = 1
+
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        super().backward(loss, *given, **named)
+        if self.fails and self.rows > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fails, self.rows = self.current_epoch >= self.first, len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.hooks = getattr(self, "hooks", 0) + 1
+        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+        self.log("norm", sum(norms), on_step=True)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.kept["outputs"].append(loss.detach())
+
+
+class Plain(Failing):
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
+    parts: int, tmp_path: Path
+) -> None:
+    case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True, "num_sanity_val_steps": 0}
+    case["accumulate_grad_batches"] = parts
+    make = functools.partial(Plain, dtype=torch.float64)
+    plain = fit(tmp_path / "plain", make=make, **case)
+    told: list[str] = []
+    line = AutoMicrobatch(observer=lambda event, subject: told.append(event))
+    ours = fit(
+        tmp_path / "ours", [line], make=functools.partial(Failing, dtype=torch.float64), **case
+    )
+    assert told.count("oom") >= 2
+    check_events(ours.recorder.of_batches, plain.recorder.of_batches, torch.allclose)
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+    assert ours.module.hooks == plain.module.hooks
+    assert all(map(torch.allclose, ours.module.kept["outputs"], plain.module.kept["outputs"]))
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    progress = [
+        each.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict()
+        for each in (ours, plain)
+    ]
+    assert progress[0] == progress[1]
+
+
+class Averaged(Failing):
+    """Keeps an average of its weights, in the hook in which many do."""
+
+    first = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.average.update_parameters(self.net)
+
+    def configure_optimizers(self) -> Any:
+        trained = self.net if self.fails_later else self
+        return torch.optim.AdamW(trained.parameters(), lr=1e-3)
+
+    fails_later = False
+
+
+class PlainAveraged(Averaged):
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("fails_later", [False, True])
+def test_an_average_of_weights_that_a_hook_keeps_is_updated_once_a_batch(
+    fails_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that is seen in the first batch, or known as they are not trained."""
+    monkeypatch.setattr(Averaged, "fails_later", fails_later)
+    monkeypatch.setattr(Averaged, "first", int(fails_later))
+    case: dict[str, Any] = {**PLAIN_CASES["float64"], "max_epochs": 2, "num_sanity_val_steps": 0}
+    plain = fit(
+        tmp_path / "plain", make=functools.partial(PlainAveraged, dtype=torch.float64), **case
+    )
+    ours = fit(
+        tmp_path / "ours",
+        [AutoMicrobatch()],
+        make=functools.partial(Averaged, dtype=torch.float64),
+        **case,
+    )
+    assert ours.module.average.n_averaged == plain.module.average.n_averaged == 8
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+
+
+class Wide(pl.LightningModule):
+    """Gradients are most of what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(256, 256)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_no_second_set_of_gradients_is_held(tmp_path: Path) -> None:
+    peaks = []
+    for line in ([], [AutoMicrobatch(microbatch_size=None, probe=False)]):
+        trainer = runs.trainer_of(tmp_path, line, max_epochs=1, logger=False)
+        rows: Any = DataLoader(torch.randn(16, 256), 4)  # type: ignore[arg-type]
+        with MemoryBudget(None) as budget:
+            trainer.fit(Wide(), rows)
+        peaks.append(budget.peak_bytes)
+    assert peaks[1] - peaks[0] < 256 * 256 * 4 / 2
 
 
 def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path) -> None:
@@ -538,6 +673,174 @@ def test_data_of_the_module_are_not_copied_and_what_it_counts_is(tmp_path: Path)
     assert line.result.num_microbatches > 1
 
 
+class Small(pl.LightningModule):
+    """What kinds of modules of others build upon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+    name: str = "a batch"
+
+
+class OfDataclasses(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+class Combined(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = {name: F.cross_entropy(self.net(x), y) for name, (x, y) in batch.items()}
+        self.log_dict(losses, on_step=True)
+        return losses["one"] + 0.5 * losses["other"]
+
+
+class Overriding(Small):
+    """Clips, schedules and steps itself."""
+
+    def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        if batch_idx % 2:
+            self.log("of_closure", closure())  # and no step
+        else:
+            optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Toggling(Small):
+    """Trains one part and the other in turn, with noise on the gradient."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(batch_idx % 2 == 0)
+
+    def on_after_backward(self) -> None:
+        drawn = torch.Generator().manual_seed(self.global_step)
+        for parameter in self.net[2].parameters():
+            assert parameter.grad is not None
+            noise = torch.randn(parameter.shape, generator=drawn, dtype=parameter.dtype)
+            parameter.grad += 0.01 * noise
+
+
+class Measured(Small):
+    """Logs what metrics return, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        classes = {"accuracy": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)}
+        self.metrics = MetricCollection({**classes, "auroc": MulticlassAUROC(3)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.net(batch[0])
+        self.log_dict(self.metrics(outputs, batch[1]), on_step=True, on_epoch=False)
+        self.log("rows", len(batch[0]), on_step=True)
+        return F.cross_entropy(outputs, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("of_outputs", outputs["loss"])
+
+
+def pairs() -> Any:
+    (x, y) = runs.loader(torch.float64).dataset.tensors
+    rows = [slice(at, at + runs.BATCH) for at in range(0, runs.ROWS, runs.BATCH)]
+    return DataLoader([Pair(x[each], y[each]) for each in rows], batch_size=None)  # type: ignore[arg-type]
+
+
+def combined() -> Any:
+    one, other = runs.loader(torch.float64), runs.loader(torch.float64, rows=90)
+    return CombinedLoader({"one": one, "other": other}, "max_size_cycle")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "batches that are dataclasses": {"make": OfDataclasses, "train": pairs},
+    "its own clipping, schedule and step": {"make": Overriding},
+    "parts in turn, and noise": {"make": Toggling},
+    "what metrics return": {"make": Measured},
+    "averages of weights": {
+        "more": lambda: [pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
+    },
+    "accumulation by a schedule": {
+        "more": lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]
+    },
+    "a monitor of the rate": {
+        "make": Overriding, "more": lambda: [pl.callbacks.LearningRateMonitor("step")]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_modules_that_others_write_are_as_with_the_host_alone(
+    name: str, tmp_path: Path
+) -> None:
+    kind = KINDS[name]
+
+    def run(folder: Path, *line: Any) -> Any:
+        given: dict[str, Any] = {"make": kind.get("make", Small), "dtype": torch.float64}
+        if "train" in kind:
+            given["train"] = kind["train"]()
+        callbacks = [*line, *kind.get("more", list)()]
+        return fit(folder, callbacks, precision="64-true", **given)
+
+    plain = run(tmp_path / "plain")
+    ours = run(tmp_path / "ours", AutoMicrobatch(microbatch_size=5))
+    assert ours.trainer.global_step == plain.trainer.global_step
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+
+
+def test_two_loaders_at_once_are_cut_together_or_refused(tmp_path: Path) -> None:
+    """Their rows are those of one batch: the last ones have other numbers of them."""
+    line = AutoMicrobatch(microbatch_size=5)
+    with pytest.raises(BatchError, match="rows of the batch do not agree"):
+        fit(tmp_path, [line], make=Combined, train=combined(), precision="64-true")
+    assert isinstance(line.result, StepResult)
+    assert line.result.num_samples == runs.BATCH
+
+
+@pytest.mark.filterwarnings("ignore:You called `self.log.*needs to be floating")
+def test_a_count_that_is_logged_as_a_mean_is_added_up_and_named(tmp_path: Path) -> None:
+    class Counts(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("right", (batch[1] == 1).sum(), on_step=True)
+            return super().training_step(batch, batch_idx)
+
+    case: dict[str, Any] = {"make": Counts, "max_epochs": 1}
+    plain = fit(tmp_path / "plain", **case)
+    with pytest.warns(MetricWarning, match=r"self\.log\('right'\) is given a whole number"):
+        ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=5)], **case)
+    gap, where = furthest_row(ours.rows, plain.rows)
+    assert gap < 1e-6, where
+
+
 def test_a_loss_that_is_no_mean_over_rows_is_refused_by_a_look(tmp_path: Path) -> None:
     line = AutoMicrobatch()
     with pytest.raises(LossAverageError):
@@ -791,6 +1094,77 @@ def test_a_fabric_loop_takes_whole_batches(precision: str, close: float) -> None
         found.append((torch.stack(losses), [p.detach() for p in model.parameters()]))
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-6)
     assert furthest(found[0][1], found[1][1]) < close
+
+
+def fabric_scaled(scale: float) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+FABRIC_CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "accumulation": {"parts": 4},
+    "float64": {"precision": "64-true", "dtype": torch.float64},
+    "bf16": {"precision": "bf16-mixed"},
+}
+CLOSE = {"bf16": 1e-3}
+
+
+@pytest.mark.parametrize("name", FABRIC_CASES)
+def test_a_fabric_loop_is_the_plain_one_bit_for_bit_and_lives_at_half_of_its_peak(
+    name: str,
+) -> None:
+    case = FABRIC_CASES[name]
+    plain, ours = (runs.fabric_loop(ours=each, dropout=0.1, **case) for each in (False, True))
+    assert len(plain.losses) >= 10
+    assert ours.losses == plain.losses
+    assert ours.evaluated == plain.evaluated
+    assert all(map(torch.equal, ours.predicted, plain.predicted))
+    assert all(map(torch.equal, ours.parameters, plain.parameters))
+    plain = runs.fabric_loop(ours=False, **case)
+    with pytest.raises(torch.OutOfMemoryError):
+        runs.fabric_loop(ours=False, limit=plain.peak // 2, **case)
+    ours = runs.fabric_loop(ours=True, limit=plain.peak // 2, **case)
+    assert ours.ooms > 0
+    assert ours.losses_differ_by(plain) < CLOSE.get(name, 1e-6)
+    assert ours.evaluated[1::2] == plain.evaluated[1::2] or name == "bf16"
+    if name == "float64":
+        assert furthest(ours.parameters, plain.parameters) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**40])
+def test_in_a_fabric_loop_the_loss_scale_of_fp16_moves_as_the_hosts_own(scale: float) -> None:
+    plain, ours = (runs.fabric_loop(ours=each, **fabric_scaled(scale)) for each in (False, True))
+    assert ours.losses == plain.losses
+    assert ours.scale == plain.scale != scale
+    limited = runs.fabric_loop(ours=True, limit=plain.peak // 2, **fabric_scaled(scale))
+    assert limited.ooms > 0
+    assert limited.scale == plain.scale
+    assert limited.losses_differ_by(plain) < 1e-2
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (False, True), (True, False)])
+def test_a_fabric_loop_goes_on_from_what_either_has_saved(
+    first: bool, second: bool, tmp_path: Path
+) -> None:
+    case: dict[str, Any] = {"dropout": 0.1}
+    through = runs.fabric_loop(ours=False, **case)
+    runs.fabric_loop(ours=first, saves=tmp_path / "state", **case)
+    rest = runs.fabric_loop(ours=second, loads=tmp_path / "state", epochs=2, **case)
+    assert rest.losses == through.losses[4:]
+    assert all(map(torch.equal, rest.parameters, through.parameters))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "parts"), [("ddp", 1), ("ddp", 2), ("uneven", 1), ("fsdp2", 1)])
+def test_two_ranks_of_a_fabric_loop_are_plain_ones(kind: str, parts: int) -> None:
+    with world_of(2) as world:
+        results = world.run(runs.compare_fabric_on_ranks, kind, parts)
+    for found in results:
+        assert found["ooms"] > 0
+        assert found["losses"] < 1e-6
+        assert found["parameters"] < 1e-6
+        assert found["evaluated"] < 1e-6
 
 
 def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:

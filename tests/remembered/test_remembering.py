@@ -48,7 +48,7 @@ def cache(tmp_path: Path) -> SizeCache:
 
 
 def path_of(cache: SizeCache, key: RunKey = KEY) -> Path:
-    return cache.folder / f"{key.digest}.json"
+    return Path(cache.folder / f"{key.digest}.json")
 
 
 class Net(nn.Module):
@@ -502,7 +502,9 @@ def test_without_a_home_there_is_a_folder_all_the_same(monkeypatch: pytest.Monke
     monkeypatch.delenv("AUTOMICRO_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert sizes_folder().is_absolute()
+    folder = sizes_folder()
+    assert isinstance(folder, Path)
+    assert folder.is_absolute()
 
 
 def test_tests_have_a_cache_of_their_own(own_cache: Path) -> None:

@@ -77,6 +77,12 @@ def choices(draws: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": torch.randint(2, (ROWS,), generator=draws)}
 
 
+def speech(draws: torch.Generator) -> dict[str, Tensor]:
+    labels = torch.randint(5, VOCABULARY, (ROWS, 3), generator=draws)
+    labels[ROWS // 2 :, 1:] = -100
+    return {"input_values": x(draws, ROWS, 400), "labels": labels}
+
+
 def _make(kind: str, config: str, **options: Any) -> Any:
     made = getattr(transformers, config)(**options)
     model = getattr(transformers, kind)(made).train()
@@ -105,6 +111,24 @@ def _causal(name: str, **options: Any) -> ExactJob:
 
 def _bert(name: str, head: str, batch: Callable[[torch.Generator], Any], **more: Any) -> ExactJob:
     return _family(f"{name}For{head}", f"{name}Config", batch, **{**TINY, **more})
+
+
+def _ctc(reduction: str) -> ExactJob:
+    return _family(
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        speech,
+        **TINY,
+        conv_dim=(8, 8),
+        conv_kernel=(8, 5),
+        conv_stride=(5, 4),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.0,
+        layerdrop=0.0,
+        ctc_loss_reduction=reduction,
+        ctc_zero_infinity=True,
+    )
 
 
 TRANSFORMERS: dict[str, ExactJob] = {
@@ -223,6 +247,44 @@ TRANSFORMERS: dict[str, ExactJob] = {
         pad_token_id=1,
         bos_token_id=0,
         eos_token_id=2,
+    ),
+    "BART's decoder, which does not shift": _family(
+        "BartForCausalLM",
+        "BartConfig",
+        language,
+        vocab_size=VOCABULARY,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+    ),
+    "a decoder without a declared loss type": _family(
+        "BertGenerationDecoder", "BertGenerationConfig", language, **TINY, is_decoder=True, **ENDS
+    ),
+    "Wav2Vec2, a sum": _ctc("sum"),
+    "Wav2Vec2, a mean": _ctc("mean"),
+    "Marian, whose name tells of no loss": _family(
+        "MarianMTModel",
+        "MarianConfig",
+        translation,
+        vocab_size=VOCABULARY,
+        decoder_vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        pad_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        forced_eos_token_id=2,
     ),
     "ViT": _family("ViTForImageClassification", "ViTConfig", pictures, **VISION, num_labels=3),
     "DeiT": _family("DeiTForImageClassification", "DeiTConfig", pictures, **VISION, num_labels=3),

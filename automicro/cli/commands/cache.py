@@ -14,6 +14,7 @@ from automicro.cli.output import to_json
 from automicro.errors import ConfigError
 from automicro.remembered.cache import SizeCache
 from automicro.remembered.entry import Entry, RunKey
+from automicro.remembered.remote import place_of
 from automicro.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ List the microbatch sizes that earlier runs have found, or clear them. A run wit
 microbatch_size=auto starts with the size that the same model found on the same
 device; a wrong one costs an attempt or two, and is replaced.
 
-They lie in $AUTOMICRO_CACHE_DIR, else in $XDG_CACHE_HOME/automicro, else in
-~/.cache/automicro, one small file each.
+They lie in $AUTOMICRO_CACHE (a folder, or a URL such as s3://bucket/automicro, that
+a team shares), else in $AUTOMICRO_CACHE_DIR, else in $XDG_CACHE_HOME/automicro, else
+in ~/.cache/automicro, one small file each.
 """
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _AGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
@@ -60,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--older-than", metavar="AGE", help="only those older, such as 12h or 30d")
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     parser.add_argument("--markdown", action="store_true", help="print them as a table for docs")
-    parser.add_argument("--folder", metavar="FOLDER", type=Path, help="of another cache")
+    parser.add_argument("--folder", metavar="FOLDER", help="of another cache, or its URL")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' and '.join(f'--{name}' for name in forms)} do not go together: give one of them"
         )
-    folder = arguments.folder
-    if folder is not None and not folder.is_dir():
+    folder = None if arguments.folder is None else place_of(arguments.folder)
+    if isinstance(folder, Path) and not folder.is_dir():
         raise ConfigError(f"--folder {folder} is no folder: give one that exists, or leave it out")
     now = time.time()
     which = choose_entries(older_than=arguments.older_than, model=arguments.model, now=now)

@@ -1,0 +1,70 @@
+"""``automicro doctor``: why memory ran out, read off what a failure has left behind."""
+
+import argparse
+from pathlib import Path
+
+from automicro.cli.arguments import Command
+from automicro.cli.output import to_json
+from automicro.errors import ConfigError, describe_error
+
+DESCRIPTION = """\
+Say why memory ran out: which modules and tensors held what, what stayed from
+earlier steps, whether memory was fragmented or others held it, and three remedies
+by predicted bytes.
+
+FILE is oom-NNNN.json of OutOfMemoryReport (its snapshot beside it is read, too), a
+memory snapshot of torch (torch.cuda.memory._dump_snapshot) of any program, or a log
+with the message of the error. Nothing in it is run.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="what the failure left")
+    parser.add_argument("--html", metavar="OUT", type=Path, help="write a page that stands alone")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="of the device, where FILE does not say it, such as 24GiB"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
+    from automicro.doctor import UnreadableFailureError, diagnose
+    from automicro.units import parse_bytes
+
+    path: Path = arguments.file
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r}: give one that a failure has left")
+    try:
+        memory = None if arguments.memory is None else parse_bytes(arguments.memory)
+        diagnosis = diagnose(path, memory=memory)
+    except (UnreadableFailureError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({describe_error(error)})") from error
+    print(to_json(diagnosis.to_dict()) if arguments.json else diagnosis)
+    if arguments.html is not None:
+        try:
+            arguments.html.write_text(diagnosis.html(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--html {arguments.html} cannot be written ({describe_error(error)}): name "
+                "another file"
+            ) from error
+    return 0
+
+
+COMMAND = Command(
+    name="doctor",
+    brief="say why memory ran out, from what the failure left",
+    description=DESCRIPTION,
+    examples=(
+        "automicro doctor runs/1/oom/oom-0001.json",
+        "automicro doctor snapshot.pickle --memory 24GiB --html why.html",
+    ),
+    exit_codes={0: "told"},
+    add_arguments=add_arguments,
+    run=run,
+    place=21,
+)

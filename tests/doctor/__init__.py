@@ -1,0 +1,1 @@
+"""Why memory ran out: reading snapshots, and naming what was planted."""

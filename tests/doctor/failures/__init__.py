@@ -1,0 +1,1 @@
+"""Small programs that run out of memory, each for another reason. The line to blame is marked."""

@@ -1,0 +1,15 @@
+"""A wide model, and an optimizer that keeps two numbers for each of its own."""
+
+import torch
+from torch import nn
+
+
+def main() -> None:
+    model = nn.Sequential(nn.Linear(1024, 3072), nn.ReLU(), nn.Linear(3072, 1024))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(5):
+        x = torch.randn(4, 1024)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()  # culprit
+        optimizer.zero_grad()
