@@ -1,9 +1,10 @@
 """Devices by name, and how many bytes a process can use on each.
 
 The names on boxes promise more than a process gets. `total_bytes` is what the driver reports, which
-torch quotes as "total capacity" when memory runs out: the smallest of what public reports of such
-failures show, because it differs by a few tenths between boards and drivers, and with ECC. From it
-goes what a process needs before its first tensor: the context of the driver, kernels and libraries.
+torch quotes as "total capacity" when memory runs out; it differs by a few tenths between boards and
+drivers, and with ECC. For some devices public reports of such failures show it. For the others it is
+assumed, from the size on the box and devices that are like them. From it goes what a process needs
+before its first tensor: the context of the driver, kernels and libraries, which is assumed, too.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from automicro.units import format_bytes, parse_bytes
 
 _GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
-"""Of the driver's context with kernels, cuBLAS and cuDNN loaded: 0.4 to 0.6 GiB are usual."""
+"""Assumed, for the driver's context with kernels, cuBLAS and cuDNN loaded."""
+
+
+_ASSUMED = ("a10g", "l4", "a100-40gb", "h200-141gb", "mi250x", "mi300x")
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,13 @@ class Device:
         name: in a plan.
         what: it is, in words.
         total_bytes: what its driver reports.
+        is_reported: whether public reports of failures show about as much, else it is assumed.
     """
 
     name: str
     what: str
     total_bytes: int
+    is_reported: bool = True
 
     @property
     def usable_bytes(self) -> int:
@@ -36,7 +42,8 @@ class Device:
 
 
 def _device(name: str, what: str, total_gib: float) -> tuple[str, Device]:
-    return name, Device(name, what, int(total_gib * _GIB))
+    is_reported = name not in _ASSUMED
+    return name, Device(name, what, int(total_gib * _GIB), is_reported)
 
 
 DEVICES: dict[str, Device] = dict(
@@ -115,5 +122,6 @@ def as_table() -> str:
     """
     return "\n".join(
         f"{each.name:<12} {format_bytes(each.usable_bytes):>11}  {each.what}"
+        f"{'' if each.is_reported else ' (assumed)'}"
         for each in DEVICES.values()
     )
