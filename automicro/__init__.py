@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SchedulerWarning,
         SizeCacheWarning,
         UnsplittableModelError,
+        UntraceableModelError,
     )
     from automicro.events.callback import Callback
     from automicro.events.run import Run
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from automicro.memory.budget import MemoryBudget
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
+    from automicro.planning.plan import plan
+    from automicro.planning.report import PlanReport
     from automicro.policy.explore import Explore
     from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
@@ -90,6 +93,7 @@ _HOMES = {
     "NonFiniteLossError": "automicro.errors",
     "OptimizerStepError": "automicro.errors",
     "Outcome": "automicro.policy.policy",
+    "PlanReport": "automicro.planning.report",
     "Policy": "automicro.policy.policy",
     "RollbackError": "automicro.errors",
     "Run": "automicro.events.run",
@@ -99,12 +103,14 @@ _HOMES = {
     "StepResult": "automicro.step.results",
     "Trainer": "automicro.trainer.trainer",
     "UnsplittableModelError": "automicro.errors",
+    "UntraceableModelError": "automicro.errors",
     "VerifyReport": "automicro.verification.report",
     "explore": "automicro.exploring",
     "find_batchnorm": "automicro.step.split_guard",
     "is_extra_pass": "automicro.loss.passes",
     "is_out_of_memory": "automicro.memory.oom",
     "num_rows": "automicro.batch.layout",
+    "plan": "automicro.planning.plan",
     "register_batch_type": "automicro.batch.structure",
     "split_batch": "automicro.batch.layout",
     "verify": "automicro.verification.verify",
@@ -141,6 +147,7 @@ __all__ = [
     "NonFiniteLossError",
     "OptimizerStepError",
     "Outcome",
+    "PlanReport",
     "Policy",
     "RollbackError",
     "Run",
@@ -150,12 +157,14 @@ __all__ = [
     "StepResult",
     "Trainer",
     "UnsplittableModelError",
+    "UntraceableModelError",
     "VerifyReport",
     "explore",
     "find_batchnorm",
     "is_extra_pass",
     "is_out_of_memory",
     "num_rows",
+    "plan",
     "register_batch_type",
     "split_batch",
     "verify",

@@ -7,6 +7,7 @@
     ├── LossError (ValueError)                  a forward that gives no usable loss
     │   └── NonFiniteLossError                  the loss of a batch is NaN or infinite
     ├── UnsplittableModelError (ValueError)     BatchNorm, where batchnorm="error" forbids it
+    ├── UntraceableModelError (ValueError)      a model that cannot be planned without data
     ├── DataLoaderError (ValueError)            a loader that gives no batch
     ├── ConfigError (ValueError)                a configuration that cannot be read
     ├── SampleTooLargeError (torch.OutOfMemoryError)   not even one row fits
@@ -208,6 +209,10 @@ class NonFiniteLossError(LossError):
 
 class UnsplittableModelError(AutomicroError, ValueError):
     """The model computes statistics over the batch and ``batchnorm="error"`` forbids to split."""
+
+
+class UntraceableModelError(AutomicroError, ValueError):
+    """The model cannot be run on tensors without data. The message has its line, and what to do."""
 
 
 class DataLoaderError(AutomicroError, ValueError):

@@ -58,6 +58,8 @@ __all__ = [
     "mark_dynamic",
     "module_tables",
     "node_hooks",
+    "node_in_backward",
+    "num_nodes_made",
     "overflows",
     "record_memory_history",
     "run_backward",
@@ -632,3 +634,31 @@ def set_inductor_deterministic(value: bool) -> None:
 
     if hasattr(config, "deterministic"):
         config.deterministic = value
+
+
+_NO_NUMBER = (1 << 64) - 1  # of nodes that gather gradients
+
+
+def node_in_backward() -> int | None:
+    """The number of the node whose backward this thread runs; None outside, and where it has none.
+
+    >>> node_in_backward() is None
+    True
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number: int = node._sequence_nr()
+    return None if number == _NO_NUMBER else number
+
+
+def num_nodes_made() -> int:
+    """How many nodes of a backward this thread has made: the number of the next one.
+
+    >>> before = num_nodes_made()
+    >>> product = torch.ones(1, requires_grad=True) * 2
+    >>> num_nodes_made() - before
+    1
+    """
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number

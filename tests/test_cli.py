@@ -344,3 +344,17 @@ def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[st
 def test_verify_of_one_row_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", DIGITS, "train_dataloader.args.batch_size=1"]) == 3
     assert "cannot be verified" in capsys.readouterr().out
+
+
+def test_plan_tells_the_largest_microbatch_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", DIGITS, "--memory", "4MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["needed_bytes"] <= found["limit_bytes"] == 4 << 20
+    assert found["num_microbatches"] * found["microbatch_size"] >= found["num_rows"]
+    assert main(["plan", DIGITS, "--memory", "256KiB"]) == 1
+    assert "CNN does not fit: not even one row fits" in capsys.readouterr().out
+    assert main(["plan", "--device", "help"]) == 0
+    assert "a100-80gb" in capsys.readouterr().out
+    assert main(["plan", DIGITS, "--device", "a1"]) == 2
+    assert "is none of t4" in capsys.readouterr().err
+    assert main(["plan", DIGITS, "--rows", "0"]) == 2

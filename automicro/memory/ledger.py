@@ -25,7 +25,7 @@ from automicro.torch_private import (
 )
 from automicro.units import format_bytes
 
-_GRANULE = 512  # bytes; what CUDA's allocator rounds to
+GRANULE = 512  # bytes; what CUDA's allocator rounds to
 
 # Told apart by exact type: ``isinstance`` against Tensor costs three times as much, and this runs
 # for each argument of each operation.
@@ -35,7 +35,7 @@ _SCALARS = frozenset(
 _SEQUENCES = frozenset((list, tuple))
 
 
-class _Entry(weakref.ref[torch.UntypedStorage]):
+class Entry(weakref.ref[torch.UntypedStorage]):
     """A live storage: its key, its size when last seen, and what of it counts."""
 
     __slots__ = ("counted_bytes", "key", "on_host", "storage_bytes")
@@ -49,7 +49,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 class Change(NamedTuple):
     """A storage that began to count, or changed its size, and what it counted before."""
 
-    entry: _Entry
+    entry: Entry
     before_bytes: int
 
 
@@ -70,7 +70,7 @@ class StorageLedger:
     def __init__(self) -> None:
         self.allocated_bytes = 0
         self._new_on_host = False
-        self._live: dict[int, _Entry] = {}
+        self._live: dict[int, Entry] = {}
         self._forget = self._make_forget()
 
     def _make_forget(self) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
@@ -79,12 +79,16 @@ class StorageLedger:
 
         def forget(entry: weakref.ref[torch.UntypedStorage]) -> None:
             ledger = weak_self()
-            assert isinstance(entry, _Entry)
+            assert isinstance(entry, Entry)
             if ledger is not None and ledger._live.get(entry.key) is entry:
-                del ledger._live[entry.key]
-                ledger.allocated_bytes -= entry.counted_bytes
+                ledger._drop(entry)
 
         return forget
+
+    def _drop(self, entry: Entry) -> None:
+        """A storage is no more."""
+        del self._live[entry.key]
+        self.allocated_bytes -= entry.counted_bytes
 
     def see(self, values: Iterable[object], changes: list[Change]) -> None:
         """Count what is new or resized among tensors, in lists and mappings too, noting changes."""
@@ -129,7 +133,7 @@ class StorageLedger:
         on_host: bool,
         changes: list[Change],
     ) -> None:
-        entry = _Entry(storage, self._forget)
+        entry = Entry(storage, self._forget)
         entry.key = id(storage)
         entry.storage_bytes = storage_bytes
         entry.on_host = on_host
@@ -137,9 +141,9 @@ class StorageLedger:
         self._live[entry.key] = entry
         self._recount(entry, changes)
 
-    def _recount(self, entry: _Entry, changes: list[Change]) -> None:
+    def _recount(self, entry: Entry, changes: list[Change]) -> None:
         before = entry.counted_bytes
-        counted = 0 if entry.on_host else -(-entry.storage_bytes // _GRANULE) * _GRANULE
+        counted = 0 if entry.on_host else -(-entry.storage_bytes // GRANULE) * GRANULE
         if counted != before:
             entry.counted_bytes = counted
             self.allocated_bytes += counted - before

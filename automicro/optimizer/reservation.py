@@ -334,9 +334,18 @@ class StepMemory:
 
 
 def predict_step_memory(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    *,
+    on_accelerator: bool | None = None,
 ) -> StepMemory:
     """What the first step of some parameters of an optimizer will allocate on their device.
+
+    Args:
+        optimizer: that is to step; nothing of it moves.
+        parameters: that have a gradient in the step.
+        on_accelerator: whether they will lie on one, where torch steps all of them at once; None
+            to read it off them.
 
     A real copy of the optimizer steps, on fake tensors, which have shapes but no data. Optimizers
     that read values back (Adafactor, ASGD) are run on zeros on the host instead, one parameter at
@@ -354,15 +363,20 @@ def predict_step_memory(
     with contextlib.ExitStack() as stack:
         if budget is not None:  # stand-ins do not count
             stack.enter_context(budget.host())
-        stack.enter_context(_undisturbed())
+        stack.enter_context(undisturbed())
         stack.enter_context(classes_kept(optimizer))
-        return _predict(optimizer, parameters)
+        return _predict(optimizer, parameters, on_accelerator)
 
 
-def _predict(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> StepMemory:
+def _predict(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    on_accelerator: bool | None,
+) -> StepMemory:
+    dry_run = functools.partial(_dry_run, optimizer, on_accelerator=on_accelerator)
     try:
         with FakeTensorMode():
-            return _dry_run(optimizer, parameters, others=_zeros, keeps=_zeros)
+            return dry_run(parameters, others=_zeros, keeps=_zeros)
     except UncopyableError as error:
         return StepMemory(unknown=str(error))
     except Exception as error:
@@ -370,10 +384,7 @@ def _predict(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
             "the optimizer cannot step on fake tensors (%s); using zeros", describe_error(error)
         )
     try:
-        each = [
-            _dry_run(optimizer, [parameter], others=None, keeps=_only_a_number)
-            for parameter in parameters
-        ]
+        each = [dry_run([parameter], others=None, keeps=_only_a_number) for parameter in parameters]
     except UncopyableError as error:
         return StepMemory(unknown=str(error))
     except Exception as error:
@@ -385,7 +396,7 @@ def _predict(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Leave random numbers and hooks as they are."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -404,6 +415,7 @@ def _dry_run(
     *,
     others: Callable[[Tensor], Tensor] | None,
     keeps: Callable[[Tensor], Tensor],
+    on_accelerator: bool | None,
 ) -> StepMemory:
     """Let a copy of the optimizer step stand-ins of the parameters, and count.
 
@@ -412,6 +424,7 @@ def _dry_run(
         parameters: that have a gradient in the step.
         others: stand-ins for the other parameters; None where the copy goes without those.
         keeps: stand-ins for tensors in attributes and options of the optimizer.
+        on_accelerator: as `predict_step_memory`.
     """
     wanted = {id(parameter) for parameter in parameters}
     everything = [p for group in optimizer.param_groups for p in group["params"]]
@@ -432,7 +445,7 @@ def _dry_run(
         left_out = {id(each) for each in everything}
         for group, given in zip(copied.param_groups, optimizer.param_groups, strict=True):
             group["params"] = [each for each in group["params"] if id(each) not in left_out]
-            group.update(_options(given))
+            group.update(_options(given, on_accelerator))
         resident = [each for each in stand_ins.values() if id(each) not in left_out]
         counter.ledger.see([*resident, *(each.grad for each in resident)], [])
         resident_bytes = counter.ledger.allocated_bytes
@@ -462,7 +475,7 @@ def _only_a_number(tensor: Tensor) -> Tensor:
     return _zeros(tensor)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str, Any]:
     """What of a group's options is another one for stand-ins, which lie on the host."""
     changes: dict[str, Any] = {}
     is_capturable = bool(group.get("capturable"))
@@ -471,7 +484,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         changes["capturable"] = False
         if has_tensor_rate:  # as well; reading it would wait for the device
             changes["lr"] = 0.0
-    on_accelerator = any(parameter.device.type != "cpu" for parameter in group["params"])
+    if on_accelerator is None:
+        on_accelerator = any(parameter.device.type != "cpu" for parameter in group["params"])
     on_accelerator &= is_capturable or not has_tensor_rate  # torch takes the loop then
     if on_accelerator and group.get("foreach", False) is None and not group.get("fused"):
         changes["foreach"] = True  # what torch takes by default on an accelerator

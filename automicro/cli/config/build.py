@@ -110,6 +110,11 @@ class Recipe:
         """What a key names, or None where the config leaves it out."""
         return self._makers[key]() if key in self._makers else None
 
+    @property
+    def optimizer(self) -> Callable[..., Any] | None:
+        """What makes the optimizer from parameters; None where the config leaves it out."""
+        return self._makers.get("optimizer")
+
     def make_trainer(self, model: nn.Module) -> Trainer:
         """The Trainer of a model, without what was left out of the recipe."""
         plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
@@ -124,7 +129,7 @@ class Recipe:
             eval_dataloader=self.make("eval_dataloader"),
             loss_fn=self.make("loss_fn"),
             forward=self.make("forward"),
-            optimizer=self._makers.get("optimizer"),
+            optimizer=self.optimizer,
             scheduler=self._makers.get("scheduler"),
             metrics=_make_metrics(self._metrics),
             update_metric=self.make("update_metric"),

@@ -1,0 +1,156 @@
+"""``automicro plan``: the largest microbatch that will fit a device, before the run."""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.config.keys import LISTS
+from automicro.cli.output import importing
+from automicro.errors import ConfigError
+
+if TYPE_CHECKING:
+    from automicro.cli.config.build import Recipe
+    from automicro.planning.report import PlanReport
+
+DESCRIPTION = """\
+Tell the largest microbatch of a config's model that will fit a device, into how
+many microbatches a batch is cut then, what fills the device, and what would help.
+Takes the first batch of its training data, and runs a step on tensors that have
+shapes but no data: no GPU, and no memory for the model.
+"""
+
+# What a step's memory does not depend on.
+UNUSED = frozenset({"eval_dataloader", "scheduler", "checkpoint", *LISTS})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    add_inputs(parser)
+    parser.add_argument("--memory", metavar="BYTES", help="what tensors may take, such as 24GiB")
+    parser.add_argument(
+        "--device",
+        default=None,
+        metavar="NAME",
+        help="whose memory is known, such as a100-80gb; --device help lists them",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="on which parameters, gradients and optimizer state are sharded",
+    )
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help="of the batch, if not those of the training data's"
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="plan with repeated blocks computed again"
+    )
+    parser.add_argument(
+        "--eval", action="store_true", help="plan the forward of an evaluation, not a training step"
+    )
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
+    if arguments.device == "help":
+        from automicro.planning.devices import as_table
+
+        print(as_table())
+        return 0
+    look_for_files(arguments.inputs, command="plan")
+    with importing(arguments.inputs):
+        from automicro.cli.config.build import Recipe
+        from automicro.cli.errors import is_refusal
+        from automicro.cli.job import Job
+        from automicro.errors import AutomicroError
+
+    job = Job(arguments.inputs, command="plan")
+    check = partial(Recipe, without=UNUSED)
+    with job.reading(required=("model", "train_dataloader"), check=check) as loaded:
+        _look_at(arguments)
+        with job.making():
+            examine = _make(check(loaded.config), arguments)
+        try:
+            report = examine()
+        except (TypeError, ValueError) as error:
+            if isinstance(error, AutomicroError) or not is_refusal(error):
+                raise
+            with job.making():  # the config asks for what makes no sense
+                raise
+        print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+    return report.exit_code
+
+
+def _look_at(arguments: argparse.Namespace) -> None:
+    """Refuse options that mean nothing.
+
+    Raises:
+        ConfigError: one of them.
+    """
+    from automicro.planning.devices import read_memory
+
+    try:
+        read_memory(arguments.memory, arguments.device or "cuda")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"plan: {error}") from None
+    for name in ("ranks", "rows"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"plan: --{name} {value} is below 1: give a number of them")
+
+
+def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], PlanReport]":
+    """Return what plans a step on the first batch."""
+    from automicro.errors import DataLoaderError
+    from automicro.planning.plan import plan
+    from automicro.trainer.surroundings import noting
+
+    config = recipe.config
+    options: dict[str, Any] = {
+        "loss_fn": recipe.make("loss_fn"),
+        "forward": recipe.make("forward"),
+        "optimizer": recipe.optimizer,
+        "memory": arguments.memory or (None if arguments.device else config.memory_limit),
+        "device": arguments.device or "cuda",
+        "rows": arguments.rows,
+        "ranks": arguments.ranks,
+        "precision": config.precision,
+        "gradient_sums": config.gradient_sums,
+        "recompute": arguments.recompute,
+        "train": not arguments.eval,
+        "batch_layout": config.batch_layout,
+    }
+    data = recipe.make("train_dataloader")
+
+    def examine() -> "PlanReport":
+        with noting(lambda: "while taking the first batch of train_dataloader"):
+            batch = next(iter(data), None)
+        if batch is None:
+            raise DataLoaderError(
+                "train_dataloader gave no batch; check its dataset and its sampler"
+            )
+        with noting(lambda: "in planning, on the first batch of train_dataloader"):
+            return plan(partial(recipe.make_model, with_weights=False), batch, **options)
+
+    return examine
+
+
+COMMAND = Command(
+    name="plan",
+    brief="tell the largest microbatch that will fit a device, without the device",
+    description=DESCRIPTION,
+    examples=(
+        "automicro plan job.yaml --device a100-80gb",
+        "automicro plan job.yaml --memory 24GiB --ranks 8 --recompute",
+        "automicro plan job.yaml --memory 24GiB train_dataloader.args.batch_size=512 --json",
+    ),
+    exit_codes={0: "it fits", 1: "not even one row fits, or the run failed"},
+    add_arguments=add_arguments,
+    run=run,
+    place=3,
+)

@@ -1,0 +1,127 @@
+"""Devices by name, and how many bytes a process can use on each.
+
+The names on boxes promise more than a process gets. `total_bytes` is what the driver reports, which
+torch quotes as "total capacity" when memory runs out; it differs by a few tenths between boards and
+drivers, and with ECC. For some devices public reports of such failures show it. For the others it
+is assumed, from the size on the box and devices that are like them. From it goes what a process
+needs before its first tensor: the context of the driver, kernels and libraries; assumed, too.
+"""
+
+from dataclasses import dataclass
+
+from automicro.units import format_bytes, parse_bytes
+
+_GIB = 1 << 30
+CONTEXT_BYTES = 600 << 20
+"""Assumed, for the driver's context with kernels, cuBLAS and cuDNN loaded."""
+
+
+_ASSUMED = ("a10g", "l4", "a100-40gb", "h200-141gb", "mi250x", "mi300x")
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator.
+
+    Attributes:
+        name: in a plan.
+        what: it is, in words.
+        total_bytes: what its driver reports.
+        is_reported: whether public reports of failures show about as much, else it is assumed.
+    """
+
+    name: str
+    what: str
+    total_bytes: int
+    is_reported: bool = True
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors can take of it."""
+        return self.total_bytes - CONTEXT_BYTES
+
+
+def _device(name: str, what: str, total_gib: float) -> tuple[str, Device]:
+    is_reported = name not in _ASSUMED
+    return name, Device(name, what, int(total_gib * _GIB), is_reported)
+
+
+DEVICES: dict[str, Device] = dict(
+    (
+        _device("t4", "NVIDIA T4, 16 GB", 14.56),
+        _device("v100-16gb", "NVIDIA V100, 16 GB", 15.77),
+        _device("v100-32gb", "NVIDIA V100, 32 GB", 31.73),
+        _device("a10g", "NVIDIA A10G, 24 GB", 22.03),
+        _device("l4", "NVIDIA L4, 24 GB", 22.03),
+        _device("rtx-3090", "NVIDIA GeForce RTX 3090, 24 GB", 23.56),
+        _device("rtx-4090", "NVIDIA GeForce RTX 4090, 24 GB", 23.52),
+        _device("rtx-5090", "NVIDIA GeForce RTX 5090, 32 GB", 31.36),
+        _device("a100-40gb", "NVIDIA A100, 40 GB", 39.38),
+        _device("l40s", "NVIDIA L40S, 48 GB", 44.34),
+        _device("mi250x", "AMD Instinct MI250X, one of its two halves, 64 GB", 63.98),
+        _device("a100-80gb", "NVIDIA A100, 80 GB", 79.14),
+        _device("h100-80gb", "NVIDIA H100, 80 GB", 79.10),
+        _device("h200-141gb", "NVIDIA H200, 141 GB", 139.72),
+        _device("b200", "NVIDIA B200, 192 GB", 178.35),
+        _device("mi300x", "AMD Instinct MI300X, 192 GB", 191.45),
+    )
+)
+
+
+def find_device(name: str) -> Device:
+    """A device by its name in any case.
+
+    Raises:
+        ValueError: there is none of that name.
+
+    >>> find_device("A100-80GB").what
+    'NVIDIA A100, 80 GB'
+    """
+    found = DEVICES.get(name.lower().replace("_", "-").replace(" ", "-"))
+    if found is None:
+        raise ValueError(
+            f"device={name!r} is none of {', '.join(DEVICES)}; give one of these, 'cpu' or 'cuda', "
+            "or the bytes of yours: memory='24GiB'"
+        )
+    return found
+
+
+def read_memory(memory: str | int | float | None, device: str) -> tuple[int | None, bool]:
+    """The bytes that tensors can take, and whether it is an accelerator.
+
+    Args:
+        memory: what `parse_bytes` reads; None for all that the device has.
+        device: a name of the table, or ``"cpu"`` or ``"cuda"``, of which no memory is known.
+
+    Raises:
+        TypeError, ValueError: one of them cannot be read.
+
+    >>> read_memory("24GiB", "cuda"), read_memory(None, "cpu"), read_memory(None, "t4")[0] >> 30
+    ((25769803776, True), (None, False), 13)
+    """
+    if device in ("cpu", "cuda"):
+        usable = None
+    else:
+        usable = find_device(device).usable_bytes
+    if memory is None:
+        return usable, device != "cpu"
+    wanted = parse_bytes(memory)
+    if usable is not None and wanted > usable:
+        raise ValueError(
+            f"memory={memory!r} is more than the {format_bytes(usable)} that can be used of "
+            f"{device!r}; leave one of the two out"
+        )
+    return wanted, device != "cpu"
+
+
+def as_table() -> str:
+    """All devices with what can be used of each, a line each.
+
+    >>> as_table().splitlines()[0].split()[:3]
+    ['t4', '13.97', 'GiB']
+    """
+    return "\n".join(
+        f"{each.name:<12} {format_bytes(each.usable_bytes):>11}  {each.what}"
+        f"{'' if each.is_reported else ' (assumed)'}"
+        for each in DEVICES.values()
+    )

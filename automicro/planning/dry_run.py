@@ -1,0 +1,491 @@
+"""A step of a `Microbatcher`, run on tensors without data, or on a copy in host memory.
+
+A copy of the model takes the step: nothing of the model itself moves, and it may lie on the meta
+device, or be a function that makes it. The copy's tensors are fake ones, which have shapes but no
+data; all of torch's operations run on them, forward, backward and recomputation, and allocate
+nothing. What a `Microbatcher` holds beside them is held here, too: gradients between microbatches,
+copies of buffers, the optimizer's state, the microbatch on the device.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import UntraceableModelError, describe_error
+from automicro.loss.conventions import Convention, choose_convention
+from automicro.loss.passes import extra_pass
+from automicro.modules import evaluation_mode
+from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
+from automicro.options import PRECISIONS, check_loss
+from automicro.planning.trace import (
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STEP,
+    Owner,
+    Recorder,
+    Trace,
+)
+from automicro.reach import captured_modules
+from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
+from automicro.transaction.gradients import NARROW
+from automicro.transaction.parameters import LARGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_STEP = "optimizer step"
+"""What the trace's mark is called where it begins."""
+
+_SMALL_BYTES = 1 << 16  # saved tensors below it are not worth a copy to the host
+_GRADIENT = Owner(GRADIENTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How the step is run.
+
+    Attributes:
+        precision: as `Microbatcher`.
+        gradient_sums: as `Microbatcher`.
+        train: forward and backward; else the forward of an evaluation.
+        recompute: whether repeated blocks are computed again in the backward.
+        offload: whether what is saved for the backward waits in host memory.
+    """
+
+    precision: str = "fp32"
+    gradient_sums: str = "fp32"
+    train: bool = True
+    recompute: bool = False
+    offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, as the caller has it.
+
+    Attributes:
+        model: a module, or a function that makes one.
+        batch: a batch of any number of rows.
+        layout: of the batch.
+        loss_fn: as `Microbatcher`, like the next two.
+        forward: see there.
+        modules: see there.
+        optimizer: one of the model's parameters, or a function (a class) from parameters to one.
+        on_accelerator: whether the step is to run on one.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: Any
+    layout: BatchLayout
+    loss_fn: Callable[..., Any] | None = None
+    forward: Callable[..., Any] | None = None
+    modules: Sequence[nn.Module] = ()
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
+    on_accelerator: bool = True
+
+
+@dataclass
+class DryRun:
+    """Runs steps of a job on a copy of its model.
+
+    Example:
+        >>> model, batch = nn.Linear(256, 4), (torch.zeros(8, 256), torch.zeros(8, 4))
+        >>> job = Job(
+        ...     model=model, batch=batch, layout=BatchLayout(), loss_fn=nn.MSELoss(),
+        ...     optimizer=torch.optim.SGD,
+        ... )
+        >>> dry_run = DryRun(job)
+        >>> dry_run.step(8, splits=False).peak_bytes
+        20480
+
+    Args:
+        job: what is to be trained.
+        is_fake: whether tensors are without data; else a copy on the host computes.
+    """
+
+    job: Job
+    is_fake: bool = True
+    _mode: FakeTensorMode = field(init=False)
+    _modules: list[nn.Module] = field(init=False)
+    _convention: Convention = field(init=False)
+    _step_memory: StepMemory | None = field(default=None, init=False)
+    _without_gradient: set[int] | None = field(default=None, init=False)
+    _traces: dict[tuple[int, bool, Conditions], Trace] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        job = self.job
+        model = job.model if isinstance(job.model, nn.Module) else self._made(job.model)
+        self._original = model
+        roots = [model, *job.modules]
+        if isinstance(job.loss_fn, nn.Module):
+            roots.append(job.loss_fn)
+        _refuse_others(roots, {"forward": job.forward, "loss_fn": job.loss_fn})
+        self._modules, loss_fn, forward = self._copied(roots, job.loss_fn, job.forward)
+        self._convention = choose_convention(self._modules[0], forward=forward, loss_fn=loss_fn)
+        self.num_rows = job.layout.num_rows(job.batch)
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy."""
+        return self._modules[0]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the copy, each once."""
+        found = {id(p): p for module in self._modules for p in module.parameters()}
+        return list(found.values())
+
+    def _made(self, make: Callable[[], Any]) -> nn.Module:
+        with undisturbed():
+            try:
+                with torch.device("meta" if self.is_fake else "cpu"):
+                    model = make()
+            except Exception as error:
+                if not self.is_fake:
+                    raise
+                logger.debug(
+                    "the model cannot be made on the meta device (%s); on the CPU",
+                    describe_error(error),
+                )
+                model = make()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"the function that makes the model returned {model!r} of type "
+                f"{type(model).__name__}; return a torch.nn.Module"
+            )
+        return model
+
+    def _copied(self, roots: Sequence[nn.Module], *functions: Any) -> Any:
+        memo: dict[int, Any] = {}
+        for root in roots:
+            for module in root.modules():
+                tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+                tensors += [each for each in vars(module).values() if isinstance(each, Tensor)]
+                for tensor in tensors:
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = self._stand_in(tensor)
+        try:
+            return copy.deepcopy((list(roots), *functions), memo)
+        except Exception as error:
+            raise UntraceableModelError(
+                f"the model cannot be copied ({describe_error(error)}), and a plan never runs the "
+                "model itself; pass a function that makes it: plan(lambda: Model(…), …)"
+            ) from error
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if is_uninitialized(tensor):
+            raise UntraceableModelError(
+                "the model has lazy layers, whose parameters have no shape yet; run one batch "
+                "through it first, or give the layers their sizes"
+            )
+        if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
+            raise UntraceableModelError(
+                f"the model holds a {type(tensor).__name__} of layout {tensor.layout}, which a "
+                "plan cannot stand in for; pass the model as it is before it is sharded or "
+                "quantized, and the shards as ranks=…"
+            )
+        with self._fake():
+            value = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+            if not self.is_fake and tensor.device.type != "meta":
+                with torch.no_grad():
+                    value.copy_(tensor)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return value
+
+    def _fake(self) -> contextlib.AbstractContextManager[Any]:
+        return self._mode if self.is_fake else contextlib.nullcontext()
+
+    def step_memory(self) -> StepMemory:
+        """What the first step of the optimizer allocates."""
+        if self._step_memory is None:
+            self._step_memory = self._predicted()
+        return self._step_memory
+
+    def _predicted(self) -> StepMemory:
+        given = self.job.optimizer
+        if given is None:
+            return StepMemory()
+        parameters = [p for p in self.parameters if p.requires_grad]
+        if isinstance(given, torch.optim.Optimizer):
+            parameters = [p for group in given.param_groups for p in group["params"]]
+            parameters = [p for p in parameters if p.requires_grad]
+            optimizer = given
+        else:
+            optimizer = given(parameters)
+        return predict_step_memory(
+            optimizer, parameters, on_accelerator=self.job.on_accelerator or None
+        )
+
+    # One step
+
+    def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
+        """What one step holds whose largest microbatch has this many rows. Each is run once.
+
+        Args:
+            rows: of the microbatch; more than the batch has are had by repeating its rows.
+            splits: whether other microbatches came before, so that gradients are there.
+            conditions: how it is run.
+
+        Raises:
+            UntraceableModelError: it needs data. The message has the model's own line.
+        """
+        asked = (rows, splits, conditions or Conditions())
+        if asked not in self._traces:
+            self._traces[asked] = self._traced(*asked)
+        return self._traces[asked]
+
+    def _traced(self, rows: int, splits: bool, conditions: Conditions) -> Trace:
+        if splits and self._without_gradient is None:
+            self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
+        microbatch = self._rows(rows)
+        self.step_memory()
+        recorder = Recorder(on_accelerator=self.job.on_accelerator)
+        with contextlib.ExitStack() as stack:
+            for manager in (
+                extra_pass(),
+                undisturbed(),
+                self._fake(),
+                recorder,
+                recorder.watching(self._modules),
+            ):
+                stack.enter_context(manager)
+            try:
+                self._step(recorder, microbatch, splits, conditions)
+            except Exception as error:
+                self._clear()
+                if not self.is_fake:
+                    raise
+                raise UntraceableModelError(
+                    f"the model needs data to be run: {describe_error(error).splitlines()[0]}, "
+                    f"{_where(error)}"
+                ) from error
+        return recorder.trace()
+
+    def _rows(self, rows: int) -> Any:
+        if rows == self.num_rows:
+            return self.job.batch
+        if rows < self.num_rows:
+            return self.job.layout.split(self.job.batch, [rows, self.num_rows - rows])[0]
+        return self.job.layout.take_rows(
+            self.job.batch, [index % self.num_rows for index in range(rows)]
+        )
+
+    def _step(
+        self, recorder: Recorder, microbatch: Any, splits: bool, conditions: Conditions
+    ) -> None:
+        recorder.parameters = frozenset(map(id, self.parameters))
+        with recorder.owning(PARAMETERS):
+            recorder.ledger.see(self.parameters, [])
+        buffers = {id(b): b for module in self._modules for b in module.buffers()}
+        with recorder.owning(BUFFERS):
+            recorder.ledger.see(buffers.values(), [])
+        for buffer in buffers.values():
+            if buffer.nbytes <= LARGE_BYTES:  # larger ones are copied to the host
+                recorder.hold(buffer.nbytes, BUFFERS)
+        memory = self.step_memory()
+        for num_bytes in memory.state_bytes:
+            recorder.hold(num_bytes, OPTIMIZER)
+        with recorder.owning(BATCH):
+            rows = map_tensors(microbatch, functools.partial(self._moved, recorder), isolate=True)
+        if not conditions.train:
+            with evaluation_mode(self._modules), torch.no_grad():
+                recorder.mark("forward")
+                self._forward(recorder, rows, conditions)
+            return
+        try:
+            with torch.enable_grad():
+                self._train(recorder, rows, splits, conditions)
+        finally:
+            del rows
+        recorder.mark(OPTIMIZER_STEP)
+        recorder.hold(memory.temporary_bytes, STEP)()
+        self._clear()
+
+    def _train(self, recorder: Recorder, rows: Any, splits: bool, conditions: Conditions) -> None:
+        wanting = [p for p in self.parameters if p.requires_grad]
+        narrow = [
+            p
+            for p in wanting
+            if splits and conditions.gradient_sums == "fp32" and p.dtype in NARROW
+        ]
+        for parameter in narrow:
+            parameter.grad_dtype = torch.float32
+        if splits:
+            assert self._without_gradient is not None
+            with recorder.owning(GRADIENTS):
+                for index, parameter in enumerate(wanting):
+                    if index not in self._without_gradient:
+                        dtype = parameter.grad_dtype or parameter.dtype
+                        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        recorder.mark("forward")
+        output, loss = self._forward(recorder, rows, conditions)
+        recorder.mark("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        del output, loss
+        for parameter in wanting:
+            if parameter.grad is not None:
+                recorder.ledger.give(parameter.grad, _GRADIENT)
+        if self._without_gradient is None:
+            self._without_gradient = {
+                index for index, parameter in enumerate(wanting) if parameter.grad is None
+            }
+        for parameter in narrow:
+            total, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            if total is not None:
+                with recorder.owning(GRADIENTS):
+                    parameter.grad = total.to(parameter.dtype)
+
+    def _forward(self, recorder: Recorder, rows: Any, conditions: Conditions) -> tuple[Any, Tensor]:
+        dtype = PRECISIONS[conditions.precision]
+        with contextlib.ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast("cpu", dtype))
+            if conditions.recompute:
+                stack.enter_context(_recomputing(repeated_blocks(self.model)))
+            if conditions.offload:
+                stack.enter_context(_offloading(recorder, self.parameters))
+            if conditions.train:
+                output = self._convention.train(self.model, rows)
+                loss = check_loss(output.loss)
+            else:
+                output = self._convention.evaluate(self.model, rows)
+                loss = torch.empty(()) if output.loss is None else output.loss
+        found = [tensor for _, tensor in tensor_leaves(output.outputs)]
+        recorder.forward_ended([*found, *output.losses.values()])
+        return output, loss * 1.0
+
+    def _moved(self, recorder: Recorder, tensor: Tensor) -> Tensor:
+        if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
+            raise UntraceableModelError(
+                f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which has "
+                "no stand-in without data"
+            )
+        recorder.ledger.place(tensor, [], on_host=True)
+        if not self.is_fake:
+            return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+        like = torch.empty_like(tensor, device="meta")
+        moved = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
+        return moved.requires_grad_() if tensor.requires_grad else moved
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+            if parameter.grad_dtype is not parameter.dtype:
+                parameter.grad_dtype = parameter.dtype
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules of one class that stand in a row, by name: a transformer's layers.
+
+    >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
+    >>> list(repeated_blocks(nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 2))))
+    ['0.0', '0.1']
+    """
+    found: dict[str, nn.Module] = {}
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop(0)
+        children = {
+            f"{prefix}.{name}" if prefix else name: child for name, child in module.named_children()
+        }
+        is_row = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1
+        kinds = {type(child) for child in children.values()}
+        if is_row and len(kinds) == 1 and all(any(c.children()) for c in children.values()):
+            found.update(children)
+        else:
+            waiting.extend(children.items())
+    return found
+
+
+@contextlib.contextmanager
+def _recomputing(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Let these modules save their inputs alone, and compute again in the backward."""
+
+    def again(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            return checkpoint(
+                forward, *args, use_reentrant=False, preserve_rng_state=False, **options
+            )
+
+        return run
+
+    before = {name: vars(block).get("forward") for name, block in blocks.items()}
+    for block in blocks.values():
+        vars(block)["forward"] = again(block.forward)
+    try:
+        yield
+    finally:
+        for name, block in blocks.items():
+            del vars(block)["forward"]
+            if before[name] is not None:
+                vars(block)["forward"] = before[name]
+
+
+@contextlib.contextmanager
+def _offloading(recorder: Recorder, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let what is saved for the backward wait in host memory."""
+    staying = {id(parameter.untyped_storage()) for parameter in parameters}
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.nbytes < _SMALL_BYTES or id(tensor.untyped_storage()) in staying:
+            return tensor
+        with recorder.ledger.placing(on_host=True):
+            return (torch.empty_like(tensor),)
+
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else torch.empty_like(saved[0])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _refuse_others(roots: Sequence[nn.Module], functions: Mapping[str, Any]) -> None:
+    """Refuse functions that hold on to a module by a name of their own."""
+    own = {
+        f"{type(module).__name__}.{name}": value
+        for root in roots
+        for module in root.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType)
+    }
+    for name, function in {**functions, **own}.items():
+        if function is None or isinstance(function, nn.Module):
+            continue
+        if captured_modules(function):
+            kind = type(captured_modules(function)[0]).__name__
+            raise UntraceableModelError(
+                f"{name} holds on to a {kind} by a name of its own, so a copy of the model cannot "
+                "stand for it; let forward use the model that it is given, and let modules find "
+                "theirs in self"
+            )
+
+
+_OURS, _TORCHS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of an error that is neither torch's nor ours: the model's own."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OURS, _TORCHS, "<")):
+            return f"in {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}"
+    return "in a line that nobody knows"

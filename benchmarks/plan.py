@@ -1,0 +1,481 @@
+"""Planned peaks beside real ones: torch's CPU allocator with a count, and the figures of peers.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.plan [--quick | --peers] [--json FILE]
+
+Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
+the backward, with four optimizers. Each case is planned on tensors without data, then trained for
+real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
+that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
+with its margin is below the real one. It needs a C++ compiler, transformers and torchvision.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.sizes_of_peers import repair_torchvision
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = ("fp32", "bf16", "checkpointed")
+OPTIMIZERS = ("SGD", "SGD momentum", "AdamW", "Adafactor")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and a batch of some rows for it."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    sizes: tuple[int, int, int]
+    loss_fn: Callable[..., Tensor] | None = None
+    is_convolutional: bool = False
+
+
+class Again(nn.Module):
+    """Computes a block again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **options)
+
+
+class Recurrent(nn.Module):
+    """Tokens to a class, through an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 128)
+        self.lstm = nn.LSTM(128, 256, 2, batch_first=True)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0].mean(1))  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    """A multilayer perceptron of residual blocks."""
+
+    def __init__(self, width: int = 512, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layers."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def tokens(rows: int, length: int = 128, vocabulary: int = 2000) -> Tensor:
+    return torch.randint(0, vocabulary, (rows, length))
+
+
+def language(rows: int) -> dict[str, Tensor]:
+    ids = tokens(rows)
+    return {"input_ids": ids, "labels": ids}
+
+
+def images(size: int, classes: int = 10) -> Callable[[int], Any]:
+    return lambda rows: (torch.randn(rows, 3, size, size), torch.randint(0, classes, (rows,)))
+
+
+def subjects() -> dict[str, Subject]:
+    repair_torchvision()
+    torchvision: Any = importlib.import_module("torchvision")
+    transformers: Any = importlib.import_module("transformers")
+    from automicro.demo import digits
+
+    transformers.logging.set_verbosity_error()
+    small: Any = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
+    cross_entropy = nn.CrossEntropyLoss()
+    return {
+        "MLP": Subject(
+            Blocks,
+            lambda rows: (torch.randn(rows, 512), torch.randint(0, 10, (rows,))),
+            (64, 256, 1024),
+            cross_entropy,
+        ),
+        "GPT-2": Subject(
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    vocab_size=2000,
+                    n_positions=128,
+                    n_embd=128,
+                    n_layer=4,
+                    n_head=4,
+                    use_cache=False,
+                )
+            ),
+            language,
+            (2, 5, 12),
+        ),
+        "BERT": Subject(
+            lambda: transformers.BertForMaskedLM(
+                transformers.BertConfig(vocab_size=2000, num_hidden_layers=4, **small)
+            ),
+            language,
+            (2, 5, 12),
+        ),
+        "T5": Subject(
+            lambda: transformers.T5ForConditionalGeneration(
+                transformers.T5Config(
+                    vocab_size=2000,
+                    d_model=128,
+                    d_kv=32,
+                    d_ff=512,
+                    num_layers=3,
+                    num_heads=4,
+                    decoder_start_token_id=0,
+                    use_cache=False,
+                )
+            ),
+            language,
+            (2, 5, 12),
+        ),
+        "Llama": Subject(
+            lambda: transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    vocab_size=2000, num_hidden_layers=4, use_cache=False, **small
+                )
+            ),
+            language,
+            (2, 5, 12),
+        ),
+        "ViT": Subject(
+            lambda: transformers.ViTForImageClassification(
+                transformers.ViTConfig(
+                    **{"image_size": 64, "patch_size": 8, "num_hidden_layers": 4, **small}
+                )
+            ),
+            lambda rows: {
+                "pixel_values": torch.randn(rows, 3, 64, 64),
+                "labels": torch.randint(0, 2, (rows,)),
+            },
+            (4, 12, 32),
+        ),
+        "encoder": Subject(
+            Encoder,
+            lambda rows: (torch.randn(rows, 64, 128), torch.randn(rows, 64, 128)),
+            (4, 12, 32),
+            nn.MSELoss(),
+        ),
+        "LSTM": Subject(
+            Recurrent,
+            lambda rows: (tokens(rows, 32, 1000), torch.randint(0, 10, (rows,))),
+            (8, 24, 64),
+            cross_entropy,
+        ),
+        "digits CNN": Subject(
+            digits.CNN,
+            lambda rows: (torch.randn(rows, 1, 8, 8), torch.randint(0, 10, (rows,))),
+            (64, 256, 1024),
+            cross_entropy,
+            is_convolutional=True,
+        ),
+        "ResNet-18": Subject(
+            torchvision.models.resnet18, images(64), (4, 10, 24), cross_entropy, True
+        ),
+        "ResNet-50": Subject(
+            torchvision.models.resnet50, images(64), (4, 8, 16), cross_entropy, True
+        ),
+        "MobileNet": Subject(
+            torchvision.models.mobilenet_v2, images(64), (4, 10, 24), cross_entropy, True
+        ),
+    }
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """The model with its repeated blocks computed again."""
+    from automicro.planning.dry_run import repeated_blocks
+
+    for name, block in repeated_blocks(model).items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Again(block))
+    return model
+
+
+def optimizer_of(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    if name == "SGD":
+        return lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+    if name == "SGD momentum":
+        return lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    if name == "AdamW":
+        return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
+    return lambda parameters: torch.optim.Adafactor(parameters, lr=1e-3)
+
+
+def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: str) -> int:
+    """Bytes that a device would have held at most: two batches of two microbatches each."""
+    from automicro import Microbatcher
+    from automicro.batch.tensors import tensor_leaves
+
+    torch.manual_seed(0)
+    batch = subject.batch(2 * rows)
+    gc.collect()
+    base_bytes = allocator.used_bytes
+    model = subject.make()
+    if way == "checkpointed":
+        model = checkpointed(model)
+    step = optimizer_of(optimizer)(model.parameters())
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=subject.loss_fn,
+        optimizer=step,
+        microbatch_size=rows,
+        precision="bf16" if way == "bf16" else "fp32",
+        batchnorm="ignore",
+        probe=False,
+    )
+    for _ in range(2):
+        allocator.reset_peak()
+        microbatcher.backward(batch)
+        step.step()
+        step.zero_grad()
+    # The batch lies in host memory, and a device gets copies of its microbatches.
+    copied = {id(tensor): tensor for _, tensor in tensor_leaves(batch)}.values()
+    peak_bytes: int = allocator.peak_bytes - base_bytes
+    return peak_bytes + sum(tensor.nbytes // 2 for tensor in copied)
+
+
+def plan_of(subject: Subject, rows: int, way: str, optimizer: str) -> Any:
+    import automicro
+
+    def make() -> nn.Module:
+        return checkpointed(subject.make()) if way == "checkpointed" else subject.make()
+
+    return automicro.plan(
+        make(),
+        subject.batch(2 * rows),
+        loss_fn=subject.loss_fn,
+        optimizer=optimizer_of(optimizer),
+        precision="bf16" if way == "bf16" else "fp32",
+        device="cpu",
+        microbatch_size=rows,
+        remedies=False,
+    )
+
+
+def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
+    """All cases of a subject: planned, then measured."""
+    from tests.real_memory.allocator import CappedAllocator
+
+    subject = subjects()[name]
+    allocator = CappedAllocator(library)
+    warnings.simplefilter("ignore")
+    found = []
+    for way in WAYS:
+        for optimizer in ("AdamW",) if quick else OPTIMIZERS:
+            for rows in subject.sizes:
+                planned = plan_of(subject, rows, way, optimizer)
+                real_bytes = measure(allocator, subject, rows, way, optimizer)
+                found.append(
+                    {
+                        "model": name,
+                        "is_convolutional": subject.is_convolutional,
+                        "way": way,
+                        "optimizer": optimizer,
+                        "rows": rows,
+                        "real_bytes": real_bytes,
+                        "planned_bytes": planned.peak_bytes,
+                        "margin_bytes": planned.margin_bytes,
+                    }
+                )
+    return found
+
+
+def peers(library: Path, name: str) -> list[dict[str, Any]]:
+    """A whole batch in fp32 with AdamW, as others predict it, and as it was."""
+    from tests.real_memory.allocator import CappedAllocator
+
+    subject, allocator = subjects()[name], CappedAllocator(library)
+    warnings.simplefilter("ignore")
+    rows = subject.sizes[1]
+    batch = subject.batch(rows)
+    found: dict[str, Any] = {"model": name, "rows": rows}
+
+    def predict(peer: str, predicted: Callable[[], int]) -> None:
+        try:
+            found[peer] = predicted()
+        except Exception as error:
+            found[peer] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+
+    import automicro
+
+    options: dict[str, Any] = {"loss_fn": subject.loss_fn, "optimizer": torch.optim.AdamW}
+    options |= {"device": "cpu", "remedies": False}
+    predict("automicro", lambda: automicro.plan(subject.make(), batch, **options).peak_bytes)
+    predict("MemTracker", lambda: _mem_tracker(subject, rows))
+    predict("accelerate", lambda: _accelerate(subject))
+    predict("kitsune", lambda: _kitsune(subject, rows))
+    gc.collect()
+    base_bytes = allocator.used_bytes
+    model = subject.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        allocator.reset_peak()
+        _loss(model, subject, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    inputs = list(batch.values()) if isinstance(batch, dict) else batch
+    copied = {id(tensor): tensor.nbytes for tensor in inputs}
+    found["real_bytes"] = allocator.peak_bytes - base_bytes + sum(copied.values())
+    return [found]
+
+
+def _loss(model: nn.Module, subject: Subject, batch: Any) -> Tensor:
+    if subject.loss_fn is None:
+        loss: Tensor = model(**batch).loss
+        return loss
+    return subject.loss_fn(model(batch[0]), batch[1])
+
+
+def _mem_tracker(subject: Subject, rows: int) -> int:
+    """torch's own, on fake tensors, at the second step."""
+    mem_tracker: Any = importlib.import_module("torch.distributed._tools.mem_tracker")
+    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    with fake.FakeTensorMode():
+        model, batch = subject.make(), subject.batch(rows)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            tracker = mem_tracker.MemTracker()
+            inputs = list(batch.values()) if isinstance(batch, dict) else list(batch)
+            tracker.track_external(model, optimizer, *inputs)
+            with tracker:
+                _loss(model, subject, batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    tracker.reset_mod_stats()
+        found: int = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        return found
+
+
+def _accelerate(subject: Subject) -> int:
+    """What ``accelerate estimate-memory`` prints for training with Adam: a batch of one row."""
+    estimate: Any = importlib.import_module("accelerate.commands.estimate")
+    with torch.device("meta"):
+        size, _ = estimate.calculate_maximum_sizes(subject.make())
+    return int(max(estimate.estimate_training_usage(size, "float32").values()))
+
+
+def _kitsune(subject: Subject, rows: int) -> int:
+    kitsune: Any = importlib.import_module("kitsune")
+    batch = subject.batch(rows)
+    inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
+    result = kitsune.predict_memory(
+        subject.make(), tuple(inputs.shape[1:]), batch_size=rows, dtype=dtype, optimizer="adamw"
+    )
+    return int(result.total_bytes)
+
+
+def as_peers_table(rows: list[dict[str, Any]]) -> str:
+    names = ("automicro", "MemTracker", "accelerate", "kitsune")
+    lines = [f"| model | real | {' | '.join(names)} |", "|---|--:|" + "--:|" * len(names)]
+    for row in rows:
+        fields = [
+            row[name] if isinstance(row[name], str) else f"{row[name] / row['real_bytes'] - 1:+.0%}"
+            for name in names
+        ]
+        lines.append(f"| {row['model']} | {row['real_bytes'] >> 20} MiB | {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one optimizer")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--peers", action="store_true", help="beside what others predict")
+    parser.add_argument("--only", help="one model")
+    parser.add_argument("--child", nargs=2, metavar=("LIBRARY", "REPORT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        library, report = map(Path, arguments.child)
+        if arguments.peers:
+            report.write_text(json.dumps(peers(library, arguments.only)))
+        else:
+            report.write_text(json.dumps(compare(library, arguments.only, quick=arguments.quick)))
+        return
+    from tests.compiling import compile_library, find_compiler
+
+    compiler = find_compiler()
+    if compiler is None:
+        sys.exit("no C++ compiler ($CXX, g++, c++, clang++), so no allocator that counts")
+    source = ROOT / "tests" / "real_memory" / "capped_allocator.cpp"
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_library(compiler, [source], Path(folder), ["c10"])
+        rows: list[dict[str, Any]] = []
+        for name in [arguments.only] if arguments.only else list(subjects()):
+            report = Path(folder) / "report.json"
+            command = [sys.executable, "-m", "benchmarks.plan", "--only", name]
+            command += ["--quick"] if arguments.quick else []
+            command += ["--peers"] if arguments.peers else []
+            subprocess.run([*command, "--child", str(library), str(report)], cwd=ROOT, check=True)
+            rows += json.loads(report.read_text())
+            if not arguments.peers:
+                new = rows[-len(json.loads(report.read_text())) :]
+                print(as_table(new, by_case=arguments.quick), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.peers:
+        print(as_peers_table(rows))
+        return
+    print(as_table(rows))
+    unsafe = [row for row in rows if row["planned_bytes"] + row["margin_bytes"] < row["real_bytes"]]
+    print(f"{len(rows)} cases, {len(unsafe)} unsafe ({len(unsafe) / len(rows):.1%})")
+
+
+def as_table(rows: list[dict[str, Any]], *, by_case: bool = False) -> str:
+    """Relative errors of the planned peaks, by model and way."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["model"], row["way"])
+        key += (row["rows"], row["real_bytes"] >> 20, row["planned_bytes"] >> 20) if by_case else ()
+        groups.setdefault(key, []).append(row)
+    lines = []
+    for key, group in groups.items():
+        errors = [row["planned_bytes"] / row["real_bytes"] - 1 for row in group]
+        unsafe = sum(
+            row["planned_bytes"] + row["margin_bytes"] < row["real_bytes"] for row in group
+        )
+        shown = " | ".join(map(str, key))
+        lines.append(f"| {shown} | {min(errors):+.1%} | {max(errors):+.1%} | {unsafe} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Planned peaks beside those that the device's own allocator counts."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import automicro
+from automicro import Microbatcher
+from tests.gpu.conftest import Record
+from tests.gpu.device import DEVICE, GPU, accelerator, only_cuda
+
+pytestmark = GPU
+
+ROWS = 32
+LOSS = nn.CrossEntropyLoss()
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 10))
+
+
+def convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in ((2, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(nn.Unflatten(1, (2, 16, 16)), *layers, nn.Flatten(), nn.Linear(16384, 10))
+
+
+@only_cuda("kernels that a plan knows")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["perceptron", "convolutions"])
+def test_a_real_peak_is_below_the_plan_and_near_it(
+    name: str, precision: str, record_property: Record
+) -> None:
+    make = {"perceptron": perceptron, "convolutions": convolutions}[name]
+    data = torch.randn(ROWS * 2, 512), torch.randint(10, (ROWS * 2,))
+    report = automicro.plan(
+        make(),
+        data,
+        loss_fn=LOSS,
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+        microbatch_size=ROWS,
+        remedies=False,
+    )
+    torch.ones(8, 8, device=DEVICE) @ torch.ones(8, 8, device=DEVICE)  # what cuBLAS keeps for ever
+    gc.collect()
+    before = accelerator.memory_allocated(DEVICE)
+    model = make().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    microbatcher = Microbatcher(
+        model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=ROWS, precision=precision,
+        batchnorm="ignore", probe=False,
+    )  # fmt: skip
+    for _ in range(2):
+        accelerator.reset_peak_memory_stats(DEVICE)
+        microbatcher.backward(data)
+        optimizer.step()
+        optimizer.zero_grad()
+    real_bytes = accelerator.max_memory_allocated(DEVICE) - before
+    record_property("plan_over_real", report.peak_bytes / real_bytes)
+    assert real_bytes <= report.needed_bytes
+    assert report.peak_bytes == pytest.approx(real_bytes, rel=0.15)

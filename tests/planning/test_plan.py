@@ -1,0 +1,335 @@
+"""Peaks before anything is allocated: what is counted, what is found, what is left alone."""
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import automicro
+from automicro import MemoryBudget, Microbatcher, UntraceableModelError
+from automicro.planning.devices import DEVICES, read_memory
+
+ROWS = 64
+LOSS = nn.CrossEntropyLoss()
+
+
+class Blocks(nn.Module):
+    """Residual blocks, so that there is something to compute again."""
+
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def batch(rows: int = ROWS, width: int = 128) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randint(10, (rows,))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def plan(model: Any, data: Any = None, **options: Any) -> automicro.PlanReport:
+    options = {"loss_fn": LOSS, "optimizer": adam, "device": "cpu", "remedies": False, **options}
+    return automicro.plan(model, batch() if data is None else data, **options)
+
+
+def measured_peak(make: Callable[[], nn.Module], data: Any, size: int) -> int:
+    """Of the second batch of a real run, on a simulated device without a limit."""
+    model = make()
+    optimizer = adam(model.parameters())
+    with MemoryBudget(None) as budget:
+        budget.track(model)
+        microbatcher = Microbatcher(
+            model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=size, probe=False,
+            batchnorm="ignore",
+        )  # fmt: skip
+        for _ in range(2):
+            budget.reset_peak()
+            microbatcher.backward(data)
+            optimizer.step()
+            optimizer.zero_grad()
+        return budget.peak_bytes
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "blocks": (Blocks, batch()),
+    "batchnorm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+        ),
+        (torch.randn(ROWS, 3, 8, 8), torch.randint(10, (ROWS,))),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(128, 512), nn.Dropout(0.1), nn.Linear(512, 10)),
+        batch(),
+    ),
+    "half of it frozen": (
+        lambda: nn.Sequential(nn.Linear(128, 512).requires_grad_(False), nn.Linear(512, 10)),
+        batch(),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [ROWS, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_planned_peak_is_that_of_a_microbatcher(case: str, size: int) -> None:
+    make, data = CASES[case]
+    planned = plan(make(), data, microbatch_size=size).peak_bytes
+    workspace = plan(make(), data, microbatch_size=size).breakdown.get("workspace of kernels", 0)
+    assert planned - workspace == pytest.approx(measured_peak(make, data, size), rel=0.02)
+
+
+def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
+    limit = 3 << 20
+    report = plan(Blocks(), batch(512), memory=limit)
+    assert 1 < report.microbatch_size < 512
+    assert report.needed_bytes <= limit
+    assert len(report.points) <= 8
+    coarser = -(-512 // (report.num_microbatches - 1))
+    larger = plan(Blocks(), batch(512), memory=limit, microbatch_size=coarser)
+    assert larger.needed_bytes > limit
+    assert not larger.fits
+    assert (report.fits, report.exit_code, larger.exit_code) == (True, 0, 1)
+
+
+def test_the_planned_size_runs_at_once_and_is_where_auto_ends() -> None:
+    limit, data, model = 3 << 20, batch(512), Blocks()
+    report = plan(Blocks(), data, memory=limit)
+    optimizer = adam(model.parameters())
+    with MemoryBudget(limit):
+        microbatcher = Microbatcher(
+            model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=report.policy()
+        )
+        result = microbatcher.backward(data)
+        assert (result.ooms, result.num_microbatches) == (0, report.num_microbatches)
+
+
+def test_nothing_of_the_model_the_batch_or_random_numbers_moves() -> None:
+    model, data = Blocks(), batch()
+    before, numbers = copy.deepcopy(model.state_dict()), random.getstate()
+    torch_numbers, given = torch.get_rng_state(), data[0].clone()
+    automicro.plan(model, data, loss_fn=LOSS, optimizer=adam, memory="2MiB")
+    assert model.calls == 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model._forward_hooks
+    assert random.getstate() == numbers
+    assert torch.equal(torch.get_rng_state(), torch_numbers)
+    assert torch.equal(data[0], given)
+
+
+def test_a_model_on_the_meta_device_and_a_function_that_makes_it_are_the_same_plan() -> None:
+    with torch.device("meta"):
+        meta = Blocks()
+    peaks = {plan(each).peak_bytes for each in (Blocks(), meta, Blocks)}
+    assert len(peaks) == 1
+
+
+def test_parameters_of_seven_billion_are_planned_without_memory_for_them() -> None:
+    report = plan(
+        lambda: nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range(7))),
+        (torch.zeros(2, 32768), torch.zeros(2, dtype=torch.long)),
+        memory="80GiB",
+    )
+    assert report.num_parameters == 7 * 2**30
+    assert report.breakdown["optimizer state"] >= 8 * report.num_parameters
+    assert not report.fits
+    assert report.largest_size == 0
+    assert "not even one row fits" in str(report)
+
+
+def test_rows_beyond_the_batch_are_had_by_repeating_its_rows() -> None:
+    assert plan(Blocks(), batch(2), rows=64).peak_bytes == plan(Blocks(), batch(64)).peak_bytes
+
+
+def test_evaluation_keeps_no_activations_and_no_gradients() -> None:
+    training, evaluation = (plan(Blocks(), batch(2048), train=train) for train in (True, False))
+    assert "gradients" not in evaluation.breakdown
+    assert evaluation.breakdown["activations"] < training.breakdown["activations"] / 2
+
+
+def test_gradients_of_half_precision_add_up_in_float32_where_a_batch_is_split() -> None:
+    def gradients(size: int, sums: str) -> int:
+        report = plan(
+            Blocks().bfloat16(),
+            (batch()[0].bfloat16(), batch()[1]),
+            microbatch_size=size,
+            gradient_sums=sums,
+        )
+        return report.breakdown["gradients"]
+
+    assert gradients(16, "fp32") == pytest.approx(2 * gradients(16, "native"), rel=0.02)
+
+
+def test_an_optimizers_state_is_counted_before_its_first_step() -> None:
+    state = {
+        name: plan(Blocks(), optimizer=make).breakdown.get("optimizer state", 0)
+        for name, make in {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "adam": adam,
+        }.items()
+    }
+    held = plan(Blocks()).breakdown["parameters"]
+    assert state["sgd"] == 0
+    assert state["momentum"] == held
+    assert 2 * held <= state["adam"] <= 2.1 * held
+
+
+def test_an_accelerator_steps_all_parameters_at_once() -> None:
+    data = batch(1)
+    on_cpu, on_cuda = (plan(Blocks(), data, device=device).peak_bytes for device in ("cpu", "cuda"))
+    assert on_cuda > on_cpu + plan(Blocks(), data).breakdown["parameters"] / 2
+
+
+def test_the_peak_of_a_tiny_batch_may_be_the_optimizers_step() -> None:
+    report = plan(Blocks(), batch(1), device="cuda")
+    assert "temporaries of the optimizer's step" in report.breakdown
+
+
+# What would help
+
+
+def test_remedies_are_what_a_plan_with_them_finds() -> None:
+    data = batch(2048)
+    report = plan(Blocks(), data, remedies=True, memory="1GiB")
+    found = {remedy.name: remedy for remedy in report.remedies}
+    assert found["recompute"].peak_bytes == plan(Blocks(), data, recompute=True).peak_bytes
+    assert found["bf16"].peak_bytes == plan(Blocks(), data, precision="bf16").peak_bytes
+    sharded = plan(Blocks(), data, ranks=8)
+    assert found["shards over 8 ranks"].peak_bytes == sharded.peak_bytes
+    saved = [remedy.saved_bytes for remedy in report.remedies]
+    assert saved == sorted(saved, reverse=True)
+    assert min(saved) > 0
+
+
+def test_offloading_saves_what_waits_for_the_backward() -> None:
+    report = plan(Blocks(256, 16), batch(4096, 256), remedies=True)
+    offload = next(remedy for remedy in report.remedies if remedy.name == "offload")
+    assert offload.saved_bytes > 0.7 * report.breakdown["activations"]
+
+
+def test_shards_are_of_parameters_gradients_and_state_and_blocks_are_gathered() -> None:
+    alone, shared = plan(Blocks(), batch(1)), plan(Blocks(), batch(1), ranks=4)
+    for kind in ("parameters", "optimizer state"):
+        assert shared.breakdown[kind] == pytest.approx(alone.breakdown[kind] / 4, rel=0.2)
+    block = sum(p.nbytes for p in Blocks().blocks[0].parameters())
+    assert shared.breakdown["gathered from other ranks"] >= 3 * block
+
+
+# What cannot be run without data
+
+
+class Reads(nn.Module):
+    """Looks at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        if x.sum().item() > 1e9:  # the line in question
+            x = x * 2
+        return self.layer(x)
+
+
+class Masks(Reads):
+    def forward(self, x: Tensor) -> Any:
+        kept = x[x[:, 0] > -1e9]
+        return self.layer(kept)
+
+
+@pytest.mark.parametrize("kind", [Reads, Masks])
+def test_a_model_that_reads_its_data_is_measured_and_its_line_is_named(kind: type) -> None:
+    data = batch(256)
+    report = plan(kind(), data)
+    assert report.is_measured
+    line = "x.sum().item()" if kind is Reads else "x[x[:, 0] > -1e9]"
+    assert line in report.why_measured
+    assert "test_plan.py:" in report.why_measured
+    assert "measured in a few rows" in str(report)
+    real = measured_peak(kind, data, 256)
+    assert real <= report.needed_bytes
+    assert report.peak_bytes == pytest.approx(real, rel=0.2)
+
+
+def test_a_model_that_is_broken_says_both_errors() -> None:
+    class Broken(Reads):
+        def forward(self, x: Tensor) -> Any:
+            return self.nothing(x)  # type: ignore[operator]
+
+    with pytest.raises(UntraceableModelError, match=r"(?s)nothing.*On the CPU .*nothing"):
+        plan(Broken())
+
+
+def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
+    model = Blocks()
+    with pytest.raises(UntraceableModelError, match="forward holds on to a Blocks"):
+        plan(model, loss_fn=None, forward=lambda _, data: LOSS(model(data[0]), data[1]))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# What is said
+
+
+def test_a_report_is_told_in_words_and_as_json() -> None:
+    report = plan(Blocks(), batch(512), memory="3MiB", remedies=True)
+    text = str(report)
+    for word in ("Blocks fits", "activations", "blocks.*", "margin", "recompute"):
+        assert word in text
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["microbatch_size"] == report.microbatch_size
+    assert found["needed_bytes"] == report.needed_bytes
+
+
+def test_a_timeline_ends_as_it_began_and_has_the_peak() -> None:
+    report = plan(Blocks())
+    sums = [sum(held.values()) for _, held in report.samples]
+    assert max(sums) == report.peak_bytes
+    steps = [step for step, _ in report.samples]
+    assert steps == sorted(steps)
+
+
+def test_a_picture_has_the_timeline_and_the_peak_by_size() -> None:
+    picture = plan(Blocks(), batch(512), memory="3MiB").picture()
+    assert len(picture.panels) == 2
+    assert "activations" not in picture.title
+    assert "Blocks" in picture.html()
+
+
+def test_every_device_has_less_than_its_name_says() -> None:
+    for name, device in DEVICES.items():
+        assert 0 < device.usable_bytes < device.total_bytes
+        assert read_memory(None, name) == (device.usable_bytes, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "a100"}, "is none of t4, .*memory='24GiB'"),
+        ({"memory": "90GiB", "device": "a100-80gb"}, "more than the 78.55 GiB"),
+        ({"memory": "lots"}, "cannot read 'lots'"),
+        ({"ranks": 0}, "ranks"),
+        ({"precision": "fp8"}, "fp8"),
+    ],
+)
+def test_wrong_uses_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        plan(Blocks(), **options)
