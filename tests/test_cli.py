@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -303,14 +302,10 @@ def test_an_interruption_says_in_one_line_where_training_stood(
     assert sum("interrupted" in line for line in err) == 1
 
 
-def test_python_m_automicro_is_the_same_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["automicro", "--version"])
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("automicro", run_name="__main__")
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"automicro {automicro.__version__}\n"
+def test_python_m_automicro_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "automicro", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == f"automicro {automicro.__version__}\n"
 
 
 @pytest.mark.slow

@@ -300,5 +300,5 @@ COMMAND = Command(
     exit_codes={0: "printed"},
     add_arguments=add_arguments,
     run=run,
-    place=7,
+    place=10,
 )

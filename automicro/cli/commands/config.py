@@ -344,5 +344,5 @@ COMMAND = Command(
     exit_codes={0: "no mistake was found"},
     add_arguments=add_arguments,
     run=run,
-    place=4,
+    place=6,
 )

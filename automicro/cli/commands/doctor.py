@@ -66,5 +66,5 @@ COMMAND = Command(
     exit_codes={0: "told"},
     add_arguments=add_arguments,
     run=run,
-    place=21,
+    place=8,
 )

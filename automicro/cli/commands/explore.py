@@ -123,5 +123,5 @@ COMMAND = Command(
     exit_codes={0: "measured", 1: "the run failed"},
     add_arguments=add_arguments,
     run=run,
-    place=20,
+    place=4,
 )

@@ -142,7 +142,7 @@ def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], Plan
 
 COMMAND = Command(
     name="plan",
-    brief="tell the largest microbatch that will fit a device, without the device",
+    brief="tell the largest microbatch that will fit, without a device",
     description=DESCRIPTION,
     examples=(
         "automicro plan job.yaml --device a100-80gb",

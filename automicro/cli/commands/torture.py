@@ -99,5 +99,5 @@ COMMAND = Command(
     },
     add_arguments=add_arguments,
     run=run,
-    place=5,
+    place=7,
 )

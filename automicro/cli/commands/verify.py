@@ -104,5 +104,5 @@ COMMAND = Command(
     },
     add_arguments=add_inputs,
     run=run,
-    place=3,
+    place=5,
 )
