@@ -15,7 +15,7 @@ def find_commands() -> Mapping[str, Command]:
     """All commands by name, in the order in which help lists them.
 
     >>> list(find_commands())[:3]
-    ['train', 'eval', 'verify']
+    ['train', 'eval', 'plan']
     """
     files = [each.name for each in pkgutil.iter_modules(__path__)]
     found = [importlib.import_module(f"{__name__}.{name}").COMMAND for name in files]
