@@ -1,5 +1,6 @@
 """A step that has found its size: what waits for the device, and what is taken of it."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -90,8 +91,13 @@ def test_batches_of_a_trainer_wait_as_often_each(name: str, record_property: Rec
     few, many = (8, 12) if DEVICE.type == "cuda" else (2, 3)
     found = []
     # The first makes what libraries keep for ever. What it held of the device is free at once.
-    for batches in (few, few, many):
-        found.append(traced(trainer_of(batches, **TRAINERS[name]).fit))
+    # Without the collector, which frees what other tests left, and nothing of ours: at any time.
+    gc.disable()
+    try:
+        for batches in (few, few, many):
+            found.append(traced(trainer_of(batches, **TRAINERS[name]).fit))
+    finally:
+        gc.enable()
     more = found[2].waits - found[1].waits
     record_property("waits", {f"Trainer, {name}, a batch": more / (many - few)})
     record_property("calls", found[2].calls and found[2].calls[-8:])
