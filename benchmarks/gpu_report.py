@@ -172,6 +172,12 @@ PARTS = [
         seconds=60,
         tests="test_doctor_gpu.py",
     ),
+    Part(
+        name="plan",
+        asks="planned peaks beside those that the device's own allocator counts",
+        seconds=60,
+        tests="test_plan_gpu.py",
+    ),
     *again("expandable segments", "expandable_segments:True", seconds=60),
     *again("cudaMallocAsync", "backend:cudaMallocAsync", seconds=40),
     Part(
