@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from automicro.cli.arguments import split_inputs
 from automicro.cli.config.build import Recipe
@@ -12,8 +13,9 @@ from automicro.cli.config.load import LoadedConfig, read_config
 from automicro.cli.config.schema import TO_TRAIN, RunConfig
 from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, summarize_error
-from automicro.errors import ConfigError
+from automicro.errors import ConfigError, DataLoaderError
 from automicro.trainer.processes import process_in_environment
+from automicro.trainer.surroundings import noting
 
 
 class Job:
@@ -114,3 +116,19 @@ def importing_beside(*paths: str) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def first_batch(data: Iterable[Any]) -> Any:
+    """The first batch of a config's training data.
+
+    Raises:
+        DataLoaderError: there is none.
+
+    >>> first_batch([1, 2])
+    1
+    """
+    with noting(lambda: "while taking the first batch of train_dataloader"):
+        batch = next(iter(data), None)
+    if batch is None:
+        raise DataLoaderError("train_dataloader gave no batch; check its dataset and its sampler")
+    return batch

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from automicro.errors import add_note
 from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
 from automicro.memory.device import limit_bytes, limit_memory
+from automicro.memory.ledger import GRANULE
 from automicro.sharding import local
 from automicro.torch_private import is_uninitialized
 from automicro.units import format_bytes
-
-_GRANULE = 512  # bytes; what CUDA's allocator and a budget round each tensor up to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
 
 
 def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // _GRANULE) * _GRANULE
+    return -(-num_bytes // GRANULE) * GRANULE
 
 
 class OccupiedDevice:

@@ -13,10 +13,10 @@ from torch.nn.modules.module import (
 )
 
 from automicro.memory.budget import refuse_compiled, tensors_of
+from automicro.memory.ledger import GRANULE
 from automicro.torch_private import OperationMode, in_backward
 
 _BACKWARD, _OUTSIDE = "backward", "outside of modules"
-_GRANULE = 512  # bytes; what CUDA's allocator rounds to
 _MOST_SAMPLES = 1000
 
 
@@ -102,7 +102,7 @@ class _Recorder(OperationMode):
         key = id(storage)
         if key not in self._live:
             number = len(self._owners)
-            num_bytes = -(-storage.nbytes() // _GRANULE) * _GRANULE
+            num_bytes = -(-storage.nbytes() // GRANULE) * GRANULE
             self._owners.append(owner)
             self._events.append((number, num_bytes))
 

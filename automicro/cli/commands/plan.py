@@ -106,7 +106,7 @@ def _look_at(arguments: argparse.Namespace) -> None:
 
 def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], PlanReport]":
     """Return what plans a step on the first batch."""
-    from automicro.errors import DataLoaderError
+    from automicro.cli.job import first_batch
     from automicro.planning.plan import plan
     from automicro.trainer.surroundings import noting
 
@@ -128,12 +128,7 @@ def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], Plan
     data = recipe.make("train_dataloader")
 
     def examine() -> "PlanReport":
-        with noting(lambda: "while taking the first batch of train_dataloader"):
-            batch = next(iter(data), None)
-        if batch is None:
-            raise DataLoaderError(
-                "train_dataloader gave no batch; check its dataset and its sampler"
-            )
+        batch = first_batch(data)
         with noting(lambda: "in planning, on the first batch of train_dataloader"):
             return plan(partial(recipe.make_model, with_weights=False), batch, **options)
 

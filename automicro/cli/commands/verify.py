@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
     """Make what takes part in a gradient, and return what examines it on the first batch."""
-    from automicro.errors import DataLoaderError
+    from automicro.cli.job import first_batch
     from automicro.options import check_model
     from automicro.trainer.device import choose_device
     from automicro.trainer.surroundings import noting
@@ -77,12 +77,7 @@ def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
     data = recipe.make("train_dataloader")
 
     def examine() -> "VerifyReport":
-        with noting(lambda: "while taking the first batch of train_dataloader"):
-            batch = next(iter(data), None)
-        if batch is None:
-            raise DataLoaderError(
-                "train_dataloader gave no batch; check its dataset and its sampler"
-            )
+        batch = first_batch(data)
         with noting(lambda: "in verification, on the first batch of train_dataloader"):
             return verify(model, batch, **options)
 
