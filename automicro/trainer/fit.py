@@ -179,7 +179,8 @@ class FitLoop:
     @property
     def num_batches(self) -> int | None:
         """Optimization batches of an epoch, where the loader knows."""
-        return count_steps(self._feed.num_batches, self._accumulate_batches)
+        loaded = self._feed.num_batches(self._state.epoch)
+        return count_steps(loaded, self._accumulate_batches)
 
     def _batches_of_all(self) -> int | None:
         """Optimization batches of this epoch, the same number on all ranks."""

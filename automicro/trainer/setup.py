@@ -319,7 +319,12 @@ def assemble_fit(
         device=run.device,
         ranks=ranks,
     )
-    feed = Feed(loader, "train_dataloader", has_peers=context.has_peers)
+    feed = Feed(
+        loader,
+        "train_dataloader",
+        has_peers=context.has_peers,
+        accumulate_batches=accumulate_batches,
+    )
     plan = EvaluationPlan(evaluations, context)
     config = read_checkpoint(options.checkpoint)
     check_best_metric(config, run.expected)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
+from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
@@ -22,7 +23,7 @@ from automicro.trainer.data.loading import (
     rest,
     restore_generators,
 )
-from automicro.trainer.data.sharing import Shared, SharedBatchSampler, shared_sampler
+from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler, shared_sampler
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
@@ -39,6 +40,12 @@ def describe_order(loader: object) -> dict[str, Any] | None:
     sampler = shared_sampler(loader)
     if sampler is None:
         return None
+    if isinstance(sampler, LengthBatchSampler):
+        return {
+            "kind": type(sampler).__name__,
+            "seed": sampler.seed,
+            "world_size": sampler.world_size,
+        }
     own = {id(each) for each in find_generators(sampler).values()}
     return {
         "kind": type(sampler).__name__,
@@ -79,7 +86,53 @@ def position_of(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> 
     reason = _why_no_order(states[0], loader, name) or _why_another(states, loader, name)
     if reason is not None:
         raise CheckpointError(reason)
+    return _most_given(states)
+
+
+def _most_given(states: Sequence[Mapping[str, Any]]) -> int:
+    """Batches of the last pass, on the rank that had most."""
     return max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
+
+
+def place_in_plan(
+    states: Sequence[Mapping[str, Any]],
+    sampler: LengthBatchSampler,
+    name: str,
+    *,
+    accumulate_batches: int,
+) -> dict[str, int]:
+    """Where a `LengthBatchSampler` goes on, where another number of ranks saved its position.
+
+    Args:
+        states: of the feeds of all ranks that saved.
+        sampler: of this rank.
+        name: of the loader's argument, for errors.
+        accumulate_batches: how many batches of a rank make up an optimization batch here.
+
+    Raises:
+        CheckpointError: optimization batches to come would hold other rows, with the remedy.
+    """
+    was, place = states[0]["order"], states[0]["passes"][-1]["position"]
+    if was is None or was["kind"] != type(sampler).__name__ or place is None:
+        raise CheckpointError(
+            f"{name} is shared out by a LengthBatchSampler, and was not; pass the same sampler"
+        )
+    had = was["world_size"] * states[0]["accumulate_batches"]
+    if had != sampler.world_size * accumulate_batches:
+        each, rest = divmod(had, sampler.world_size)
+        remedy = (
+            f"{had} are not a multiple of {sampler.world_size} ranks"
+            if rest
+            else f"pass accumulate_batches={each}"
+        )
+        raise CheckpointError(
+            f"an optimization batch was made of {had} batches of {name} (ranks × "
+            f"accumulate_batches), and here it would be of {sampler.world_size} × "
+            f"{accumulate_batches}; {remedy}"
+        )
+    before = sampler.at(rank=0, world_size=was["world_size"])
+    before.load_state_dict(place)
+    return before.state_dict(batches_given=_most_given(states))
 
 
 def _why_no_order(saved: Mapping[str, Any], loader: Any, name: str) -> str | None:
@@ -113,7 +166,7 @@ def _why_no_order(saved: Mapping[str, Any], loader: Any, name: str) -> str | Non
 def _why_another(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> str | None:
     """Why the order, or how it is cut, is not the one that was saved; None where it is."""
     was, here, sampler = states[0]["order"], describe_order(loader), shared_sampler(loader)
-    assert sampler is not None
+    assert isinstance(sampler, SharedBatchSampler | SharedSampler)
     assert here is not None
     for key, what in (("kind", "is shared out by a"), ("sampler", "has its order from a")):
         if was[key] != here[key]:
@@ -129,7 +182,9 @@ def _why_another(states: Sequence[Mapping[str, Any]], loader: Any, name: str) ->
     return None
 
 
-def _why_other_size(was: Mapping[str, Any], here: Shared, name: str) -> str:
+def _why_other_size(
+    was: Mapping[str, Any], here: SharedBatchSampler | SharedSampler, name: str
+) -> str:
     if not isinstance(here, SharedBatchSampler):
         return (
             f"{was['per_batch']} batches at a time, one for each rank, were those of {name}, and "
@@ -160,6 +215,7 @@ class _Pass:
         epoch: that was announced.
         rng: where the generators of the process stood before it.
         generators: where those of the loader stood before it.
+        position: of a `LengthBatchSampler` before it; None for any other.
         given: batches so far.
         is_complete: whether there are no more.
     """
@@ -167,6 +223,7 @@ class _Pass:
     epoch: int
     rng: Mapping[str, Any]
     generators: Mapping[str, Any]
+    position: Mapping[str, int] | None = None
     given: int = 0
     is_complete: bool = False
 
@@ -188,6 +245,7 @@ class Feed:
         loader: gives batches.
         name: of its argument, for errors.
         has_peers: whether other ranks may have batches in a pass where this one has none.
+        accumulate_batches: how many of them make up an optimization batch.
 
     Example:
         >>> feed = Feed([1, 2, 3], "train_dataloader")
@@ -200,8 +258,13 @@ class Feed:
         [2, 3]
     """
 
-    def __init__(self, loader: Any, name: str, *, has_peers: bool = False) -> None:
+    def __init__(
+        self, loader: Any, name: str, *, has_peers: bool = False, accumulate_batches: int = 1
+    ) -> None:
         self._loader = loader
+        sampler = shared_sampler(loader)
+        self._plans = sampler if isinstance(sampler, LengthBatchSampler) else None
+        self._accumulate_batches = accumulate_batches
         self._name = name
         self._has_peers = has_peers
         # Persistent workers go on with their random numbers, so all passes since they started
@@ -209,10 +272,16 @@ class Feed:
         self._passes: list[_Pass] = []
         self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
 
-    @property
-    def num_batches(self) -> int | None:
-        """How many batches a pass has, where the loader knows."""
-        return num_batches(self._loader)
+    def num_batches(self, epoch: int) -> int | None:
+        """How many batches a pass has, where the loader knows.
+
+        Args:
+            epoch: which pass; each may have another number of them.
+        """
+        if self._plans is None:
+            return num_batches(self._loader)
+        self._plans.set_epoch(epoch)
+        return self._plans.num_rounds_before + len(self._plans)
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of a pass, or the rest of the one that was loaded.
@@ -270,6 +339,7 @@ class Feed:
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
             "order": describe_order(self._loader),
+            "accumulate_batches": self._accumulate_batches,
         }
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
@@ -282,9 +352,19 @@ class Feed:
         Raises:
             CheckpointError: the batches to come would hold other rows than they would have.
         """
-        given = position_of(states, self._loader, self._name)
         order = describe_order(self._loader)
         count = num_batches(self._loader)
+        position, is_over = None, False
+        if self._plans is not None:
+            # The pass goes on from there, and gives none of its batches again.
+            given, position = (
+                0,
+                place_in_plan(
+                    states, self._plans, self._name, accumulate_batches=self._accumulate_batches
+                ),
+            )
+        else:
+            given = position_of(states, self._loader, self._name)
         assert order is not None
         last = {
             **states[0]["passes"][-1],
@@ -294,7 +374,8 @@ class Feed:
             ),
             # Of the last batches of a pass, some ranks have no rows.
             "given": given if count is None else min(given, count),
-            "is_complete": False,
+            "position": position,
+            "is_complete": is_over,
         }
         return {
             **states[0],
@@ -323,7 +404,7 @@ class Feed:
                 f"{type(self._loader).__name__} has no load_state_dict; pass the same kind of "
                 "loader, or go on from a checkpoint that was made with this kind"
             )
-        if passes and not passes[-1].is_complete:
+        if self._plans is None and passes and not passes[-1].is_complete:
             self._check_length(state["num_batches"], passes[-1].given)
         if passes and state["persistent"] != has_persistent_workers(self._loader):
             was, now = ("with", "without") if state["persistent"] else ("without", "with")
@@ -335,6 +416,20 @@ class Feed:
         self._passes, self._loaded = passes, state
         restore_generators(self._loader, state["generators"])
         restore_order(self._loader, state.get("order"))
+        if self._plans is not None and passes and not passes[-1].is_complete:
+            self._go_to(passes[-1])
+
+    def _go_to(self, start: _Pass) -> None:
+        """Let the sampler stand where it stood before a pass."""
+        if self._plans is None:
+            return
+        if start.position is None:
+            raise CheckpointError(
+                f"the batches of {self._name} come from a LengthBatchSampler, and those of the "
+                "checkpoint did not; pass the same sampler, or go on from a checkpoint of the end "
+                "of an epoch"
+            )
+        self._plans.load_state_dict(start.position)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         if not has_persistent_workers(self._loader):
@@ -342,6 +437,8 @@ class Feed:
         start = _Pass(epoch=epoch, rng=rng_state(), generators=generator_states(self._loader))
         self._passes.append(start)
         announce_epoch(self._loader, epoch)
+        if self._plans is not None:
+            start.position = self._plans.state_dict(batches_given=0)
         return begin(self._loader)
 
     def _take_up(self, epoch: int) -> Iterator[Any] | None:
@@ -398,6 +495,7 @@ class Feed:
         restore_rng_state(start.rng)
         restore_generators(self._loader, start.generators)
         announce_epoch(self._loader, start.epoch)
+        self._go_to(start)
         iterator = begin(self._loader)
         batches = rest(iterator)
         for given in range(start.given):

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
@@ -194,7 +195,7 @@ class SharedSampler(_OneOrder):
         return len(range(self.rank, entries, self.world_size))
 
 
-Shared: TypeAlias = SharedBatchSampler | SharedSampler
+Shared: TypeAlias = SharedBatchSampler | SharedSampler | LengthBatchSampler
 
 
 def shared_sampler(loader: object) -> Shared | None:
@@ -273,7 +274,7 @@ class LoaderSharing:
         """This rank's part of a loader: the loader itself, where it is shared already.
 
         A ``DataLoader`` over a data set with a length gets a sampler that shares the rows out; all
-        else about it stays. All ranks call it.
+        else about it stays. A `LengthBatchSampler` shares them out itself. All ranks call it.
 
         Args:
             loader: gives batches.
@@ -306,6 +307,11 @@ class LoaderSharing:
                 "DistributedSampler with the rank and the number of the data-parallel groups, or "
                 f"set {ITSELF} = True on it"
             )
+        if isinstance(batch_sampler, LengthBatchSampler):
+            if batch_sampler.has_place:
+                return loader
+            here = batch_sampler.at(rank=place.rank, world_size=place.world_size)
+            return with_batch_sampler(loader, here)
         order = loader.sampler if batch_sampler is None else batch_sampler
         if place.world_size > 1 and num_batches(order) is None:
             raise ValueError(

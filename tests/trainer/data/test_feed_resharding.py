@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
+from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.sharing import LoaderSharing
@@ -225,3 +226,107 @@ def test_a_rank_without_a_row_in_the_whole_epoch_has_no_batch() -> None:
     few = feeds_of(3, shuffled(2))
     assert [len(list(feed.batches(0))) for feed in few] == [1, 0, 0]
     assert [len(list(feed.batches(1))) for feed in few] == [1, 0, 0]
+
+
+LENGTHS = [3 + 7 * row % 11 for row in range(60)]
+
+
+def planned(world_size: int, *, accumulate: int = 1, seed: int = 5, **options: Any) -> list[Feed]:
+    """Of each rank, over batches of equal length in all."""
+    given: dict[str, Any] = {"mode": "duration", "lengths": LENGTHS, "batch_length": 25.0}
+    data = [{"row": row} for row in range(60)]
+    feeds = []
+    for rank in range(world_size):
+        sampler = LengthBatchSampler(data, seed=seed, **(given | options))
+        sharing = LoaderSharing(Process(rank=rank, world_size=world_size), seed=0, device=CPU)
+        loader = sharing.share(DataLoader(data, batch_sampler=sampler), "train_dataloader")  # type: ignore[arg-type]
+        feeds.append(Feed(loader, "train_dataloader", accumulate_batches=accumulate))
+    return feeds
+
+
+def steps_of(passes: Sequence[Iterator[Any]], accumulate: int, count: int | None = None) -> Any:
+    """The rows of optimization batches over all ranks."""
+    rounds = together(passes, None if count is None else count * accumulate)
+    groups = [rounds[place : place + accumulate] for place in range(0, len(rounds), accumulate)]
+    return [sorted(itertools.chain(*group)) for group in groups]
+
+
+@given(
+    # ranks × accumulate_batches is 4 throughout
+    worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=4),
+    taken=st.lists(st.integers(1, 2), min_size=3, max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_optimization_batches_of_a_plan_have_the_rows_that_they_would_have_had(
+    worlds: list[int], taken: list[int]
+) -> None:
+    def numbers(feeds: Sequence[Feed], epoch: int) -> set[int | None]:
+        return {feed.num_batches(epoch) for feed in feeds}
+
+    whole = planned(worlds[0], accumulate=4 // worlds[0])
+    expected = [steps_of(begin(whole, epoch), 4 // worlds[0]) for epoch in range(3)]
+    for each in expected:
+        assert sorted(itertools.chain(*each)) == list(range(60))
+    feeds = planned(worlds[0], accumulate=4 // worlds[0])
+    assert steps_of(begin(feeds, 0), 4 // worlds[0]) == expected[0]
+    found: list[list[int]] = []
+    passes, world_size = begin(feeds, 1), worlds[0]
+    for later, count in zip(worlds[1:], taken, strict=False):
+        found += steps_of(passes, 4 // world_size, count)
+        states, world_size = states_of(feeds), later
+        feeds = planned(world_size, accumulate=4 // world_size, seed=9)  # that of the run goes on
+        if world_size == len(states):
+            for feed, state in zip(feeds, states, strict=True):
+                feed.load_state_dict(state)
+        else:
+            go_on(states, feeds)
+        [number] = numbers(feeds, 1)
+        passes = begin(feeds, 1)
+    done = len(found)
+    found += steps_of(passes, 4 // world_size)
+    assert found[:-1] == expected[1][:-1]  # the rows of the last are levelled over other ranks
+    assert sorted(itertools.chain(*found)) == list(range(60))
+    assert number is not None
+    assert done <= len(found) == -(-number * world_size // 4)
+    if world_size == worlds[0]:
+        assert found == expected[1]
+        assert steps_of(begin(feeds, 2), 4 // world_size) == expected[2]
+
+
+def test_other_optimization_batches_of_a_plan_are_refused_with_the_remedy() -> None:
+    text = refusal(planned(4), planned(2))
+    assert "made of 4 batches of train_dataloader" in text
+    assert "here it would be of 2 × 1; pass accumulate_batches=2" in text
+    assert "4 are not a multiple of 3 ranks" in refusal(planned(4), planned(3))
+    text = refusal(planned(2), planned(1, accumulate=2, batch_length=30.0))
+    assert "was saved by one of other lengths or options" in text
+    assert "and was not; pass the same sampler" in refusal(feeds_of(2, shuffled()), planned(1))
+    text = refusal(planned(2), feeds_of(1, shuffled()))
+    assert "is shared out by a SharedBatchSampler, and was by a LengthBatchSampler" in text
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_over_a_plan_is_taken_up_in_its_middle(num_workers: int) -> None:
+    def make(**options: Any) -> Feed:
+        data = [{"row": row} for row in range(60)]
+        sampler = LengthBatchSampler(mode="duration", lengths=LENGTHS, batch_length=25.0)
+        workers: dict[str, Any] = {"num_workers": num_workers}
+        workers |= {"persistent_workers": True} if num_workers else {}
+        return Feed(DataLoader(data, batch_sampler=sampler, **workers), "train_dataloader")  # type: ignore[arg-type]
+
+    feed = make()
+    expected = [together([feed.batches(epoch)]) for epoch in range(3)]
+    assert len(set(map(len, expected))) > 1  # epochs have other numbers of batches
+    assert [feed.num_batches(epoch) for epoch in range(3)] == list(map(len, expected))
+    feed = make()
+    assert together([feed.batches(0)]) == expected[0]
+    found = together([feed.batches(1)], 4)
+    later = make()
+    later.load_state_dict(feed.state_dict())
+    assert later.num_batches(1) == len(expected[1])
+    assert found + together([later.batches(1)]) == expected[1]
+    assert together([later.batches(2)]) == expected[2]
+    fresh = Feed([1], "train_dataloader")
+    next(fresh.batches(0))
+    with pytest.raises(CheckpointError, match="those of the checkpoint did not"):
+        make().load_state_dict(fresh.state_dict() | {"persistent": bool(num_workers)})

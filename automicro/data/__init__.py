@@ -1,0 +1,10 @@
+"""Batches of rows of varying length, for ``torch.utils.data.DataLoader(batch_sampler=…)``.
+
+`LengthBatchSampler` has seven modes, which `automicro.data.plan` defines.
+"""
+
+from automicro.data.lengths import read_lengths
+from automicro.data.plan import MODES
+from automicro.data.sampler import LengthBatchSampler, with_batch_sampler
+
+__all__ = ["MODES", "LengthBatchSampler", "read_lengths", "with_batch_sampler"]

@@ -1,0 +1,383 @@
+"""Which rows make up which batch of an epoch: one idea for seven modes.
+
+A plan is a rule for *buckets*, which rows may share a batch, times a *budget*, how much of them one
+batch holds:
+
+======================== ============================================ ==========================
+mode                     buckets                                      a batch holds
+======================== ============================================ ==========================
+``fixed``                one                                          ``batch_size`` rows
+``duration``             one                                          ``batch_length`` in all
+``1D-bucketing``         by length, at ``bucket_edges``               any of the three
+``1D-bucketing-dyn``     by length, ``num_buckets`` of equal totals   any of the three
+``2D-bucketing``         by length, each of these by second length    ``batch_cost``
+``2D-bucketing-fixed``   the same                                     ``batch_size`` rows
+``2D-bucketing-singlet`` one                                          ``batch_cost``
+======================== ============================================ ==========================
+
+Rows are shuffled, then put into their buckets; within a bucket, batches are filled in that order
+for as long as the next row fits into the budget; then batches are shuffled. A row that is too much
+for the budget by itself makes a batch by itself: nothing is left out, and the last batch of a
+bucket has what is left. ``batch_length`` is the sum of the rows' lengths. ``batch_cost`` is what
+the batch takes with its padding, rows × cost(longest length, longest second length), so that
+batches take about the same memory.
+"""
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Cost = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """What a mode asks for.
+
+    Attributes:
+        dimensions: how many lengths of a row it looks at.
+        buckets: "one", "given" or "derived".
+        budgets: options of which exactly one says how much a batch holds.
+    """
+
+    dimensions: int
+    buckets: str
+    budgets: tuple[str, ...]
+
+
+_ANY = ("batch_size", "batch_length", "batch_cost")
+MODES = {
+    "fixed": Mode(dimensions=0, buckets="one", budgets=("batch_size",)),
+    "duration": Mode(dimensions=1, buckets="one", budgets=("batch_length",)),
+    "1D-bucketing": Mode(dimensions=1, buckets="given", budgets=_ANY),
+    "1D-bucketing-dyn": Mode(dimensions=1, buckets="derived", budgets=_ANY),
+    "2D-bucketing": Mode(dimensions=2, buckets="derived", budgets=("batch_cost",)),
+    "2D-bucketing-fixed": Mode(dimensions=2, buckets="derived", budgets=("batch_size",)),
+    "2D-bucketing-singlet": Mode(dimensions=2, buckets="one", budgets=("batch_cost",)),
+}
+"""What each value of ``sampling_mode`` means."""
+
+DEFAULT_BUCKETS = {1: (10,), 2: (10, 4)}
+
+
+def length_cost(length: Any, second: Any = 0) -> Any:
+    """What a row takes: its length times its second length and one more.
+
+    That is the lattice of a transducer, which has a column for "nothing yet"; without a second
+    length it is the length.
+
+    >>> length_cost(100.0), length_cost(100.0, 7.0)
+    (100.0, 800.0)
+    """
+    return length * (second + 1)
+
+
+# Sums of decimal numbers may be off by so much, relatively.
+_ROUNDING = 1e-9
+# Batches of fewer rows than this are cut in many places of the order at a time.
+_SMALL = 512
+_BATCHES_IN_A_LANE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much a batch holds. One of the three is given.
+
+    Attributes:
+        rows: their number, for all buckets, or of shape (buckets,).
+        length: the sum of lengths.
+        cost: rows × ``cost_of`` the longest.
+        cost_of: from the length and second length of rows, as arrays of shape (rows,), to what each
+            takes, as an array; longer rows must not take less.
+    """
+
+    rows: Array | None = None
+    length: float | None = None
+    cost: float | None = None
+    cost_of: Cost = length_cost
+
+    @property
+    def amount(self) -> float:
+        """The budget, with room for rounding."""
+        amount = self.length if self.length is not None else self.cost
+        assert amount is not None
+        return amount * (1 + _ROUNDING)
+
+
+def derived_edges(values: Array, count: int) -> Array:
+    """Edges between so many buckets, each with about the same total.
+
+    There are fewer where many rows have one length.
+
+    >>> derived_edges(np.array([1.0, 1.0, 2.0, 4.0]), 2)
+    array([2.])
+    """
+    ordered = np.sort(values)
+    totals = np.cumsum(ordered)
+    if count < 2 or not len(ordered) or totals[-1] == 0:
+        return np.empty(0)
+    wanted = totals[-1] * np.arange(1, count) / count
+    places = np.searchsorted(totals, wanted, side="right") - 1
+    edges: Array = np.unique(ordered[np.maximum(places, 0)])
+    return np.asarray(edges[edges < ordered[-1]])
+
+
+def assign_buckets(lengths: Array, edges: Sequence[float] | Array) -> Array:
+    """The bucket of each row, from 0, at edges that are given: those of its upper end belong to it.
+
+    Args:
+        lengths: of shape (rows,).
+        edges: ascending; longer rows have a bucket after the last.
+
+    >>> assign_buckets(np.array([1.0, 5.0, 6.0, 99.0]), [5, 10])
+    array([0, 0, 1, 2], dtype=uint16)
+    """
+    return np.searchsorted(np.asarray(edges, dtype=np.float64), lengths).astype(np.uint16)
+
+
+def derive_buckets(lengths: Sequence[Array], counts: Sequence[int]) -> Array:
+    """The bucket of each row, from 0: the first length parts rows, the second each of the parts.
+
+    Args:
+        lengths: one array of shape (rows,), or two.
+        counts: how many buckets to make of each.
+
+    >>> first, second = np.array([1.0, 1.0, 9.0, 9.0]), np.array([2.0, 8.0, 2.0, 8.0])
+    >>> derive_buckets([first, second], (2, 2))
+    array([0, 1, 2, 3], dtype=uint16)
+    """
+    found = assign_buckets(lengths[0], derived_edges(lengths[0], counts[0]))
+    if len(lengths) == 1:
+        return found
+    fine, made = np.zeros_like(found), 0
+    order = np.argsort(found, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(found[order])) + 1)
+    for rows in parts:
+        edges = derived_edges(lengths[1][rows], counts[1])
+        fine[rows] = made + np.searchsorted(edges, lengths[1][rows])
+        made += len(edges) + 1
+    return fine
+
+
+def checksum_of(array: Array, before: int = 0) -> int:
+    """Of the bytes of an array, after those of others.
+
+    >>> checksum_of(np.arange(3)) == checksum_of(np.arange(4))
+    False
+    """
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The batches of an epoch, in their order.
+
+    Attributes:
+        rows: all rows, of shape (rows,), those of a batch beside each other.
+        starts: where each batch begins in ``rows``, of shape (batches + 1,); the last is the end.
+        order: the batches, of shape (batches,), in the order in which they come.
+    """
+
+    rows: Array
+    starts: Array
+    order: Array
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def batch(self, place: int) -> Array:
+        """The rows of the batch that comes at a place, from 0."""
+        number = self.order[place]
+        return self.rows[self.starts[number] : self.starts[number + 1]]
+
+    def size(self, place: int) -> int:
+        """How many rows that batch has."""
+        number = self.order[place]
+        return int(self.starts[number + 1] - self.starts[number])
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self.batch(place) for place in range(len(self)))
+
+    @property
+    def checksum(self) -> int:
+        """Of all of it: plans of the same batches in the same order have the same."""
+        parts = (self.rows, self.starts, self.order)
+        value = 0
+        for part in parts:
+            value = checksum_of(part, value)
+        return value
+
+    def padding_share(self, lengths: Array) -> float:
+        """Which share of the batches is padding, where each row is as long as its batch's longest.
+
+        >>> plan = make_plan([np.array([4.0, 1.0])], buckets=None, budget=Budget(cost=8.0))
+        >>> plan.padding_share(np.array([4.0, 1.0]))
+        0.375
+        """
+        if not len(self):
+            return 0.0
+        longest = np.maximum.reduceat(lengths[self.rows], self.starts[:-1])
+        padded = float(np.sum(longest * np.diff(self.starts)))
+        return 1 - float(lengths.sum()) / padded if padded else 0.0
+
+
+def make_plan(
+    lengths: Sequence[Array],
+    *,
+    buckets: Array | None,
+    budget: Budget,
+    num_rows: int | None = None,
+    random: np.random.Generator | None = None,
+    together: int = 1,
+) -> Plan:
+    """Put rows into batches.
+
+    Args:
+        lengths: none, one or two arrays of shape (rows,).
+        buckets: of each row, of shape (rows,); None for one.
+        budget: of a batch.
+        num_rows: where there are no lengths.
+        random: shuffles; None leaves rows in their order, and batches in that of their buckets.
+        together: how many batches of one bucket come one after the other, so that as many ranks
+            have about the same work at a time. The few that are left of each bucket come last.
+
+    >>> plan = make_plan([np.array([3.0, 1.0, 2.0])], buckets=None, budget=Budget(length=4.0))
+    >>> [batch.tolist() for batch in plan]
+    [[0, 1], [2]]
+    """
+    count = len(lengths[0]) if lengths else num_rows
+    assert count is not None
+    rows = np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
+    if random is not None:
+        random.shuffle(rows)
+    bounds = np.array([0, count])
+    if buckets is not None and count:
+        rows = rows[np.argsort(buckets[rows], kind="stable")]  # of 16 bits: sorted by their digits
+        bounds = np.searchsorted(buckets[rows], np.arange(int(buckets.max()) + 2))
+    cut = _cut_by_rows if budget.rows is not None else _cut_by_amount
+    rows, starts = cut(rows, bounds, lengths, budget)
+    of_batches = np.zeros(len(starts), np.uint16) if buckets is None else buckets[rows[starts]]
+    return Plan(
+        rows=rows,
+        starts=np.append(starts, count),
+        order=_arrange(of_batches, random, together),
+    )
+
+
+def _arrange(buckets: Array, random: np.random.Generator | None, together: int) -> Array:
+    """The order of batches, given the bucket of each."""
+    order = np.argsort(buckets, kind="stable")
+    if random is None or not len(order):
+        return order
+    sizes = np.bincount(buckets)
+    firsts = np.cumsum(sizes) - sizes
+    place = np.arange(len(order)) - firsts[buckets[order]]  # within the bucket
+    is_left = place >= sizes[buckets[order]] // together * together
+    begins_group = (place % together == 0) | is_left
+    group = np.cumsum(begins_group) - 1
+    drawn = random.permutation(int(group[-1]) + 1)[group]
+    return order[np.lexsort((place, drawn, is_left))]
+
+
+def _cut_by_rows(
+    rows: Array, bounds: Array, lengths: Sequence[Array], budget: Budget
+) -> tuple[Array, Array]:
+    assert budget.rows is not None
+    buckets = len(bounds) - 1  # the last ones may have no rows
+    sizes = budget.rows[:buckets] if budget.rows.ndim else np.repeat(budget.rows, buckets)
+    starts = [
+        np.arange(first, last, size)
+        for first, last, size in zip(bounds[:-1], bounds[1:], sizes, strict=True)
+    ]
+    return rows, np.concatenate(starts)
+
+
+def _cut_by_amount(
+    rows: Array, bounds: Array, lengths: Sequence[Array], budget: Budget
+) -> tuple[Array, Array]:
+    """Where batches begin, greedily; rows may change their places within a bucket."""
+    if not len(rows):
+        return rows, np.empty(0, np.int64)
+    mean = lengths[0].mean() if budget.length is not None else budget.cost_of(*lengths).mean()
+    expected = budget.amount / max(float(mean), budget.amount / len(rows))
+    lane = int(_BATCHES_IN_A_LANE * max(expected, 1))
+    if expected > _SMALL or len(rows) < 16 * lane:
+        return rows, _cut_in_turn([each[rows] for each in lengths], bounds, budget)
+    is_start, is_left = _cut_side_by_side([each[rows] for each in lengths], bounds, budget, lane)
+    kept, left = rows[~is_left], rows[is_left]
+    starts = np.flatnonzero(is_start[~is_left])
+    bounds = np.concatenate(([0], np.cumsum(is_left, dtype=np.int64)))[bounds]
+    more = _cut_in_turn([each[left] for each in lengths], bounds, budget)
+    return np.concatenate((kept, left)), np.concatenate((starts, more + len(kept)))
+
+
+def _cut_in_turn(lengths: Sequence[Array], bounds: Array, budget: Budget) -> Array:
+    """Where batches begin, one batch after the other. Lengths are in the order of the rows."""
+    starts, amount, window = [], budget.amount, 64
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        start = first
+        while start < last:
+            starts.append(start)
+            while True:
+                end = min(start + window, last)
+                amounts = _amounts([each[start:end] for each in lengths], budget)
+                fitting = int(np.searchsorted(amounts, amount, side="right"))
+                if fitting < end - start or end == last:
+                    break
+                window *= 2
+            start += max(fitting, 1)
+            window = max(2 * fitting, 16)
+    return np.array(starts, dtype=np.int64)
+
+
+def _amounts(lengths: Sequence[Array], budget: Budget) -> Array:
+    """What the first rows take together: one, two, and so on."""
+    if budget.length is not None:
+        return np.asarray(np.cumsum(lengths[0]))
+    longest = [np.maximum.accumulate(each) for each in lengths]
+    return np.asarray(np.arange(1, len(lengths[0]) + 1) * budget.cost_of(*longest))
+
+
+def _cut_side_by_side(
+    lengths: Sequence[Array], bounds: Array, budget: Budget, lane: int
+) -> tuple[Array, Array]:
+    """Where batches begin, and which rows are left over: in many lanes at a time, row by row.
+
+    A lane is a stretch of one bucket. What its last batch would hold is left over.
+    """
+    count = len(lengths[0])
+    firsts = np.concatenate([np.arange(a, b, lane) for a, b in itertools.pairwise(bounds)])
+    ends = np.append(firsts[1:], count)  # a bucket ends where the next begins
+    by_size = np.argsort(firsts - ends, kind="stable")  # the longest first
+    firsts, ends = firsts[by_size], ends[by_size]
+    active = np.searchsorted(firsts - ends, -np.arange(lane), side="left")  # of more rows than that
+    is_start = np.zeros(count, bool)
+    rows_of = np.zeros(len(firsts))
+    held = [np.zeros(len(firsts)) for _ in lengths]  # totals, or the longest
+    begun, amount = firsts.copy(), budget.amount
+    for step, lanes in enumerate(active):
+        if not lanes:
+            break
+        at = firsts[:lanes] + step
+        new = [each[at] for each in lengths]
+        if budget.length is not None:
+            grown = [held[0][:lanes] + new[0], *held[1:]]
+            is_over = grown[0] > amount
+        else:
+            grown = [np.maximum(old[:lanes], each) for old, each in zip(held, new, strict=True)]
+            is_over = (rows_of[:lanes] + 1) * budget.cost_of(*grown) > amount
+        is_over |= rows_of[:lanes] == 0
+        for old, sum_or_longest, alone in zip(held, grown, new, strict=True):
+            old[:lanes] = np.where(is_over, alone, sum_or_longest[:lanes])
+        rows_of[:lanes] = np.where(is_over, 1, rows_of[:lanes] + 1)
+        is_start[at[is_over]] = True
+        begun[:lanes][is_over] = at[is_over]
+    edges = np.zeros(count + 1, np.int8)
+    edges[begun] += 1
+    edges[ends] -= 1
+    return is_start, np.cumsum(edges[:-1], dtype=np.int8).astype(bool)

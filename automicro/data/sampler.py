@@ -1,0 +1,559 @@
+"""A batch sampler for rows of varying length: seeded, shared by ranks, taken up in the middle."""
+
+import copy
+import functools
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from automicro.data.lengths import Lengths, read_lengths
+from automicro.data.plan import (
+    DEFAULT_BUCKETS,
+    MODES,
+    Array,
+    Budget,
+    Cost,
+    Plan,
+    assign_buckets,
+    checksum_of,
+    derive_buckets,
+    length_cost,
+    make_plan,
+)
+from automicro.errors import CheckpointError
+from automicro.torch_private import forget_workers
+
+UNITS = ("seconds", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageBatch:
+    """What a batch of one device holds on average; None for what nobody knows.
+
+    >>> AverageBatch(rows=32.0, seconds=400.0).tokens is None
+    True
+    """
+
+    rows: float
+    tokens: float | None = None
+    seconds: float | None = None
+
+
+class LengthBatchSampler(Sampler[list[int]]):
+    """Gives batches of rows of a map-style data set by how long rows are.
+
+    What each mode means stands in `automicro.data.plan`: ``"fixed"``, ``"duration"``,
+    ``"1D-bucketing"``, ``"1D-bucketing-dyn"``, ``"2D-bucketing"``, ``"2D-bucketing-fixed"`` and
+    ``"2D-bucketing-singlet"``.
+
+    An epoch is planned as one order of batches, which depends on seed and epoch alone. Of several
+    ranks, each takes every so-manieth of them. Over all ranks every row comes once, and all have as
+    many batches: where the last round has fewer batches than ranks, these are split, and where they
+    have even fewer rows, each row joins a batch of the round before it, which may then be over its
+    budget by one row. Ranks take from the same bucket at a time, but for what is left of each.
+
+    The position in an epoch is a number of batches of that order. So it can be taken up by another
+    number of ranks, and the rest comes exactly: every row once. Only where fewer rows are left than
+    there are ranks then, some have one batch less.
+
+    Args:
+        dataset: has the rows, and a length; None where ``lengths`` has a number for each row.
+        mode: one of `MODES`.
+        lengths: how long rows are; see `read_lengths`. Not needed by ``"fixed"``.
+        second_lengths: the same of something else about them, such as the tokens of what is said;
+            for modes of two dimensions.
+        batch_size: rows of a batch, of one device; for ``"1D-bucketing"`` it may be one number for
+            each bucket.
+        batch_length: the sum of the lengths in a batch, at most.
+        batch_cost: what a batch takes with its padding, at most.
+        cost: from the length and second length of rows, arrays of shape (rows,), to what each
+            takes, as an array, where a longer row never takes less; the default is
+            ``length * (second length + 1)``, or ``length`` where there is only that.
+        bucket_edges: ascending lengths; a bucket has those up to its edge, and one more the
+            longer ones.
+        num_buckets: of modes that derive them, or two numbers: of lengths, and of second lengths in
+            each of these. By default 10, and 10 × 4.
+        shuffle: whether each epoch has another order. Otherwise rows keep theirs within buckets.
+        seed: of the order.
+        rank: of this process; None for what torch.distributed says, or 0 without it.
+        world_size: how many ranks there are; None as above.
+        unit: what ``lengths`` counts: "seconds", "tokens", or None for something else. Reports and
+            ``accumulate_batches="5h"`` go by it.
+        second_unit: the same of ``second_lengths``.
+
+    Raises:
+        TypeError, ValueError: options that mean nothing, or that the mode has no use for; fewer
+            rows than ranks.
+
+    Example:
+        >>> sampler = LengthBatchSampler(
+        ...     mode="duration", lengths=[5.0, 9.0, 2.0, 4.0, 8.0], batch_length=10.0, shuffle=False
+        ... )
+        >>> list(sampler)
+        [[0], [1], [2, 3], [4]]
+        >>> parts = [
+        ...     LengthBatchSampler(range(7), mode="fixed", batch_size=2, rank=rank, world_size=2)
+        ...     for rank in range(2)
+        ... ]
+        >>> [len(part) for part in parts], sorted(sum((sum(part, []) for part in parts), []))
+        ([2, 2], [0, 1, 2, 3, 4, 5, 6])
+    """
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        *,
+        mode: str,
+        lengths: Lengths | None = None,
+        second_lengths: Lengths | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        batch_length: float | None = None,
+        batch_cost: float | None = None,
+        cost: Cost | None = None,
+        bucket_edges: Sequence[float] | None = None,
+        num_buckets: int | Sequence[int] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        unit: str | None = None,
+        second_unit: str | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}: give one of these")
+        self.mode, self.shuffle, self.seed = mode, shuffle, _whole("seed", seed, least=0)
+        rule = MODES[mode]
+        given = {"lengths": lengths, "second_lengths": second_lengths}
+        for name, value in list(given.items())[: rule.dimensions]:
+            if value is None:
+                raise ValueError(f"mode={mode!r} goes by {name}, and there are none: give {name}=…")
+        # What a mode has no need of may still be told, for reports.
+        self._known = {
+            name: read_lengths(value, dataset, name=name)
+            for name, value in given.items()
+            if value is not None
+        }
+        self._units = {
+            name: _read_unit(option, value, name in self._known)
+            for name, option, value in (
+                ("lengths", "unit", unit),
+                ("second_lengths", "second_unit", second_unit),
+            )
+        }
+        self.num_rows = _count_rows(dataset, self._known)
+        self._lengths = list(self._known.values())[: rule.dimensions]
+        budgets = {
+            "batch_size": batch_size,
+            "batch_length": batch_length,
+            "batch_cost": batch_cost,
+        }
+        _check_budget(mode, budgets)
+        if cost is not None and batch_cost is None:
+            raise ValueError("cost says what a row adds to batch_cost: give batch_cost, or no cost")
+        self._buckets = _find_buckets(mode, self._lengths, bucket_edges, num_buckets)
+        self._budget = Budget(
+            rows=_read_sizes(mode, batch_size, bucket_edges),
+            length=_read_amount("batch_length", batch_length),
+            cost=_read_amount("batch_cost", batch_cost),
+            cost_of=cost or length_cost,
+        )
+        self._options = repr((mode, batch_size, batch_length, batch_cost, shuffle))
+        self._rank, self._world_size = _read_place(rank, world_size)
+        self._epoch = 0
+        self._start = 0  # batches of the plan that were given before this pass
+        self._next_start = 0  # the same of the pass to come
+        self._given = 0  # rounds of this pass
+        self._planned_for: int | None = None  # ranks, where the epoch was begun by others
+        self._plan: tuple[tuple[int, ...], Plan] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._place[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take batches."""
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        if self._rank is not None and self._world_size is not None:
+            return self._rank, self._world_size
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it was told its rank, and does not ask torch.distributed."""
+        return self._rank is not None
+
+    def at(self, *, rank: int, world_size: int) -> "LengthBatchSampler":
+        """The same batches as a rank takes them.
+
+        >>> LengthBatchSampler(range(4), mode="fixed", batch_size=2).at(rank=1, world_size=2).rank
+        1
+        """
+        other = copy.copy(self)
+        other._rank, other._world_size = _read_place(rank, world_size)
+        return other
+
+    @property
+    def epoch(self) -> int:
+        """The one that is given, from 0."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the batches of this epoch from now on: from its start, unless it is the one already.
+
+        Args:
+            epoch: from 0.
+        """
+        if epoch != self._epoch:
+            self._epoch, self._given, self._planned_for = epoch, 0, None
+            self._start = self._next_start = 0
+
+    def plan(self) -> Plan:
+        """All batches of the epoch, for all ranks, in their order."""
+        if self.num_rows < self.world_size:
+            raise ValueError(
+                f"{self.num_rows} rows cannot be shared among {self.world_size} ranks so that each "
+                "has as many batches: use fewer processes, or more data"
+            )
+        together = self._planned_for or self.world_size
+        key = (self.seed, self._epoch, together)
+        if self._plan is None or self._plan[0] != key:
+            self._plan = None  # two at a time would take twice the memory
+            plan = make_plan(
+                self._lengths,
+                buckets=self._buckets,
+                budget=self._budget,
+                num_rows=self.num_rows,
+                random=np.random.default_rng([self.seed, self._epoch]) if self.shuffle else None,
+                together=together,
+            )
+            self._plan = key, plan
+        return self._plan[1]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan, rank, world_size = self.plan(), self.rank, self.world_size
+        self._start, self._given = self._next_start, 0
+        start = self._start
+        even, last = self._rounds(plan)
+        for round_ in range(even):
+            self._given += 1
+            yield plan.batch(start + round_ * world_size + rank).tolist()
+        if last is not None:
+            self._given += 1
+            if len(last[rank]):
+                yield last[rank].tolist()
+        self._next_start = 0  # a whole one
+
+    def __len__(self) -> int:
+        """How many batches this pass has, on this rank."""
+        even, last = self._rounds(self.plan())
+        return even + (last is not None and len(last[self.rank]) > 0)
+
+    def _rounds(self, plan: Plan) -> tuple[int, list[Array] | None]:
+        """How many rounds are as planned, and the last one where it is not."""
+        world_size, start = self.world_size, self._start
+        even, rest = divmod(len(plan) - start, world_size)
+        if not rest:
+            return even, None
+        left = [plan.batch(place) for place in range(len(plan) - rest, len(plan))]
+        if sum(map(len, left)) >= world_size or not even:
+            return even, _split(left, world_size)
+        first = start + (even - 1) * world_size
+        full = [plan.batch(first + rank) for rank in range(world_size)]
+        return even - 1, _join(full, np.concatenate(left))
+
+    @property
+    def num_rounds_before(self) -> int:
+        """How many batches this rank would have had before this pass, at this number of ranks."""
+        return self._start // self.world_size
+
+    @property
+    def checksum(self) -> int:
+        """Of the plan: on ranks that take parts of one, it is the same."""
+        return self.plan().checksum
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """Of lengths and options: samplers that plan alike have the same."""
+        value = zlib.crc32(f"{self.num_rows} {self._options}".encode())
+        for each in (*self._lengths, *([] if self._buckets is None else [self._buckets])):
+            value = checksum_of(each, value)
+        return value
+
+    def average_batch(self) -> AverageBatch:
+        """What a batch of the epoch holds on average, on one device.
+
+        >>> LengthBatchSampler(range(6), mode="fixed", batch_size=4).average_batch().rows
+        3.0
+        """
+        count = max(len(self.plan()), 1)
+        totals = {
+            unit: float(self._known[name].sum()) / count
+            for name, unit in self._units.items()
+            if unit is not None
+        }
+        return AverageBatch(rows=self.num_rows / count, **totals)
+
+    def padding_share(self) -> float:
+        """Which share of the epoch is padding, if rows are as long as their batch's longest.
+
+        Raises:
+            ValueError: there are no lengths.
+
+        >>> LengthBatchSampler(
+        ...     mode="fixed", lengths=[4, 2], batch_size=2, shuffle=False
+        ... ).padding_share()
+        0.25
+        """
+        if "lengths" not in self._known:
+            raise ValueError("nothing says how long rows are: give lengths=…")
+        return self.plan().padding_share(self._known["lengths"])
+
+    def state_dict(self, *, batches_given: int | None = None) -> dict[str, int]:
+        """Where the epoch stands, alike on all ranks.
+
+        Args:
+            batches_given: batches of this pass that were used on this rank; None for those that
+                were asked for, which are more where a loader has workers that fetch ahead.
+
+        >>> sampler = LengthBatchSampler(range(8), mode="fixed", batch_size=2)
+        >>> batches = iter(sampler)
+        >>> first = next(batches)
+        >>> later = LengthBatchSampler(range(8), mode="fixed", batch_size=2)
+        >>> later.load_state_dict(sampler.state_dict())
+        >>> list(later) == list(batches)
+        True
+        """
+        given = self._given if batches_given is None else batches_given
+        even, last = self._rounds(self.plan())
+        is_complete = given >= even + (last is not None)
+        return {
+            "epoch": self._epoch,
+            "seed": self.seed,
+            "start": len(self.plan()) if is_complete else self._start + given * self.world_size,
+            "planned_for": self._planned_for or self.world_size,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Give the rest of an epoch, and no row of what was given; then whole ones.
+
+        Args:
+            state: of a sampler of the same rows and options, on any number of ranks.
+
+        Raises:
+            CheckpointError: it is of other lengths or options.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"the position of this LengthBatchSampler ({self._options}, {self.num_rows:,} "
+                "rows) was saved by one of other lengths or options, whose batches had other rows: "
+                "give the same, or begin with the next epoch"
+            )
+        self._epoch, self.seed = state["epoch"], state["seed"]
+        self._start = self._next_start = state["start"]
+        self._given = 0
+        self._planned_for = state["planned_for"]
+
+    def __repr__(self) -> str:
+        return f"LengthBatchSampler({self.mode!r}, {self.num_rows:,} rows)"
+
+
+def _split(batches: list[Array], count: int) -> list[Array]:
+    """So many batches of the same rows: the largest are halved. Empty ones where rows are fewer."""
+    batches = list(batches)
+    while len(batches) < count:
+        largest = max(range(len(batches)), key=lambda place: len(batches[place]))
+        rows = batches[largest]
+        half = -(-len(rows) // 2)
+        batches[largest] = rows[:half]
+        batches.append(rows[half:])
+    return batches
+
+
+def _join(batches: list[Array], rows: Array) -> list[Array]:
+    """The batches, the smallest with a row more each."""
+    batches = list(batches)
+    smallest = sorted(range(len(batches)), key=lambda place: len(batches[place]))
+    for place, row in zip(smallest, rows, strict=False):
+        batches[place] = np.append(batches[place], row)
+    return batches
+
+
+def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[Any]:
+    """The same loader with other batches: workers, collation and whatever else it has stay.
+
+    Args:
+        loader: of a map-style data set.
+        sampler: gives the rows of each batch.
+
+    Raises:
+        TypeError: no ``DataLoader`` of a map-style data set that cuts batches itself.
+
+    >>> loader = with_batch_sampler(DataLoader([1, 2, 3]), [[0, 2], [1]])
+    >>> [batch.tolist() for batch in loader]
+    [[1, 3], [2]]
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        what = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+        raise TypeError(
+            f"rows of a {what} cannot be chosen: give a torch.utils.data.DataLoader over a data "
+            "set with places and a length"
+        )
+    if loader.batch_sampler is None:
+        raise TypeError(
+            "the loader has batch_size=None, so its data set makes batches itself: give a loader "
+            "that cuts them"
+        )
+    # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
+    # subclass may take other arguments.
+    other = copy.copy(loader)
+    forget_workers(other)
+    vars(other)["batch_sampler"] = sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return other
+    # What no longer holds of it is not to be read off.
+    vars(other)["batch_size"], vars(other)["drop_last"] = None, False
+    return other
+
+
+def _count_rows(dataset: Any, known: Mapping[str, Array]) -> int:
+    counts = {name: len(each) for name, each in known.items()}
+    if len(set(counts.values())) > 1:
+        first, second = counts.values()
+        raise ValueError(
+            f"lengths has {first:,} numbers and second_lengths {second:,}: give one of each for "
+            "every row"
+        )
+    if counts:
+        return next(iter(counts.values()))
+    if dataset is None or not hasattr(dataset, "__len__"):
+        raise ValueError("nothing says how many rows there are: give a dataset with a length")
+    return len(dataset)
+
+
+def _check_budget(mode: str, budgets: Mapping[str, Any]) -> None:
+    wanted = MODES[mode].budgets
+    given = [name for name, value in budgets.items() if value is not None]
+    useless = [name for name in given if name not in wanted]
+    if useless or len(given) != 1:
+        has = ", ".join(f"{name}={budgets[name]!r}" for name in given) or "none"
+        one = wanted[0] if len(wanted) == 1 else f"one of {', '.join(wanted)}"
+        raise ValueError(
+            f"mode={mode!r} fills batches up to {one}, and was given {has}: give {one}"
+        )
+
+
+def _find_buckets(
+    mode: str,
+    lengths: Sequence[Array],
+    edges: Sequence[float] | None,
+    counts: int | Sequence[int] | None,
+) -> Array | None:
+    rule = MODES[mode]
+    if edges is not None and rule.buckets != "given":
+        raise ValueError(
+            f"mode={mode!r} takes no bucket_edges: leave them out, or say mode='1D-bucketing'"
+        )
+    if counts is not None and rule.buckets != "derived":
+        raise ValueError(
+            f"mode={mode!r} takes no num_buckets: leave it out, or say mode='1D-bucketing-dyn'"
+        )
+    if rule.buckets == "one":
+        return None
+    if rule.buckets == "given":
+        if edges is None or not len(edges):
+            raise ValueError(
+                f"mode={mode!r} needs the edges of its buckets: give bucket_edges=[…], or let "
+                "mode='1D-bucketing-dyn' derive them"
+            )
+        if list(edges) != sorted(set(edges)):
+            raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
+        return assign_buckets(lengths[0], edges)
+    numbers = _read_counts(counts, rule.dimensions)
+    return derive_buckets(lengths, numbers)
+
+
+def _read_counts(counts: int | Sequence[int] | None, dimensions: int) -> tuple[int, ...]:
+    default = DEFAULT_BUCKETS[dimensions]
+    if counts is None:
+        return default
+    numbers = (counts, *default[1:]) if isinstance(counts, int) else tuple(counts)
+    if len(numbers) != dimensions:
+        raise ValueError(
+            f"num_buckets={counts!r}: give {'a number' if dimensions == 1 else 'two numbers'}, "
+            f"such as {default[0] if dimensions == 1 else list(default)}"
+        )
+    for each in numbers:
+        _whole("num_buckets", each)
+    if np.prod(numbers) > 2**16:
+        raise ValueError(f"num_buckets={counts!r} is too many: give at most {2**16:,} in all")
+    return numbers
+
+
+def _read_sizes(
+    mode: str, sizes: int | Sequence[int] | None, edges: Sequence[float] | None
+) -> Array | None:
+    if sizes is None:
+        return None
+    if isinstance(sizes, int):
+        return np.array(_whole("batch_size", sizes))
+    wanted = 0 if edges is None else len(edges) + 1
+    if len(sizes) != wanted:
+        raise ValueError(
+            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, "
+            + (
+                f"or {wanted}, for each bucket and for what is longer"
+                if wanted
+                else "as only mode='1D-bucketing' has buckets that are known before"
+            )
+        )
+    return np.array([_whole("batch_size", each) for each in sizes])
+
+
+def _read_amount(name: str, amount: float | None) -> float | None:
+    if amount is None:
+        return None
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        raise TypeError(f"{name} is {amount!r}, not a number: give one such as 600.0")
+    if not amount > 0:
+        raise ValueError(f"{name}={amount} holds nothing: give a number above 0")
+    return float(amount)
+
+
+def _read_unit(option: str, unit: str | None, has_lengths: bool) -> str | None:
+    if unit is not None and unit not in UNITS:
+        raise ValueError(f"{option}={unit!r}: give {' or '.join(map(repr, UNITS))}, or None")
+    if unit is not None and not has_lengths:
+        raise ValueError(f"{option}={unit!r} is of lengths that were not given: give these, too")
+    return unit
+
+
+def _read_place(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    if rank is None and world_size is None:
+        return None, None
+    if rank is None or world_size is None:
+        raise ValueError(f"rank={rank}, world_size={world_size}: give both, or neither")
+    _whole("world_size", world_size)
+    if not 0 <= _whole("rank", rank, least=0) < world_size:
+        raise ValueError(f"rank={rank} is none of {world_size} ranks: give 0 to {world_size - 1}")
+    return rank, world_size
+
+
+def _whole(name: str, value: Any, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, not a whole number: give an int such as {least}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}: give an int such as {least}")
+    return value

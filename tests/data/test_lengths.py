@@ -1,0 +1,88 @@
+"""Lengths are read wherever they are written down, and what is wrong with them is said."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automicro.data import read_lengths
+
+ROWS = [{"seconds": 1.5, "ids": [1, 2, 3]}, {"seconds": 2.0, "ids": [1]}]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[3, 1], (3.0, 1.0), np.array([3, 1]), torch.tensor([3, 1]), "ids"]
+)
+def test_numbers_and_columns_of_rows(lengths: Any) -> None:
+    found = read_lengths(lengths, ROWS)
+    assert found.dtype == np.float64
+    assert found.tolist() == [3.0, 1.0]
+
+
+def test_a_function_sees_each_row() -> None:
+    assert read_lengths(lambda row: 2 * row["seconds"], ROWS).tolist() == [3.0, 4.0]
+
+
+class Table:
+    """Keeps columns, as a data set of ``datasets`` does."""
+
+    column_names = ("seconds", "ids")
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, column: str) -> list[Any]:
+        return [row[column] for row in ROWS]
+
+
+def test_columns_of_tables() -> None:
+    assert read_lengths("seconds", Table()).tolist() == [1.5, 2.0]
+    assert read_lengths("ids", Table()).tolist() == [3.0, 1.0]
+    with pytest.raises(ValueError, match=r"no column of the data set \(it has seconds, ids\)"):
+        read_lengths("minutes", Table())
+
+
+def test_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([3, 1], dtype=np.int16))
+    (tmp_path / "lengths.txt").write_text("3\n1\n")
+    (tmp_path / "one.csv").write_text("seconds\n3\n1\n")
+    (tmp_path / "rows.csv").write_text("name,seconds\na,3\nb,1\n")
+    (tmp_path / "rows.tsv").write_text("name\tseconds\na\t3\nb\t1\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name in ("lengths.npy", "lengths.txt", "one.csv", "rows.csv:seconds", "rows.tsv:seconds"):
+        assert read_lengths(str(tmp_path / name)).tolist() == [3.0, 1.0], name
+    assert read_lengths(tmp_path / "lengths.npy").tolist() == [3.0, 1.0]
+    assert read_lengths(f"{tmp_path}/rows.jsonl:ids").tolist() == [3.0, 1.0]
+    with pytest.raises(ValueError, match=r"has the columns name, seconds: name one of them"):
+        read_lengths(f"{tmp_path}/rows.csv")
+    with pytest.raises(ValueError, match=r"and no 'minutes'"):
+        read_lengths(f"{tmp_path}/rows.csv:minutes")
+    assert read_lengths(f"{tmp_path}/rows.csv:name").tolist() == [1.0, 1.0]  # of the text
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dataset", "words"),
+    [
+        ([1.0, -2.0], None, "has -2.0 at row 1 (1 rows are like that)"),
+        ([1.0, float("nan")], None, "has nan at row 1"),
+        ([1.0], ROWS, "has 1 numbers, and the data set has 2 rows"),
+        ([[1.0, 2.0]], None, "has the shape (1, 2)"),
+        ("minutes", ROWS, "have no such column (KeyError: 'minutes')"),
+        ("minutes", None, "is a column's name: give the dataset"),
+        (len, None, "is a function of a row: give the dataset"),
+        ("no/such.npy", None, "cannot be read"),
+        (Path("rows.parquet"), None, "is of no kind that is read here"),
+    ],
+)
+def test_what_is_wrong_is_said(lengths: Any, dataset: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_lengths(lengths, dataset, name="lengths")
+
+
+def test_what_says_nothing_about_lengths_is_refused() -> None:
+    with pytest.raises(TypeError, match="lengths is a int"):
+        read_lengths(5)  # type: ignore[arg-type]

@@ -1,0 +1,389 @@
+"""Every row once over all ranks, as many batches on each, and the rest exactly, on any number."""
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro.data import MODES, LengthBatchSampler, with_batch_sampler
+from automicro.data.plan import (
+    Budget,
+    _cut_by_amount,
+    assign_buckets,
+    derive_buckets,
+    length_cost,
+)
+from automicro.errors import CheckpointError
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "fixed": [{"batch_size": 3}],
+    "duration": [{"batch_length": 20.0}],
+    "1D-bucketing": [
+        {"bucket_edges": [3, 7], "batch_size": [4, 2, 1]},
+        {"bucket_edges": [3, 7], "batch_length": 20.0},
+    ],
+    "1D-bucketing-dyn": [{"batch_cost": 20.0}, {"batch_size": 3, "num_buckets": 3}],
+    "2D-bucketing": [{"batch_cost": 60.0, "num_buckets": [3, 2]}],
+    "2D-bucketing-fixed": [{"batch_size": 3, "num_buckets": [2, 2]}],
+    "2D-bucketing-singlet": [{"batch_cost": 60.0}],
+}
+CASES = [(mode, options) for mode, each in OPTIONS.items() for options in each]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of a sampler, with rows for at least eight ranks."""
+    mode, options = draw(st.sampled_from(CASES))
+    lengths = draw(st.lists(st.integers(1, 12), min_size=8, max_size=60))
+    seconds = draw(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)))
+    return {
+        "mode": mode,
+        "lengths": lengths,
+        "second_lengths": seconds,
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 3)),
+        **options,
+    }
+
+
+def parts(job: dict[str, Any], world_size: int) -> list[LengthBatchSampler]:
+    """The sampler of each rank."""
+    whole = LengthBatchSampler(**job)
+    return [whole.at(rank=rank, world_size=world_size) for rank in range(world_size)]
+
+
+def rows_of(batches: Any) -> list[int]:
+    return sorted(itertools.chain.from_iterable(batches))
+
+
+def test_every_mode_is_among_the_cases() -> None:
+    assert set(OPTIONS) == set(MODES)
+
+
+@given(jobs(), st.integers(1, 8), st.integers(0, 2))
+@settings(deadline=None, max_examples=200)
+def test_every_row_comes_once_over_all_ranks_in_as_many_batches_on_each(
+    job: dict[str, Any], world_size: int, epoch: int
+) -> None:
+    given_by_rank = []
+    for part in parts(job, world_size):
+        part.set_epoch(epoch)
+        promised = len(part)
+        given_by_rank.append(list(part))
+        assert len(given_by_rank[-1]) == promised
+    assert len(set(map(len, given_by_rank))) == 1
+    assert all(batch for batches in given_by_rank for batch in batches)
+    everything = rows_of(itertools.chain.from_iterable(given_by_rank))
+    assert everything == list(range(len(job["lengths"])))
+
+
+@given(jobs(), st.data())
+@settings(deadline=None, max_examples=200)
+def test_the_rest_of_an_epoch_comes_exactly_on_any_number_of_ranks(
+    job: dict[str, Any], data: st.DataObject
+) -> None:
+    before, between, after = (data.draw(st.integers(1, 5)) for _ in range(3))
+    given_rows: list[int] = []
+
+    def go_on(world_size: int, state: dict[str, int] | None) -> dict[str, int]:
+        samplers = parts(job, world_size)
+        for each in samplers:
+            each.set_epoch(1)
+            if state is not None:
+                each.load_state_dict(state)
+        rounds = data.draw(st.integers(0, min(map(len, samplers))))
+        for each in samplers:
+            given_rows.extend(itertools.chain.from_iterable(itertools.islice(each, rounds)))
+        states = [each.state_dict(batches_given=rounds) for each in samplers]
+        assert all(each == states[0] for each in states)
+        return states[0]
+
+    state = go_on(between, go_on(before, None))
+    counts = set()
+    for part in parts(job, after):
+        part.load_state_dict(state)
+        promised, rest = len(part), list(part)
+        assert promised == len(rest)
+        counts.add(len(rest))
+        given_rows.extend(itertools.chain.from_iterable(rest))
+        part.set_epoch(2)
+        assert part.state_dict()["start"] == part.state_dict()["epoch"] - 2 == 0
+    assert sorted(given_rows) == list(range(len(job["lengths"])))
+    assert max(counts) - min(counts) <= 1
+
+
+@given(jobs(), st.integers(1, 4), st.data())
+@settings(deadline=None, max_examples=100)
+def test_on_as_many_ranks_the_rest_has_the_very_batches_that_were_to_come(
+    job: dict[str, Any], world_size: int, data: st.DataObject
+) -> None:
+    for part in parts(job, world_size):
+        whole = list(part.at(rank=part.rank, world_size=world_size))
+        done = data.draw(st.integers(0, len(whole)))
+        iterator = iter(part)
+        assert list(itertools.islice(iterator, done)) == whole[:done]
+        later = part.at(rank=part.rank, world_size=world_size)
+        later.load_state_dict(part.state_dict())
+        assert list(later) == whole[done:]
+        behind = later.state_dict(batches_given=0)  # a loader had fetched all of it ahead
+        assert behind["start"] == part.state_dict()["start"]
+        assert later.state_dict()["start"] == len(later.plan())
+        assert list(later) == whole  # then whole ones
+
+
+@given(jobs())
+@settings(deadline=None, max_examples=200)
+def test_no_batch_is_over_its_budget_but_a_single_row(job: dict[str, Any]) -> None:
+    lengths, seconds = np.array(job["lengths"]), np.array(job["second_lengths"])
+    by_second = MODES[job["mode"]].dimensions == 2
+    sizes = job.get("batch_size")
+    for batch in LengthBatchSampler(**job):
+        held, longest = lengths[batch], lengths[batch].max()
+        if isinstance(sizes, list):
+            bucket = assign_buckets(held, job["bucket_edges"])
+            assert len(set(bucket)) == 1
+            assert len(batch) <= sizes[bucket[0]]
+        elif sizes is not None:
+            assert len(batch) <= sizes
+        if len(batch) == 1:
+            continue
+        if "batch_length" in job:
+            assert held.sum() <= job["batch_length"]
+        if "batch_cost" in job:
+            most = seconds[batch].max() if by_second else 0
+            assert len(batch) * length_cost(longest, most) <= job["batch_cost"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "dimensions"),
+    [(Budget(length=300.0), 1), (Budget(cost=300.0), 1), (Budget(cost=3000.0), 2)],
+)
+@pytest.mark.parametrize("num_buckets", [1, 4])
+def test_batches_that_are_cut_in_many_places_at_a_time_are_as_full(
+    budget: Budget, dimensions: int, num_buckets: int
+) -> None:
+    random = np.random.default_rng(0)
+    lengths = [random.integers(1, 40, 60_000).astype(float) for _ in range(dimensions)]
+    buckets = derive_buckets(lengths[:1], (num_buckets,))
+    order = np.argsort(buckets, kind="stable")
+    bounds = np.searchsorted(buckets[order], np.arange(num_buckets + 1))
+    rows, starts = _cut_by_amount(order, bounds, lengths, budget)
+    assert np.array_equal(np.sort(rows), np.arange(60_000))
+    assert not np.array_equal(rows, order)  # the lanes' rests were put behind: it was this way
+    ends = np.append(starts[1:], len(rows))
+    for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
+        held = [each[rows[first:last]] for each in lengths]
+        assert len(set(buckets[rows[first:last]])) == 1
+        if budget.length is not None:
+            assert held[0].sum() <= budget.length
+        else:
+            assert len(held[0]) * budget.cost_of(*(each.max() for each in held)) <= budget.amount
+    at_once = sum(
+        len(_cut_by_amount(order[a:b], np.array([0, b - a]), lengths, budget)[1])
+        if b - a < 1
+        else len(_in_turn(order[a:b], lengths, budget))
+        for a, b in itertools.pairwise(bounds)
+    )
+    assert len(starts) <= 1.01 * at_once
+
+
+def _in_turn(rows: Any, lengths: list[Any], budget: Budget) -> list[list[int]]:
+    """The definition, row by row."""
+    batches: list[list[int]] = []
+    for row in rows.tolist():
+        tried = [*(batches[-1] if batches else []), row]
+        held = [each[tried] for each in lengths]
+        amount = (
+            held[0].sum()
+            if budget.length is not None
+            else len(tried) * budget.cost_of(*(each.max() for each in held))
+        )
+        if batches and amount <= budget.amount:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=50), st.integers(5, 30))
+@settings(deadline=None, max_examples=100)
+def test_batches_are_filled_in_order_for_as_long_as_the_next_row_fits(
+    lengths: list[int], amount: int
+) -> None:
+    held = [np.array(lengths, dtype=float)]
+    for budget in (Budget(length=float(amount)), Budget(cost=float(amount))):
+        key = "batch_length" if budget.cost is None else "batch_cost"
+        mode = "duration" if budget.cost is None else "1D-bucketing"
+        options: dict[str, Any] = {key: amount}
+        options |= {} if budget.cost is None else {"bucket_edges": [99]}
+        sampler = LengthBatchSampler(mode=mode, lengths=lengths, shuffle=False, **options)
+        assert list(sampler) == _in_turn(np.arange(len(lengths)), held, budget)
+
+
+def test_seed_and_epoch_decide_the_order_and_nothing_else_does() -> None:
+    options: dict[str, Any] = {"mode": "fixed", "batch_size": 4}
+    sampler = LengthBatchSampler(range(64), seed=3, **options)
+    first = list(sampler)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    assert list(LengthBatchSampler(range(64), seed=3, **options)) == first
+    assert list(LengthBatchSampler(range(64), seed=4, **options)) != first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_ranks_take_from_one_bucket_at_a_time_but_for_what_is_left_of_each() -> None:
+    random = np.random.default_rng(1)
+    lengths = random.lognormal(2, 0.7, 8000)
+    whole = LengthBatchSampler(
+        mode="1D-bucketing-dyn", lengths=lengths, batch_length=200.0, num_buckets=8
+    )
+    buckets = derive_buckets([lengths], (8,))
+    rounds = list(zip(*(whole.at(rank=rank, world_size=4) for rank in range(4)), strict=True))
+    mixed = [
+        number
+        for number, batches in enumerate(rounds)
+        if len({int(buckets[row]) for batch in batches for row in batch}) > 1
+    ]
+    assert len(rounds) > 40
+    assert all(number >= len(rounds) - 8 for number in mixed)
+
+
+def test_derived_buckets_have_about_the_same_total() -> None:
+    lengths = np.random.default_rng(0).lognormal(2, 0.8, 20_000)
+    totals = np.bincount(derive_buckets([lengths], (10,)), weights=lengths)
+    assert len(totals) == 10
+    assert totals.max() < 1.05 * totals.min()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_gives_the_batches_and_the_rest_of_them(num_workers: int) -> None:
+    rows = TensorDataset(torch.arange(40))
+    options: dict[str, Any] = {
+        "mode": "duration",
+        "lengths": list(range(1, 41)),
+        "batch_length": 60,
+    }
+    sampler = LengthBatchSampler(rows, **options)
+    loader = DataLoader(rows, batch_sampler=sampler, num_workers=num_workers)
+    batches = [batch.tolist() for (batch,) in loader]
+    assert batches == list(LengthBatchSampler(rows, **options))
+    for _ in itertools.islice(loader, 3):
+        pass
+    later = LengthBatchSampler(rows, **options)
+    later.load_state_dict(sampler.state_dict(batches_given=3))
+    rest = DataLoader(rows, batch_sampler=later, num_workers=num_workers)
+    assert len(rest) == len(batches) - 3
+    assert [batch.tolist() for (batch,) in rest] == batches[3:]
+
+
+def test_a_loader_keeps_what_it_has_but_its_batches() -> None:
+    rows = TensorDataset(torch.arange(6))
+    loader = DataLoader(rows, batch_size=4, collate_fn=lambda each: len(each), drop_last=True)
+    sampler = LengthBatchSampler(rows, mode="fixed", batch_size=5, shuffle=False)
+    other = with_batch_sampler(loader, sampler)
+    assert list(other) == [5, 1]
+    assert (other.batch_size, other.drop_last) == (None, False)
+    assert list(loader) == [4]
+    with pytest.raises(TypeError, match="rows of a list cannot be chosen"):
+        with_batch_sampler([1, 2], sampler)
+    with pytest.raises(TypeError, match="batch_size=None"):
+        with_batch_sampler(DataLoader(rows, batch_size=None), sampler)
+
+
+def test_averages_are_of_what_is_known() -> None:
+    sampler = LengthBatchSampler(
+        mode="fixed",
+        lengths=[2.0, 4.0, 6.0],
+        second_lengths=[5, 5, 20],
+        unit="seconds",
+        second_unit="tokens",
+        batch_size=2,
+    )
+    average = sampler.average_batch()
+    assert (average.rows, average.seconds, average.tokens) == (1.5, 6.0, 15.0)
+
+
+def test_a_position_of_other_lengths_or_options_is_refused() -> None:
+    saved = LengthBatchSampler(range(9), mode="fixed", batch_size=2).state_dict()
+    for other in (
+        LengthBatchSampler(range(9), mode="fixed", batch_size=3),
+        LengthBatchSampler(range(8), mode="fixed", batch_size=2),
+        LengthBatchSampler(mode="duration", lengths=[1] * 9, batch_length=2),
+    ):
+        with pytest.raises(CheckpointError, match="of other lengths or options"):
+            other.load_state_dict(saved)
+
+
+def test_fewer_rows_than_ranks_are_refused() -> None:
+    sampler = LengthBatchSampler(range(3), mode="fixed", batch_size=1, rank=0, world_size=4)
+    with pytest.raises(ValueError, match="3 rows cannot be shared among 4 ranks"):
+        len(sampler)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "2d"}, "mode='2d' is none of fixed, duration, 1D-bucketing"),
+        ({"mode": "fixed"}, "was given none: give batch_size"),
+        (
+            {"mode": "fixed", "batch_size": 2, "batch_cost": 1},
+            "and was given batch_size=2, batch_co",
+        ),
+        ({"mode": "duration", "batch_length": 5}, "goes by lengths, and there are none"),
+        ({"mode": "2D-bucketing", "lengths": [1], "batch_cost": 5}, "goes by second_lengths"),
+        ({"mode": "1D-bucketing", "lengths": [1], "batch_size": 5}, "needs the edges"),
+        (
+            {"mode": "1D-bucketing", "lengths": [1], "batch_size": 5, "bucket_edges": [3, 2]},
+            "do not ascend",
+        ),
+        (
+            {"mode": "1D-bucketing", "lengths": [1], "batch_size": [5], "bucket_edges": [3]},
+            "give one, or 2, for each bucket",
+        ),
+        ({"mode": "fixed", "batch_size": [1, 2]}, "only mode='1D-bucketing' has buckets"),
+        ({"mode": "fixed", "batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"mode": "fixed", "batch_size": 2, "bucket_edges": [1]}, "takes no bucket_edges"),
+        ({"mode": "fixed", "batch_size": 2, "num_buckets": 3}, "takes no num_buckets"),
+        (
+            {"mode": "1D-bucketing-dyn", "lengths": [1], "batch_size": 2, "num_buckets": [1, 2]},
+            "give a number, such as 10",
+        ),
+        (
+            {
+                "mode": "2D-bucketing-fixed",
+                "lengths": [1],
+                "second_lengths": [1, 2],
+                "batch_size": 2,
+            },
+            "lengths has 1 numbers and second_lengths 2",
+        ),
+        ({"mode": "duration", "lengths": [1], "batch_length": -1}, "batch_length=-1 holds nothing"),
+        ({"mode": "fixed", "batch_size": 2, "rank": 1}, "give both, or neither"),
+        ({"mode": "fixed", "batch_size": 2, "rank": 2, "world_size": 2}, "none of 2 ranks"),
+        ({"mode": "fixed", "batch_size": 2, "unit": "seconds"}, "of lengths that were not given"),
+        (
+            {"mode": "duration", "lengths": [1], "batch_length": 1, "unit": "h"},
+            "unit='h': give 'sec",
+        ),
+        (
+            {"mode": "fixed", "batch_size": 2, "cost": len},
+            "cost says what a row adds to batch_cost",
+        ),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_with_a_remedy(
+    options: dict[str, Any], words: str
+) -> None:
+    dataset = None if "lengths" in options else range(4)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        LengthBatchSampler(dataset, **options)
+    assert "give" in str(caught.value) or "leave" in str(caught.value)
