@@ -97,7 +97,7 @@ def test_all_keys_are_listed_with_type_default_and_meaning(
             "eval_microbatch_size",
         ],
         "*_dataloader": ["train_dataloader", "eval_dataloader"],
-        "seed": ["seed"],
+        "seed": ["sampling_mode.seed", "seed"],
         "checkpoint.keep": ["checkpoint.keep_last", "checkpoint.keep_best"],
     }.items(),
 )

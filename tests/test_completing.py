@@ -20,6 +20,7 @@ from automicro.cli.commands.complete import (
 )
 from automicro.cli.config.keys import KEYS
 from automicro.cli.config.schema import HINTS, SECTIONS, keys_inside, type_in_words
+from automicro.data import MODES
 
 JOB = """\
 model: {call: my_models.Wide, args: {width: 64, depths: [1, 2]}}
@@ -83,6 +84,8 @@ def test_the_words_of_each_key_are_those_that_it_takes() -> None:
         words = re.split(r", or |, | or ", type_in_words(key))
         expected = [each for each in words if re.fullmatch("[a-z]+[0-9]*", each)]
         expected = [each for each in expected if each not in ("text", "inherited")]
+        if key in ("sampling_mode", "sampling_mode.mode"):
+            expected = [*MODES, *expected]
         assert list(VALUES.get(key, ())) == expected, key
     assert VALUES.keys() <= HINTS.keys()
 

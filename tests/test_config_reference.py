@@ -18,6 +18,7 @@ from automicro.cli.config.schema import (
     keys_inside,
     type_in_words,
 )
+from automicro.data import LengthBatchSampler
 from automicro.microbatcher import Microbatcher
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import Evaluator
@@ -72,6 +73,7 @@ def test_everything_that_is_made_has_a_key() -> None:
     assert set(OPTIONS) >= MADE
     assert keys >= MADE
     of_a_run = {"weights", "global_batch_size", "eval_global_batch_size", "run_dir"}
+    of_a_run.add("sampling_mode")
     assert keys - {each.name for each in fields(TrainerConfig)} - MADE == of_a_run
 
 
@@ -92,6 +94,17 @@ def test_the_keys_inside_of_a_key_are_those_of_what_is_made(
 def test_each_key_stands_in_one_group() -> None:
     assert sorted(KEYS) == sorted({each.name for each in fields(RunConfig)})
     assert sum(len(keys) for keys in GROUPS.values()) == len(KEYS)
+
+
+def test_the_keys_of_sampling_are_those_of_the_sampler() -> None:
+    options = dict(inspect.signature(LengthBatchSampler).parameters)
+    for name in ("dataset", "rank", "world_size"):  # which the run knows
+        del options[name]
+    assert set(options) == set(keys_inside("sampling_mode"))
+    given = defaults_inside("sampling_mode")
+    for name, option in options.items():
+        if option.default is not inspect.Parameter.empty and name != "seed":
+            assert given[name] == option.default, name
 
 
 INSIDE = tuple(f"{key}.{name}" for key in KEYS for name in keys_inside(key))

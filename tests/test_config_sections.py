@@ -11,6 +11,8 @@ from automicro.cli.config.build import Recipe, build_trainer
 from automicro.cli.config.load import load_config, read_config, to_yaml
 from automicro.cli.config.schema import CallConfig, EvaluatorConfig
 from automicro.cli.config.sources import merge
+from automicro.data import LengthBatchSampler
+from automicro.errors import ConfigError
 from automicro.trainer.evaluators import Evaluator
 from tests.config_jobs import JOB, job
 
@@ -162,3 +164,66 @@ def test_loggers_take_down_the_config_as_it_ran() -> None:
     assert first["run"]["config"]["seed"] == 4
     assert first["run"]["model"] == "Linear"
     assert rest[0]["train/microbatch_size"] == 2
+
+
+TRAINING = (
+    "train_dataloader={call: torch.utils.data.DataLoader, args: "
+    "{dataset: [[1], [2, 2], [3], [4, 4]], batch_size: 2, collate_fn: {call: pkgutil.resolve_name, args: {name: builtins.list}}}}"
+)
+
+
+def sampler_of(*overrides: str) -> LengthBatchSampler:
+    """What gives the batches of a config."""
+    loader = Recipe(job(TRAINING, *overrides)).make("train_dataloader")
+    assert isinstance(loader.batch_sampler, LengthBatchSampler)
+    return loader.batch_sampler
+
+
+def test_a_mode_takes_the_batch_size_of_the_loader_and_the_seed_of_the_run() -> None:
+    sampler = sampler_of("sampling_mode=fixed", "seed=3")
+    assert (sampler.mode, sampler.seed) == ("fixed", 3)
+    assert sorted(map(len, sampler)) == [2, 2]
+    assert sampler_of("sampling_mode.mode=fixed", "sampling_mode.seed=5", "seed=3").seed == 5
+
+
+def test_a_mode_has_options_with_nodes_inside() -> None:
+    function = "{call: pkgutil.resolve_name, args: {name: builtins.len}}"
+    mode = f"sampling_mode={{mode: duration, lengths: {function}, batch_length: 2, shuffle: false}}"
+    assert list(sampler_of(mode)) == [[0], [1], [2], [3]]
+    assert list(sampler_of(mode, "sampling_mode.batch_length=3.0")) == [[0, 1], [2, 3]]
+    listed = "sampling_mode={mode: 1D-bucketing, lengths: [1, 9, 1, 9], bucket_edges: [5]}"
+    assert list(sampler_of(listed, "sampling_mode.shuffle=false")) == [[0, 2], [1, 3]]
+
+
+def test_a_batch_size_of_a_mode_is_that_of_one_device() -> None:
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    of_all = "sampling_mode={mode: fixed, batch_size: '${global_batch_size}'}"
+    config = load_config("job.yaml", [TRAINING, of_all, "global_batch_size=4"], num_devices=2)
+    assert config.sampling_mode.batch_size == 2
+
+
+def test_without_a_mode_batches_stay_as_they_are() -> None:
+    loader = Recipe(job(TRAINING, "sampling_mode=fixed", "sampling_mode=null")).make(
+        "train_dataloader"
+    )
+    assert not isinstance(loader.batch_sampler, LengthBatchSampler)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    {
+        "sampling_mode=durations": "did you mean 'duration'",
+        "sampling_mode={lengths: a}": "sampling_mode.mode is missing",
+        "sampling_mode={mode: fixed, lenghts: a}": "did you mean 'lengths'",
+        "sampling_mode=[fixed]": "is no mode and no mapping",
+        "sampling_mode={mode: fixed, shuffle: maybe}": "sampling_mode.shuffle='maybe'",
+        "sampling_mode={mode: duration, lengths: {cal: a}}": "sampling_mode.lengths",
+        "sampling_mode={mode: duration, lengths: {call: no.such}}": "sampling_mode.lengths.call",
+    }.items(),
+)
+def test_a_mode_that_means_nothing_is_refused_before_anything_is_made(
+    override: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe(job(TRAINING, override))
+    assert words in str(caught.value)

@@ -49,6 +49,10 @@ complete -c automicro -f -a '(__automicro)'
 """,
 }
 _TRUTH = ("true", "false")
+_MODES = (
+    *("fixed", "duration", "1D-bucketing", "1D-bucketing-dyn"),
+    *("2D-bucketing", "2D-bucketing-fixed", "2D-bucketing-singlet"),
+)
 _SIZES = ("auto", "explore", "null")
 VALUES: Mapping[str, tuple[str, ...]] = {
     "accumulate_batches": (),
@@ -76,6 +80,18 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "probe": _TRUTH,
     "progress": _TRUTH,
     "remember_sizes": (*_TRUTH, "null"),
+    "sampling_mode": (*_MODES, "null"),
+    "sampling_mode.mode": _MODES,
+    "sampling_mode.shuffle": _TRUTH,
+    "sampling_mode.unit": ("seconds", "tokens", "null"),
+    "sampling_mode.second_unit": ("seconds", "tokens", "null"),
+    **{
+        f"sampling_mode.{name}": ("null",)
+        for name in (
+            *("lengths", "second_lengths", "batch_size", "batch_length", "batch_cost", "cost"),
+            *("bucket_edges", "num_buckets", "seed"),
+        )
+    },
     "scheduler_interval": ("batch", "epoch"),
     "strict_divisible": _TRUTH,
     **dict.fromkeys(
@@ -100,6 +116,10 @@ SECTION_KEYS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (
         *("folder", "interval", "keep_last", "keep_best", "best_metric", "best_mode"),
         *("asynchronous", "resume"),
+    ),
+    "sampling_mode": (
+        *("mode", "lengths", "second_lengths", "batch_size", "batch_length", "batch_cost", "cost"),
+        *("bucket_edges", "num_buckets", "shuffle", "seed", "unit", "second_unit"),
     ),
 }
 _PATHS = ("run_dir", "weights", "checkpoint.folder", "checkpoint.resume")

@@ -16,7 +16,8 @@ from automicro.checkpoints.reading import load_checkpoint
 from automicro.cli.config.check import SIZES, check_values, read_checkpoint
 from automicro.cli.config.keys import KEYS, LISTS, about
 from automicro.cli.config.nodes import is_node, prepare, prepare_value
-from automicro.cli.config.schema import CallConfig, EvaluatorConfig, RunConfig
+from automicro.cli.config.schema import CallConfig, EvaluatorConfig, RunConfig, SamplingConfig
+from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError
 from automicro.events.callback import Callback
 from automicro.loggers import Logger
@@ -73,6 +74,9 @@ class Recipe:
             for key in KEYS
             if key not in without and isinstance(getattr(config, key), CallConfig)
         }
+        if config.sampling_mode is not None and "train_dataloader" in self._makers:
+            make_data = self._makers["train_dataloader"]
+            self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
         self._metrics = _prepare_all(config.metrics, "metrics")
         if "eval_dataloader" not in without and config.eval_dataloader is not None:
             self._makers["eval_dataloader"] = _prepare_eval_data(
@@ -166,6 +170,26 @@ def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:
 
 def _prepare_data(node: CallConfig, key: str) -> Callable[..., Any]:
     return checking_data(_prepare(node, key), node.call, key)
+
+
+def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Callable[[], Any]:
+    """What makes the loader with batches by the length of rows."""
+    given = {each.name: getattr(config.sampling_mode, each.name) for each in fields(SamplingConfig)}
+    makers = {name: prepare_value(each, f"sampling_mode.{name}") for name, each in given.items()}
+
+    def make() -> Any:
+        loader = make_data()
+        with about("sampling_mode"):
+            options = {name: each() for name, each in makers.items()}
+            budgets = {"batch_size", "batch_length", "batch_cost"}
+            if all(options[name] is None for name in budgets):
+                options["batch_size"] = getattr(loader, "batch_size", None)
+            if options["seed"] is None:
+                options["seed"] = config.seed or 0
+            sampler = LengthBatchSampler(getattr(loader, "dataset", None), **options)
+            return with_batch_sampler(loader, sampler)
+
+    return make
 
 
 def _prepare_size(size: Any, key: str) -> Callable[[], Any]:

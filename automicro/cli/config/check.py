@@ -34,11 +34,14 @@ from automicro.cli.config.schema import (
     CallConfig,
     EvaluatorConfig,
     RunConfig,
+    SamplingConfig,
     alternatives,
     keys_inside,
+    one_of,
     wrong_type,
 )
 from automicro.compilation import check_compile
+from automicro.data.plan import MODES
 from automicro.errors import ConfigError
 from automicro.migration import synonym_of
 from automicro.options import (
@@ -73,6 +76,9 @@ NO_KEYS_OF_ITS_OWN = (
 CHECKPOINT_FORM = (
     "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
 )
+
+
+SAMPLING_FORM = "write {mode: duration, lengths: seconds, batch_length: 600.0}, or fixed"
 
 
 def check_shapes(tree: Mapping[str, Any]) -> None:
@@ -194,6 +200,39 @@ def check_checkpoint(value: object) -> None:
     if not isinstance(value, Mapping):
         raise ConfigError(f"checkpoint={show(value)} is not a mapping: {CHECKPOINT_FORM}")
     read_section(value, "checkpoint")
+
+
+def read_sampling(value: Any) -> SamplingConfig | None:
+    """Return how rows are put into batches, typed.
+
+    Args:
+        value: the name of a mode, a mapping of the keys, or null.
+
+    Raises:
+        ConfigError: none of these; names key, value and remedy.
+
+    >>> read_sampling("fixed").mode, read_sampling({"mode": "fixed", "batch_size": 4}).batch_size
+    ('fixed', 4)
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = {"mode": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"sampling_mode={show(value)} is no mode and no mapping: {SAMPLING_FORM}")
+    if "mode" not in value:
+        raise ConfigError(f"sampling_mode.mode is missing: write mode: {one_of(MODES)}")
+    for name in ("lengths", "second_lengths", "cost"):
+        if isinstance(value.get(name), Mapping):
+            check_node(value[name], f"sampling_mode.{name}")
+    values = read_section(value, "sampling_mode")
+    mode = values["mode"]
+    if not is_interpolation(mode) and mode not in MODES:
+        raise mistake(
+            f"sampling_mode.mode={show(mode)}{did_you_mean(mode, MODES)}: use {one_of(MODES)}",
+            "sampling_mode.mode",
+        )
+    return SamplingConfig(**{**values, "cost": None if not values["cost"] else value["cost"]})
 
 
 def read_evaluations(value: Any, key: str = "eval_dataloader") -> Any:
@@ -494,9 +533,10 @@ def _check_limit(value: Any) -> None:
         parse_bytes(value)
 
 
-OF_SECTIONS: Mapping[str, Callable[[object], None]] = {
+OF_SECTIONS: Mapping[str, Callable[[object], object]] = {
     "eval_dataloader": read_evaluations,
     "checkpoint": check_checkpoint,
+    "sampling_mode": read_sampling,
 }
 # Where their own errors do not say which key they mean, the key is put before them.
 _READERS: Mapping[str, Callable[[Any], object]] = {

@@ -29,6 +29,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Data and batches": (
         "train_dataloader",
+        "sampling_mode",
         "eval_dataloader",
         "global_batch_size",
         "eval_global_batch_size",

@@ -18,12 +18,18 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from automicro.cli.config.check import check_shapes, read_checkpoint_section, read_evaluations
+from automicro.cli.config.check import (
+    check_shapes,
+    read_checkpoint_section,
+    read_evaluations,
+    read_sampling,
+)
 from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about, did_you_mean, mistake
 from automicro.cli.config.nodes import leaves
 from automicro.cli.config.schema import (
     EXAMPLES,
     HINTS,
+    SECTIONS,
     TO_TRAIN,
     RunConfig,
     defaults,
@@ -197,7 +203,8 @@ def rows_to_load(
 
 # An unset one is no null: what refers to it has nothing to stand for.
 BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
-DATA = ("train_dataloader", "eval_dataloader")
+OF_TRAINING = ("train_dataloader", "sampling_mode")
+DATA = (*OF_TRAINING, "eval_dataloader")
 # Nobody's config holds these.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
 _WIDTH = 100
@@ -310,7 +317,7 @@ def _load(
     plain = cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
     shown = values | data | _following(unresolved, values, [key for key in tree if key in MARKS])
     written = {
-        key: escape(brief(shown[key]) if is_made(key) or key == "checkpoint" else plain[key])
+        key: escape(brief(shown[key]) if is_made(key) or key in SECTIONS else plain[key])
         for key in KEYS
         if key in tree
     }
@@ -321,7 +328,10 @@ def _load(
         evaluation = read_evaluations(config.eval_dataloader)
     with about("checkpoint"):
         checkpoint = read_checkpoint_section(config.checkpoint, config.run_dir)
-    return replace(config, eval_dataloader=evaluation, checkpoint=checkpoint), written
+    with about("sampling_mode"):
+        sampling = read_sampling(config.sampling_mode)
+    made = {"eval_dataloader": evaluation, "checkpoint": checkpoint, "sampling_mode": sampling}
+    return replace(config, **made), written
 
 
 def _resolve(unresolved: dict[str, Any], **instead: Any) -> dict[str, Any]:
@@ -344,7 +354,7 @@ def _resolve_data(unresolved: dict[str, Any], typed: DictConfig, devices: int) -
                 accumulate_batches=typed.accumulate_batches,
             )
     return {
-        "train_dataloader": _resolve(unresolved, **train)["train_dataloader"],
+        **{key: _resolve(unresolved, **train)[key] for key in OF_TRAINING},
         "eval_dataloader": _resolve(unresolved, **evaluation)["eval_dataloader"],
     }
 

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.nodes import show
+from automicro.data.sampler import UNITS
 from automicro.errors import ConfigError
 from automicro.options import GRADIENT_SUMS, PRECISIONS
 from automicro.step.split_guard import BATCHNORM_MODES
@@ -71,7 +72,53 @@ class EvaluatorConfig:
     interval: str | None = INHERITED
 
 
-SECTIONS: Mapping[str, type] = {"eval_dataloader": EvaluatorConfig, "checkpoint": CheckpointConfig}
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Which rows make up a batch of training, by how long they are. See `LengthBatchSampler`.
+
+    Attributes:
+        mode: how rows are put into batches: ``fixed``, ``duration``, ``1D-bucketing``,
+            ``1D-bucketing-dyn``, ``2D-bucketing``, ``2D-bucketing-fixed`` or
+            ``2D-bucketing-singlet``.
+        lengths: how long rows are: the name of a column, a file such as ``train.csv:seconds``, a
+            list, or a node that makes a function of a row.
+        second_lengths: the same of something else about rows, for modes of two dimensions.
+        batch_size: rows of a batch on one device; that of the loader where nothing else says how
+            much a batch holds. A list has one for each bucket.
+        batch_length: the sum of the lengths in a batch, at most.
+        batch_cost: what a batch takes with its padding, at most: rows × cost of the longest.
+        cost: makes a function of lengths and second lengths, in place of their product.
+        bucket_edges: ascending lengths between buckets.
+        num_buckets: of modes that derive them, or two numbers for two dimensions.
+        shuffle: whether each epoch has another order.
+        seed: of the order; None for that of the run.
+        unit: what lengths count: seconds, tokens, or None for something else.
+        second_unit: the same of second lengths.
+
+    >>> SamplingConfig(mode="fixed").shuffle
+    True
+    """
+
+    mode: str = MISSING
+    lengths: Any = None
+    second_lengths: Any = None
+    batch_size: Any = None
+    batch_length: float | None = None
+    batch_cost: float | None = None
+    cost: CallConfig | None = None
+    bucket_edges: list[float] | None = None
+    num_buckets: Any = None
+    shuffle: bool = True
+    seed: int | None = None
+    unit: str | None = None
+    second_unit: str | None = None
+
+
+SECTIONS: Mapping[str, type] = {
+    "eval_dataloader": EvaluatorConfig,
+    "checkpoint": CheckpointConfig,
+    "sampling_mode": SamplingConfig,
+}
 """Keys that hold further keys, and what says which."""
 
 
@@ -87,6 +134,9 @@ class RunConfig(TrainerConfig):
             checkpoint has the weights from there.
         train_dataloader: makes what gives full optimization batches: a ``DataLoader``, or any
             iterable that can be passed over once per epoch.
+        sampling_mode: which rows make up a batch of ``train_dataloader``, by how long they are: the
+            name of a mode, or a mapping of the keys below; the loader keeps all else. Null leaves
+            its batches as they are.
         eval_dataloader: the same for evaluation, or a mapping of the keys below, or a mapping from
             names to either: ``{seen: {call: …}, new: {data: {call: …}, max_batches: 10}}``. Values
             are then called ``seen/loss``, and logged as ``eval/seen/loss``. A name with null is
@@ -130,6 +180,7 @@ class RunConfig(TrainerConfig):
     model: CallConfig | None = None
     weights: str | None = None
     train_dataloader: CallConfig | None = None
+    sampling_mode: Any = None
     eval_dataloader: Any = None
     loss_fn: CallConfig | None = None
     forward: CallConfig | None = None
@@ -191,6 +242,15 @@ _IN_WORDS = {
     "callbacks": "a list of nodes",
     "loggers": "a list of nodes",
     "checkpoint": "a mapping of the keys below, or null",
+    "sampling_mode": "a mode, a mapping of the keys below, or null",
+    "sampling_mode.mode": "a mode",
+    "sampling_mode.lengths": "text, a list, a node or null",
+    "sampling_mode.second_lengths": "text, a list, a node or null",
+    "sampling_mode.batch_size": "a whole number, a list of these, or null",
+    "sampling_mode.bucket_edges": "a list of numbers, or null",
+    "sampling_mode.num_buckets": "a whole number, two of these in a list, or null",
+    "sampling_mode.unit": f"{', '.join(UNITS)} or null",
+    "sampling_mode.second_unit": f"{', '.join(UNITS)} or null",
     "checkpoint.interval": "text such as 1ep, 500ba, 10000sp or 1e6tok, or null",
     "checkpoint.best_mode": "min or max",
     "checkpoint.resume": "auto, never or a path",
