@@ -437,6 +437,30 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
     return value
 
 
+def read_accumulation(value: object) -> int | Duration:
+    """How many batches make up an optimization batch, or the size that they are to reach.
+
+    Raises:
+        TypeError: neither a whole number nor text.
+        ValueError: too small, or text that is no size.
+
+    >>> read_accumulation(4), read_accumulation("1024sp")
+    (4, Duration.parse('1024sp'))
+    """
+    if not isinstance(value, str | Duration):
+        return read_count("accumulate_batches", value)
+    try:
+        size = Duration.parse(value)
+    except ValueError:
+        size = None
+    if size is None or size.unit is Unit.EPOCHS:
+        raise ValueError(
+            f"accumulate_batches={str(value)!r} is no size of a batch; give a number of batches, "
+            "or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of data)"
+        )
+    return size.value if size.unit is Unit.BATCHES else size
+
+
 def read_flag(name: str, value: object) -> bool:
     """True or False, and nothing that only counts as one.
 
@@ -451,16 +475,17 @@ def read_flag(name: str, value: object) -> bool:
     return value
 
 
-def in_tokens(**durations: Duration | None) -> dict[str, Duration]:
-    """Those durations that count tokens, by the names of their arguments.
+def counting(unit: Unit, **durations: Duration | None) -> dict[str, Duration]:
+    """Those durations that count in a unit, by the names of their arguments.
 
-    >>> in_tokens(max_duration=Duration.parse("5tok"), eval_interval=Duration.parse("1ep"))
+    >>> epoch, tokens = Duration.parse("1ep"), Duration.parse("5tok")
+    >>> counting(Unit.TOKENS, max_duration=tokens, eval_interval=epoch)
     {'max_duration': Duration.parse('5tok')}
     """
     return {
         name: duration
         for name, duration in durations.items()
-        if duration is not None and duration.unit is Unit.TOKENS
+        if duration is not None and duration.unit is unit
     }
 
 

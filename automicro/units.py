@@ -23,6 +23,7 @@ class Unit(StrEnum):
     BATCHES = "ba"
     SAMPLES = "sp"
     TOKENS = "tok"
+    SECONDS = "sec"
 
 
 _WORDS = {
@@ -30,12 +31,16 @@ _WORDS = {
     Unit.BATCHES: ("b", "batch", "batches", "it", "iters", "iterations", "step", "steps"),
     Unit.SAMPLES: ("s", "sample", "samples", "row", "rows"),
     Unit.TOKENS: ("t", "token", "tokens", "toks"),
+    Unit.SECONDS: (),  # of data or of the clock: nobody can tell what was meant
 }
+
+# Of data, such as speech: how long a run may take is max_time.
+_OF_DATA = {"h": 3600, "min": 60, "sec": 1}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Duration:
-    """A number of epochs, optimization batches, samples or tokens.
+    """A number of epochs, optimization batches, samples, tokens or seconds of data.
 
     Raises:
         TypeError: if the value is not an int.
@@ -45,6 +50,8 @@ class Duration:
     Duration.parse('2ep')
     >>> Duration.parse("500 ba") == Duration(value=500, unit=Unit.BATCHES)
     True
+    >>> Duration.parse("1.5h").value, str(Duration(value=7200, unit=Unit.SECONDS))
+    (5400, '2h')
     """
 
     value: int
@@ -59,6 +66,9 @@ class Duration:
             )
 
     def __str__(self) -> str:
+        if self.unit is Unit.SECONDS:
+            name, scale = next(each for each in _OF_DATA.items() if self.value % each[1] == 0)
+            return f"{self.value // scale}{name}"
         return f"{self.value}{self.unit}"
 
     def __repr__(self) -> str:
@@ -68,7 +78,9 @@ class Duration:
     def parse(cls, text: "str | Duration") -> "Duration":
         """Read a whole number and a unit: ep (epochs), ba (batches), sp (samples), tok (tokens).
 
-        Samples and tokens may be in scientific notation. A duration stands for itself.
+        Seconds of data, such as speech, are written in h, min or sec, of which parts may be given
+        as in "1.5h". Samples and tokens may be in scientific notation. A duration stands for
+        itself.
 
         Raises:
             TypeError: if it is a bare number or anything else that is not text.
@@ -87,10 +99,13 @@ class Duration:
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is no duration: write it like '2ep' or '500ba'")
         match = _PATTERN.fullmatch(text.strip())
+        if match is not None and match[3] in _OF_DATA:
+            return cls._of_data(text, match)
         if match is None or match[3] not in set(Unit):
             raise ValueError(
                 f"{text!r} is no duration{meant_duration(text)}: write a whole number and ep "
-                f"(epochs), ba (batches), sp (samples) or tok (tokens), like '2ep' or '500ba'"
+                f"(epochs), ba (batches), sp (samples), tok (tokens) or h (hours of data), like "
+                f"'2ep' or '500ba'"
             )
         number, exponent, unit = match[1], match[2], Unit(match[3])
         value = Decimal(number + (exponent or ""))
@@ -102,6 +117,13 @@ class Duration:
                 f"say '{int(value)}{unit}'"
             )
         return cls(value=int(value), unit=unit)
+
+    @classmethod
+    def _of_data(cls, text: str, match: re.Match[str]) -> "Duration":
+        seconds = Decimal(match[1] + (match[2] or "")) * _OF_DATA[match[3]]
+        if seconds != int(seconds):
+            raise ValueError(f"{text!r} is not whole: give a whole number of seconds")
+        return cls(value=int(seconds), unit=Unit.SECONDS)
 
 
 def read_duration(name: str, duration: str | Duration) -> Duration:
@@ -121,9 +143,9 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
         text = str(duration).strip()
         never = ", or None" if name.endswith("interval") else ""
         why = (
-            f"is not a whole number of epochs, batches, samples or tokens, at least 1"
-            f"{meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', '500ba', "
-            f"'10000sp' or '1e6tok'{never}"
+            f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
+            f"least 1{meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
+            f"'500ba', '10000sp', '1e6tok' or '100h'{never}"
         )
         if text.isdecimal() and int(text) > 0:
             why = (
@@ -135,18 +157,22 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
 
 def _counted_otherwise(text: str) -> str:
     """A hint about units of others that nothing here is counted in."""
-    match = re.fullmatch(r"([\d.]+)\s*(dur|[hms]|min|sec|seconds?|minutes?|hours?)", text.lower())
+    match = re.fullmatch(
+        r"([\d.]+)\s*(dur|[hms]|min|sec|seconds?( by the clock)?|minutes?|hours?)", text.lower()
+    )
     if match is None:
         return ""
     if match[2] == "dur":
         return f" (of a share of the training, {match[1]}, give the number)"
-    return " (a limit in time is max_time='2h30m')"
+    return " (of data that is 'h', 'min' or 'sec'; a limit in time is max_time='2h30m')"
 
 
 def _as_text(duration: Any) -> Any:
     """A time of Composer's as it is written; anything else as it is."""
     if not comes_from(duration, "composer.Time"):
         return duration
+    if getattr(duration.unit, "value", duration.unit) == Unit.SECONDS:  # of the clock, there
+        return f"{duration.value} seconds by the clock"
     return f"{duration.value}{getattr(duration.unit, 'value', duration.unit)}"
 
 

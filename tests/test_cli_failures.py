@@ -294,14 +294,14 @@ WRITTEN = {
         "batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
     ),
     "max_duration=5epochs": (
-        "max_duration='5epochs' is not a whole number of epochs, batches, samples or "
-        "tokens, at least 1 (did you mean '5ep'?); write it like '2ep', '500ba', '10000sp' or "
-        "'1e6tok'"
+        "max_duration='5epochs' is not a whole number of epochs, batches, samples, "
+        "tokens or seconds of data, at least 1 (did you mean '5ep'?); write it like '2ep', "
+        "'500ba', '10000sp', '1e6tok' or '100h'"
     ),
     "eval_interval=1000 samples": (
-        "eval_interval='1000 samples' is not a whole number of epochs, batches, samples "
-        "or tokens, at least 1 (did you mean '1000sp'?); write it like '2ep', '500ba', '10000sp' "
-        "or '1e6tok', or None"
+        "eval_interval='1000 samples' is not a whole number of epochs, batches, samples, "
+        "tokens or seconds of data, at least 1 (did you mean '1000sp'?); write it like '2ep', "
+        "'500ba', '10000sp', '1e6tok' or '100h', or None"
     ),
     "seed=": (
         "the override 'seed=' has no value: write seed=null for none, or 'seed=\"\"' for an empty "

@@ -55,7 +55,8 @@ WRONG_OVERRIDES = {
     "strict_divisible=maybe": "strict_divisible='maybe' (text): expected true or false",
     "device=[cpu]": "device=['cpu'] (a list): expected text",
     "max_duration={a: 1}": (
-        "max_duration={'a': 1} (a mapping): expected text such as 2ep, 500ba, 10000sp or 1e6tok"
+        "max_duration={'a': 1} (a mapping): expected text such as 2ep, 500ba, 10000sp, "
+        "1e6tok or 100h"
     ),
     "microbatch_size=1.5": (
         "microbatch_size=1.5 (a decimal number): expected a whole number, auto, explore, a node "
@@ -96,7 +97,10 @@ WRONG_OVERRIDES = {
         "eval_global_batch_size='many' (text): expected a whole number or null"
     ),
     "accumulate_batches=0": "accumulate_batches=0 must be at least 1; pass an int such as 1",
-    "accumulate_batches=null": "accumulate_batches=null: expected a whole number",
+    "accumulate_batches=null": "accumulate_batches=null: expected a whole number, or text such as "
+    "1024sp, 1e6tok or 5h",
+    "accumulate_batches=many": "accumulate_batches='many' is no size of a batch; give a number of "
+    "batches, or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of data)",
     "scheduler_interval=epochs": (
         "scheduler_interval='epochs' is not known (did you mean 'epoch'?); use one of batch, epoch"
     ),
@@ -126,12 +130,12 @@ WRONG_OVERRIDES = {
     "compile=fast": "compile='fast' (text): expected true, false or a mapping",
     "compile=null": "compile=null: expected true, false or a mapping",
     "eval_interval=0ep": (
-        "eval_interval='0ep' is not a whole number of epochs, batches, samples or tokens, at least "
-        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok', or None"
+        "eval_interval='0ep' is not a whole number of epochs, batches, samples, tokens or seconds "
+        "of data, at least 1; write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h', or None"
     ),
     "max_duration=10xp": (
-        "max_duration='10xp' is not a whole number of epochs, batches, samples or tokens, at least "
-        "1; write it like '2ep', '500ba', '10000sp' or '1e6tok'"
+        "max_duration='10xp' is not a whole number of epochs, batches, samples, tokens or seconds "
+        "of data, at least 1; write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h'"
     ),
     "loss_average=3": (
         "loss_average=3 (a whole number): expected auto, samples, tokens, none, a node, or a "

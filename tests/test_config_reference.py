@@ -40,6 +40,7 @@ MADE = {
     "metrics",
     "update_metric",
     "count_tokens",
+    "count_seconds",
     "callbacks",
     "loggers",
     "checkpoint",

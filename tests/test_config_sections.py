@@ -168,7 +168,8 @@ def test_loggers_take_down_the_config_as_it_ran() -> None:
 
 TRAINING = (
     "train_dataloader={call: torch.utils.data.DataLoader, args: "
-    "{dataset: [[1], [2, 2], [3], [4, 4]], batch_size: 2, collate_fn: {call: pkgutil.resolve_name, args: {name: builtins.list}}}}"
+    "{dataset: [[1], [2, 2], [3], [4, 4]], batch_size: 2, "
+    "collate_fn: {call: pkgutil.resolve_name, args: {name: builtins.list}}}}"
 )
 
 

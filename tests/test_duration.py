@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.units import Duration, Unit
+from automicro.units import Duration, Unit, read_duration
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,10 @@ from automicro.units import Duration, Unit
         ("1.5e6 tok", 1_500_000, Unit.TOKENS),
         ("1e+3sp", 1000, Unit.SAMPLES),
         ("007ba", 7, Unit.BATCHES),
+        ("100h", 360_000, Unit.SECONDS),
+        ("1.5h", 5400, Unit.SECONDS),
+        ("5min", 300, Unit.SECONDS),
+        ("45 sec", 45, Unit.SECONDS),
     ],
 )
 def test_parse_reads_a_number_and_a_unit(text: str, value: int, unit: Unit) -> None:
@@ -61,7 +65,11 @@ def test_a_duration_cannot_be_changed() -> None:
         ("", ValueError, "'' is no duration: write a whole number and ep"),
         ("ep", ValueError, "'ep' is no duration: write a whole number and ep"),
         ("5", ValueError, "'5' is no duration: write a whole number and ep"),
-        ("5min", ValueError, r"'5min' is no duration: write .* tok \(tokens\)"),
+        ("5min.", ValueError, r"'5min.' is no duration: write .* h \(hours of data\)"),
+        ("5m", ValueError, r"'5m' is no duration: write .* h \(hours of data\)"),
+        ("2h30min", ValueError, "'2h30min' is no duration"),
+        ("0.0001h", ValueError, "'0.0001h' is not whole: give a whole number of seconds"),
+        ("0h", ValueError, "'0sec' trains nothing|'0h' trains nothing"),
         ("0ep", ValueError, "'0ep' trains nothing: give at least 1"),
         ("-1ba", ValueError, "'-1ba' trains nothing: give at least 1"),
         ("1.5ep", ValueError, "'1.5ep' is not whole: give a whole number of epochs"),
@@ -82,3 +90,20 @@ def test_parse_says_what_is_wrong_and_how_to_write_it(
 def test_a_duration_is_built_from_whole_numbers_only(value: Any) -> None:
     with pytest.raises(TypeError, match="is not whole: give an int"):
         Duration(value=value, unit=Unit.EPOCHS)
+
+
+@pytest.mark.parametrize("text", ["5m", "5s", "2hours", "90 seconds"])
+def test_what_may_be_of_data_or_of_the_clock_is_refused_with_both(text: str) -> None:
+    with pytest.raises(ValueError, match="max_duration=") as caught:
+        read_duration("max_duration", text)
+    if text == "5s":  # samples are meant more often
+        assert "did you mean '5sp'" in str(caught.value)
+    else:
+        assert "of data that is 'h', 'min' or 'sec'; a limit in time is max_time=" in str(
+            caught.value
+        )
+
+
+def test_seconds_are_written_in_the_largest_unit_that_is_whole() -> None:
+    texts = ("7200sec", "5400sec", "90sec", "1sec")
+    assert [str(Duration.parse(text)) for text in texts] == ["2h", "90min", "90sec", "1sec"]

@@ -291,6 +291,34 @@ class LengthBatchSampler(Sampler[list[int]]):
             value = checksum_of(each, value)
         return value
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What is known of rows: some of "seconds" and "tokens"."""
+        return tuple(unit for unit in self._units.values() if unit is not None)
+
+    def total_of(self, number: int, unit: str) -> float:
+        """What a batch of this pass holds on this rank, without padding.
+
+        Args:
+            number: of the batch, from 0.
+            unit: one of `units`.
+
+        >>> sampler = LengthBatchSampler(
+        ...     mode="fixed", lengths=[2, 3, 4], unit="seconds", batch_size=2, shuffle=False
+        ... )
+        >>> sampler.total_of(0, "seconds"), sampler.total_of(1, "seconds")
+        (5.0, 4.0)
+        """
+        plan = self.plan()
+        even, last = self._rounds(plan)
+        rows = (
+            plan.batch(self._start + number * self.world_size + self.rank)
+            if number < even or last is None
+            else last[self.rank]
+        )
+        [name] = [name for name, each in self._units.items() if each == unit]
+        return float(self._known[name][rows].sum())
+
     def average_batch(self) -> AverageBatch:
         """What a batch of the epoch holds on average, on one device.
 

@@ -1,6 +1,7 @@
 """What a callback sees of a run, and what it may ask of it."""
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -83,6 +84,7 @@ class LoopState:
         most_loaded: what the data loader gave for that one.
         num_smaller: optimization batches of fewer rows, such as the last of an epoch.
         tokens: of these rows; None where they cannot be counted.
+        data_seconds: of these rows, such as those of speech; None where nobody counts them.
         skipped: batches after which the optimizer did not step, because of a loss or gradients
             that were not finite.
         loss: of the latest batch; None before the first.
@@ -100,6 +102,7 @@ class LoopState:
     most_loaded: int = 1
     num_smaller: int = 0
     tokens: int | None = None
+    data_seconds: float | None = None
     skipped: int = 0
     loss: float | None = None
     train: PhaseState = field(default_factory=PhaseState)
@@ -131,7 +134,7 @@ class LoopState:
         """How much of what a duration counts is done.
 
         Raises:
-            ValueError: tokens, and those of a batch could not be counted.
+            ValueError: tokens or seconds, and those of a batch could not be counted.
 
         >>> LoopState(batch=3, samples=96).done(Unit.SAMPLES)
         96
@@ -151,6 +154,28 @@ class LoopState:
                         "count batches or samples instead (100ba, 3200sp)"
                     )
                 return self.tokens or 0
+            case Unit.SECONDS:
+                if self.data_seconds is None and self.batch:
+                    raise ValueError(
+                        "something here counts seconds of data, and those of the batches are not "
+                        "known; pass count_seconds=…, a callable from a batch to its seconds, or "
+                        "count batches or samples instead (100ba, 3200sp)"
+                    )
+                return math.floor((self.data_seconds or 0) + _ROUNDING)
+
+
+_ROUNDING = 1e-6  # of sums of seconds
+
+
+def describe_hours(seconds: float) -> str:
+    """An amount of data that is counted in seconds.
+
+    >>> describe_hours(45.0), describe_hours(5400.0)
+    ('45 s', '1.5 h')
+    """
+    if seconds < 60:
+        return f"{_average(seconds)} s"
+    return f"{_average(seconds / 60)} min" if seconds < 3600 else f"{_average(seconds / 3600)} h"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +190,8 @@ class GlobalBatch:
         most_loaded: what a device loaded for that one.
         num_batches: optimization batches in all.
         num_smaller: those of fewer rows, such as the last one of an epoch.
+        tokens_per_device: as ``rows_per_device``; None where nobody knows.
+        seconds_per_device: the same of data, such as speech.
 
     >>> state = LoopState()
     >>> for state.batch, rows in enumerate((64, 64, 16), start=1):
@@ -180,12 +207,18 @@ class GlobalBatch:
     most_loaded: int = 1
     num_batches: int = 0
     num_smaller: int = 0
+    tokens_per_device: float | None = None
+    seconds_per_device: float | None = None
 
     @classmethod
     def of(cls, state: LoopState, num_devices: int = 1) -> "GlobalBatch":
         """Of all that was trained on so far."""
+        loaded = max(state.loader_batches, 1) * num_devices
+        tokens, seconds = state.tokens, state.data_seconds
         return cls(
-            rows_per_device=state.samples / max(state.loader_batches, 1) / num_devices,
+            rows_per_device=state.samples / loaded,
+            tokens_per_device=None if tokens is None else tokens / loaded,
+            seconds_per_device=None if seconds is None else seconds / loaded,
             num_devices=num_devices,
             accumulation=state.loader_batches / max(state.batch, 1),
             most_rows=state.most_rows or None,
@@ -198,6 +231,32 @@ class GlobalBatch:
     def rows(self) -> float:
         """Of an optimization batch, on average."""
         return self.rows_per_device * self.num_devices * self.accumulation
+
+    @property
+    def average(self) -> str:
+        """What a device loads at a time, times devices, times accumulation, on average.
+
+        >>> GlobalBatch(
+        ...     rows_per_device=32, num_devices=8, accumulation=2, seconds_per_device=400.0
+        ... ).average
+        '32 rows, 6.7 min per device × 8 devices × 2 accumulated = 512 rows, 1.8 h'
+        """
+        shares = self.num_devices * self.accumulation
+        if shares == 1:
+            return self._amounts(1.0)
+        devices = f"{self.num_devices} device{'' if self.num_devices == 1 else 's'}"
+        accumulated = f"{_average(self.accumulation)} accumulated"
+        whole = self._amounts(shares)
+        return f"{self._amounts(1.0)} per device × {devices} × {accumulated} = {whole}"
+
+    def _amounts(self, shares: float) -> str:
+        rows = _average(self.rows_per_device * shares)
+        parts = [f"{rows} row{'' if rows == '1' else 's'}"]
+        if self.tokens_per_device is not None:
+            parts.append(f"{self.tokens_per_device * shares:,.0f} tokens")
+        if self.seconds_per_device is not None:
+            parts.append(describe_hours(self.seconds_per_device * shares))
+        return ", ".join(parts)
 
     @property
     def brief(self) -> str:

@@ -19,7 +19,7 @@ class TrainerConfig:
     max_time: str | None = None
     eval_interval: str | None = "1ep"
     scheduler_interval: str = "batch"
-    accumulate_batches: int = 1
+    accumulate_batches: int | str = 1
     batch_layout: Any = 0
     microbatch_size: Any = "auto"
     eval_microbatch_size: Any = "auto"

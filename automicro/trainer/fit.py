@@ -108,7 +108,13 @@ class FitLoop:
             if number == 0:
                 self._feed.require_same_order(self.context.ranks)
             batches = self._prepare(group, progress)
-            trained = self.step.run(batches, self._state, progress, gradients_ready)
+            trained = self.step.run(
+                batches,
+                self._state,
+                progress,
+                gradients_ready,
+                known_seconds=self._feed.take_seconds(),
+            )
             if trained is None:
                 if self._state.epoch_batch == 0:
                     raise self._feed.emptiness()
@@ -322,6 +328,7 @@ class Fit:
                 "is killed and taken up again from its checkpoints would train for longer than "
                 "one that is not; give the Trainer the max_duration of all of it, or no checkpoint"
             )
+        self._step.seconds.require_for("duration", duration)
         done = self._state.done(duration.unit)
         until = Duration(value=done + duration.value, unit=duration.unit)
         self._run.train_until(until)

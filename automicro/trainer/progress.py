@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import nn
 
-from automicro.events.run import GlobalBatch, LoopState, Run, Sizes
+from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, describe_hours
 from automicro.memory.device import peak_bytes
 from automicro.policy.explore import Explore
 from automicro.policy.halving import Halving
@@ -240,7 +240,13 @@ def describe_size(policy: Policy) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What runs, and on what."""
+    """What runs, and on what.
+
+    Attributes:
+        expected: what optimization batches are expected to hold on average; None where nobody
+            knows before.
+        accumulation: how many batches make up one, where that was chosen for a size; else None.
+    """
 
     device: torch.device
     memory_limit: str | int | float | None
@@ -249,6 +255,8 @@ class RunSettings:
     model: nn.Module
     max_duration: Duration
     parallel: str | None = None
+    expected: GlobalBatch | None = None
+    accumulation: str | None = None
 
     def line(self, num_batches: int | None) -> str:
         """For people, with the batches of an epoch where they are known."""
@@ -262,6 +270,12 @@ class RunSettings:
             describe_parameters(self.model.parameters()),
             f"max_duration {self.max_duration}",
         ]
+        if self.max_duration.unit is Unit.SECONDS:
+            parts[-1] += " of data"
+        if self.accumulation is not None:
+            parts.append(self.accumulation)
+        if self.expected is not None:
+            parts.append(f"average batch {self.expected.average}")
         if self.parallel is not None:
             parts.insert(1, self.parallel)
         if num_batches is not None:
@@ -302,6 +316,9 @@ def position(state: LoopState, max_duration: Duration, num_batches: int | None =
         return f"epoch {state.epoch + 1}/{last}, batch {state.epoch_batch}/{num_batches}"
     if unit is Unit.BATCHES:
         return f"batch {state.batch}/{last}"
+    if unit is Unit.SECONDS:
+        done = describe_hours(state.done(unit))
+        return f"data {done}/{describe_hours(last)}, batch {state.batch}"
     word = "sample" if unit is Unit.SAMPLES else "token"
     return f"{word} {state.done(unit):,}/{last:,}, batch {state.batch}"
 

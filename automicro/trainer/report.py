@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from automicro.events.run import GlobalBatch, LoopState, Sizes
+from automicro.events.run import GlobalBatch, LoopState, Sizes, describe_hours
 from automicro.showing import html_table
 from automicro.trainer.progress import describe_number
 from automicro.units import format_bytes
@@ -28,6 +28,7 @@ class FitSummary:
         skipped_steps: batches whose loss or gradients were not finite and were left out.
         samples: rows trained on.
         tokens: of these rows; None where they cannot be counted.
+        data_seconds: of these rows, such as those of speech; None where nobody counts them.
         global_batch: rows of an optimization batch as measured: per device, devices, accumulation;
             the largest, and the average.
         train_ooms: attempts in training that ran out of memory and were rolled back.
@@ -53,6 +54,7 @@ class FitSummary:
     skipped_steps: int = 0
     samples: int
     tokens: int | None = None
+    data_seconds: float | None = None
     global_batch: GlobalBatch
     train_ooms: int
     eval_ooms: int
@@ -118,7 +120,9 @@ class FitSummary:
             "skipped steps (not finite)": _count(self.skipped_steps or None),
             "samples": f"{self.samples:,}",
             "tokens": _count(self.tokens),
+            "data": "" if self.data_seconds is None else describe_hours(self.data_seconds),
             "global batch": str(self.global_batch),
+            "average batch": "" if self.data_seconds is None else self.global_batch.average,
             "train loss (last batch)": describe_number(self.train_loss),
             "average of the loss": _SURE.get(self.loss_average_is, self.loss_average_is),
             **{
@@ -179,6 +183,7 @@ def summarize(
         skipped_steps=state.skipped,
         samples=state.samples,
         tokens=state.tokens,
+        data_seconds=state.data_seconds,
         global_batch=GlobalBatch.of(state, num_devices),
         train_ooms=state.train.ooms,
         eval_ooms=state.eval.ooms,

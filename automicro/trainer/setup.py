@@ -1,7 +1,7 @@
 """Putting together what trains: the model on its device, the step, the data, the loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from automicro.checkpoints.peers import open_peers
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.compilation import compile_model
+from automicro.data import LengthBatchSampler
+from automicro.events.run import GlobalBatch
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.scaling import GradientScaler
 from automicro.options import (
     check_choice,
-    read_count,
+    read_accumulation,
     read_norm,
     read_time,
     resolve_device,
@@ -28,8 +30,13 @@ from automicro.policy.policy import Policy
 from automicro.trainer.composer import read_schedule
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
-from automicro.trainer.data.loading import count_steps, num_batches
-from automicro.trainer.data.sharing import LoaderSharing, SharedAlready
+from automicro.trainer.data.loading import (
+    average_batch,
+    choose_accumulation,
+    count_steps,
+    num_batches,
+)
+from automicro.trainer.data.sharing import LoaderSharing, SharedAlready, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.fit import Fit, FitLoop
@@ -49,7 +56,13 @@ from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metri
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
-from automicro.trainer.step import NON_FINITE_MODES, FinitenessGuard, TokenCounter, TrainingStep
+from automicro.trainer.step import (
+    NON_FINITE_MODES,
+    FinitenessGuard,
+    SecondsCounter,
+    TokenCounter,
+    TrainingStep,
+)
 from automicro.units import Duration
 
 
@@ -251,10 +264,31 @@ class FitOptions:
     grad_clip_norm: float | None
     non_finite: str
     count_tokens: Callable[[Any], int] | None
-    accumulate_batches: int
+    count_seconds: Callable[[Any], float] | None
+    accumulate_batches: int | str | Duration
     eval_interval: Duration | None
     checkpoint: CheckpointConfig | None
     max_time: str | timedelta | None
+
+
+def expected_batch(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
+    """What optimization batches hold on average, where batches differ and lengths are known.
+
+    Args:
+        loader: of the data to train on.
+        num_devices: that share an optimization batch.
+        accumulate_batches: of each device, that make up one.
+    """
+    average = average_batch(loader)
+    if average is None or not isinstance(shared_sampler(loader), LengthBatchSampler):
+        return None
+    return GlobalBatch(
+        rows_per_device=average.rows,
+        tokens_per_device=average.tokens,
+        seconds_per_device=average.seconds,
+        num_devices=num_devices,
+        accumulation=accumulate_batches,
+    )
 
 
 def assemble_fit(
@@ -285,7 +319,12 @@ def assemble_fit(
     """
     run, ranks, every = context.run, context.ranks, options.eval_interval
     optimizer = run.optimizer
-    accumulate_batches = read_count("accumulate_batches", options.accumulate_batches)
+    size = read_accumulation(options.accumulate_batches)
+    accumulate_batches = size if isinstance(size, int) else 1
+    if not isinstance(size, int) and loader is not None:
+        accumulate_batches = choose_accumulation(size, loader, ranks.world_size)
+        chosen = f"accumulate_batches {accumulate_batches} (reaches '{size}')"
+        settings = replace(settings, accumulation=chosen)
     scheduler_interval = check_choice(
         "scheduler_interval", options.scheduler_interval, SCHEDULER_INTERVALS
     )
@@ -301,8 +340,18 @@ def assemble_fit(
     grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
     tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)
+    sampler = shared_sampler(loader)
+    seconds = SecondsCounter(
+        options.count_seconds,
+        is_known=isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units,
+        max_duration=run.max_duration,
+        eval_interval=every,
+    )
     if loader is None:
         return None
+    settings = replace(
+        settings, expected=expected_batch(loader, ranks.world_size, accumulate_batches)
+    )
     if optimizer is None:
         raise ValueError(
             "there is a train_dataloader and no optimizer; pass optimizer=torch.optim.AdamW, "
@@ -328,6 +377,8 @@ def assemble_fit(
     plan = EvaluationPlan(evaluations, context)
     config = read_checkpoint(options.checkpoint)
     check_best_metric(config, run.expected)
+    if config is not None and config.interval is not None:
+        seconds.require_for("checkpoint interval", Duration.parse(config.interval))
     checkpointer = None
     if config is not None:
         parts = {
@@ -350,7 +401,9 @@ def assemble_fit(
         )
         checkpointer = Checkpointer(config, snapshot, context, peers=peers)
     loop = FitLoop(
-        TrainingStep(microbatcher, update, metrics=metrics, guard=guard, tokens=tokens),
+        TrainingStep(
+            microbatcher, update, metrics=metrics, guard=guard, tokens=tokens, seconds=seconds
+        ),
         feed,
         context,
         accumulate_batches=accumulate_batches,

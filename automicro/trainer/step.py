@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -14,12 +14,12 @@ from automicro.batch.device import on_host
 from automicro.errors import NonFiniteLossError
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
-from automicro.options import in_tokens
+from automicro.options import counting
 from automicro.step.results import StepResult
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import Progress, count_of, size_lines
-from automicro.units import Duration
+from automicro.units import Duration, Unit
 
 NON_FINITE_MODES = ("stop", "skip", "ignore")
 MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
@@ -158,7 +158,7 @@ class TokenCounter:
         if count_tokens is not None and not callable(count_tokens):
             raise TypeError(f"count_tokens={count_tokens!r} cannot be called; {_HOW}")
         self._count_tokens = count_tokens
-        self._durations = in_tokens(**durations)
+        self._durations = counting(Unit.TOKENS, **durations)
 
     def require_for(self, name: str, duration: Duration) -> None:
         """Let every batch tell its tokens from now on, where a duration counts them.
@@ -167,7 +167,7 @@ class TokenCounter:
             name: of the argument that it came in.
             duration: any.
         """
-        self._durations |= in_tokens(**{name: duration})
+        self._durations |= counting(Unit.TOKENS, **{name: duration})
 
     def count_all(self, batches: Sequence[Any]) -> int | None:
         """The tokens of several batches; None where one of them does not tell.
@@ -216,6 +216,94 @@ class TokenCounter:
                 f"{name}='{duration}' counts tokens, but {_describe_batch(batch)}; {_HOW}"
             )
         return tokens
+
+
+CountSeconds = Callable[[Any], float]
+
+
+class SecondsCounter:
+    """Counts the seconds of data in batches, such as those of speech.
+
+    Args:
+        count_seconds: from a batch to its seconds; None to take what the loader knows.
+        is_known: whether the loader knows: a `LengthBatchSampler` of which ``unit="seconds"``.
+        durations: by the names of arguments, of which some may count seconds.
+
+    Raises:
+        TypeError: ``count_seconds`` cannot be called.
+        ValueError: a duration counts seconds, and nothing says what a batch's are.
+
+    Example:
+        >>> SecondsCounter(lambda batch: sum(batch)).count_all([[1.5, 2.0], [0.5]], known=None)
+        4.0
+    """
+
+    def __init__(
+        self,
+        count_seconds: CountSeconds | None = None,
+        *,
+        is_known: bool = False,
+        **durations: Duration | None,
+    ) -> None:
+        if count_seconds is not None and not callable(count_seconds):
+            raise TypeError(f"count_seconds={count_seconds!r} cannot be called; {_HOW_LONG}")
+        self._count_seconds = count_seconds
+        self._is_known = is_known or count_seconds is not None
+        for name, duration in durations.items():
+            if duration is not None:
+                self.require_for(name, duration)
+
+    def require_for(self, name: str, duration: Duration) -> None:
+        """Refuse a duration in seconds of data where nobody counts them.
+
+        Args:
+            name: of the argument that it came in.
+            duration: any.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if duration.unit is Unit.SECONDS and not self._is_known:
+            raise ValueError(
+                f"{name}='{duration}' counts seconds of data, and nothing says how many a batch "
+                f"has; {_HOW_LONG}; a limit in time is max_time='2h30m'"
+            )
+
+    def count_all(self, batches: Sequence[Any], *, known: float | None) -> float | None:
+        """The seconds of several batches; None where nothing says what they are.
+
+        Args:
+            batches: what the loader gave.
+            known: what it knows of them.
+
+        Raises:
+            TypeError: ``count_seconds`` gave no number.
+            ValueError: it gave one below 0 or not finite.
+        """
+        if self._count_seconds is None:
+            return known
+        with on_host():
+            return math.fsum(_seconds(self._count_seconds(batch)) for batch in batches)
+
+
+_HOW_LONG = (
+    "pass count_seconds=…, a callable from a batch to its seconds, such as "
+    "count_seconds=lambda batch: float(batch['seconds'].sum()), or batches of a "
+    "LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config)"
+)
+
+
+def _seconds(value: Any) -> float:
+    number = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(
+            f"count_seconds gave {value!r} ({type(value).__name__}), not a number; return a float"
+        )
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(
+            f"count_seconds gave {number}, and no batch has that many seconds; return their number"
+        )
+    return float(number)
 
 
 def _whole(value: Any) -> int:
@@ -295,6 +383,7 @@ class TrainingStep:
         metrics: updated with every row.
         guard: decides about losses that are not finite.
         tokens: counts the tokens of batches.
+        seconds: counts the seconds of data in them.
     """
 
     def __init__(
@@ -305,11 +394,13 @@ class TrainingStep:
         metrics: MetricSet,
         guard: FinitenessGuard,
         tokens: TokenCounter,
+        seconds: SecondsCounter,
     ) -> None:
         self._microbatcher = microbatcher
         self._metrics = metrics
         self._guard = guard
         self.tokens = tokens
+        self.seconds = seconds
         self.update = update
 
     def run(
@@ -318,6 +409,8 @@ class TrainingStep:
         state: LoopState,
         progress: Progress,
         gradients_ready: Callable[[StepResult], None] | None = None,
+        *,
+        known_seconds: float | None = None,
     ) -> TrainedBatch | None:
         """Train on an optimization batch, and write down what came of it.
 
@@ -328,6 +421,7 @@ class TrainingStep:
             state: where training stands; updated.
             progress: where to say what is out of the ordinary.
             gradients_ready: called when ``.grad`` holds the unscaled gradient, before clipping.
+            known_seconds: of data, in these batches, as the loader has it.
 
         Raises:
             NonFiniteLossError: before the optimizer steps.
@@ -336,14 +430,19 @@ class TrainingStep:
         update, ranks = self.update, self._microbatcher.ranks
         rates = update.learning_rates
         tokens = self.tokens.count_all(batches)
+        seconds = self.seconds.count_all(batches, known=known_seconds)
         result = self._microbatcher.accumulate(
             batches, self._metrics.metrics, accept=self._guard.accept
         )
         if not batches and result.num_global_samples == 0:
             return None
-        if ranks.world_size > 1 and (state.batch == 0 or state.tokens is not None):
-            total, unknown = ranks.add_up([float(tokens or 0), float(tokens is None)])
+        was_counted = state.tokens is not None or state.data_seconds is not None
+        if ranks.world_size > 1 and (state.batch == 0 or was_counted):
+            total, unknown, total_seconds, unknown_seconds = ranks.add_up(
+                [*_known(tokens), *_known(seconds)]
+            )
             tokens = None if unknown else int(total)
+            seconds = None if unknown_seconds else total_seconds
         for line in size_lines("train", result, state.train.cut):
             progress.line(line)
         state.train.count(result)
@@ -377,6 +476,7 @@ class TrainingStep:
         state.epoch_batch += 1
         state.count_rows(result.num_global_samples, loaded=len(batches))
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
+        state.data_seconds = seconds if state.batch == 1 else _add(state.data_seconds, seconds)
         # After the batch is counted: a scheduler that fails does so after the optimizer's step.
         if objection is None:
             update.end("batch")
@@ -399,5 +499,13 @@ class TrainingStep:
         return read[0], None if norm is None else read[-1], losses
 
 
-def _add(one: int | None, other: int | None) -> int | None:
+def _known(amount: float | None) -> tuple[float, float]:
+    """An amount, and how many ranks do not know theirs."""
+    return float(amount or 0), float(amount is None)
+
+
+Amount = TypeVar("Amount", int, float)
+
+
+def _add(one: Amount | None, other: Amount | None) -> Amount | None:
     return None if one is None or other is None else one + other

@@ -101,10 +101,13 @@ class Trainer:
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update clones of their own.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
-            (samples) or ``"1e6tok"`` (tokens). Training ends after the batch that reaches it.
+            (samples), ``"1e6tok"`` (tokens) or ``"100h"`` (hours of data, also ``min`` and
+            ``sec``; a limit in time is ``max_time``). Training ends after the batch that reaches
+            it.
         accumulate_batches: how many batches of the loader make up an optimization batch, which is
             one optimizer step. Their loss has one denominator. The last ones of an epoch may be
-            fewer.
+            fewer. A size, such as ``"1024sp"`` or ``"5h"``, takes the fewest that reach it on
+            average, over all devices, and says how many these are.
         microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
             whole batch), or a policy.
         eval_microbatch_size: the same for evaluation, found on its own.
@@ -149,6 +152,9 @@ class Trainer:
         count_tokens: ``count_tokens(batch)`` gives the number of tokens in a batch of the loader,
             for durations in tokens and tokens per second. Without it they are the sum of
             ``attention_mask``, or the elements of ``input_ids``.
+        count_seconds: ``count_seconds(batch)`` gives the seconds of data in a batch of the loader,
+            for durations in hours and the summary. Without it they are those that a
+            `LengthBatchSampler` knows.
         probe: see `Microbatcher`.
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
             ``automicro cache`` lists, so that the second run may cut other microbatches than the
@@ -180,7 +186,7 @@ class Trainer:
         scheduler_interval: str = "batch",
         metrics: Any = None,
         max_duration: str | Duration = "1ep",
-        accumulate_batches: int = 1,
+        accumulate_batches: int | str | Duration = 1,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
         loss_average: LossAverage = "auto",
@@ -202,6 +208,7 @@ class Trainer:
         batch_layout: int | Mapping[str, Any] = 0,
         update_metric: Callable[..., None] | None = None,
         count_tokens: Callable[[Any], int] | None = None,
+        count_seconds: Callable[[Any], float] | None = None,
         probe: bool = True,
         remember_sizes: bool | None = None,
         modules: Iterable[nn.Module] = (),
@@ -327,6 +334,7 @@ class Trainer:
                 grad_clip_norm=grad_clip_norm,
                 non_finite=non_finite,
                 count_tokens=count_tokens,
+                count_seconds=count_seconds,
                 accumulate_batches=accumulate_batches,
                 eval_interval=every,
                 checkpoint=checkpoint,

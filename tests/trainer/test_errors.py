@@ -154,12 +154,12 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         (
             {"max_duration": "ten"},
             ValueError,
-            "whole number of epochs, batches, samples or tokens, at least 1; wri",
+            "whole number of epochs, batches, samples, tokens or seconds of data, at least 1; wri",
         ),
         (
             {"max_duration": "1e2ba"},
             ValueError,
-            "write it like '2ep', '500ba', '10000sp' or '1e6tok'$",
+            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h'$",
         ),
         ({"precision": "half"}, ValueError, "precision='half' is not known; use 'fp16'"),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),

@@ -104,6 +104,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
                 "scheduler",
                 "update_metric",
                 "count_tokens",
+                "count_seconds",
             ),
             *("global_batch_size", "eval_global_batch_size", "run_dir"),
         ),

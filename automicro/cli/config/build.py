@@ -138,6 +138,7 @@ class Recipe:
             metrics=_make_metrics(self._metrics),
             update_metric=self.make("update_metric"),
             count_tokens=self.make("count_tokens"),
+            count_seconds=self.make("count_seconds"),
             callbacks=self.make("callbacks"),
             loggers=[ConfiguredLogger(each, config) for each in self.make("loggers")],
             checkpoint=self.checkpoint,

@@ -48,6 +48,7 @@ from automicro.options import (
     GRADIENT_SUMS,
     check_choice,
     check_precision_name,
+    read_accumulation,
     read_count,
     read_norm,
     read_time,
@@ -546,7 +547,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "scheduler_interval": lambda value: check_choice(
         "scheduler_interval", value, SCHEDULER_INTERVALS
     ),
-    "accumulate_batches": partial(read_count, "accumulate_batches"),
+    "accumulate_batches": read_accumulation,
     "batch_layout": BatchLayout,
     "microbatch_size": _check_size,
     "eval_microbatch_size": _check_size,

@@ -26,6 +26,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "metrics",
         "update_metric",
         "count_tokens",
+        "count_seconds",
     ),
     "Data and batches": (
         "train_dataloader",

@@ -39,6 +39,7 @@ from automicro.cli.config.schema import (
 )
 from automicro.cli.config.sources import Sources, load_or_tell
 from automicro.errors import ConfigError
+from automicro.options import read_accumulation
 from automicro.trainer.processes import agreed_time
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -163,7 +164,7 @@ def rows_to_load(
     rows: int,
     *,
     num_devices: int,
-    accumulate_batches: int = 1,
+    accumulate_batches: int | str = 1,
     key: str = "global_batch_size",
 ) -> int:
     """Return how many rows each device loads at a time.
@@ -180,6 +181,14 @@ def rows_to_load(
     >>> rows_to_load(512, num_devices=4, accumulate_batches=2)
     64
     """
+    if isinstance(accumulate_batches, str):
+        size = read_accumulation(accumulate_batches)
+        if not isinstance(size, int):
+            raise ConfigError(
+                f"{key}={rows} says how large a batch is, and so does accumulate_batches="
+                f"{accumulate_batches!r}: leave one of them out"
+            )
+        accumulate_batches = size
     shares = num_devices * accumulate_batches
     if rows < 1:
         raise ConfigError(

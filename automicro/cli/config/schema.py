@@ -156,6 +156,8 @@ class RunConfig(TrainerConfig):
         count_tokens: makes a function ``batch -> number of tokens``, for tokens per second and
             durations in tokens, where a batch does not tell. One of your own is handed over as
             ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.
+        count_seconds: makes a function ``batch -> seconds of data``, for durations in hours, where
+            ``sampling_mode`` does not say how long rows are.
         global_batch_size: rows of an optimization batch in all. In ``train_dataloader``,
             ``${global_batch_size}`` is what one device loads at a time: this number divided by
             devices and by ``accumulate_batches``, without a rest. In ``eval_dataloader`` it is this
@@ -189,6 +191,7 @@ class RunConfig(TrainerConfig):
     metrics: dict[str, CallConfig] = field(default_factory=dict)
     update_metric: CallConfig | None = None
     count_tokens: CallConfig | None = None
+    count_seconds: CallConfig | None = None
     global_batch_size: int | None = MISSING
     eval_global_batch_size: int | None = MISSING
     callbacks: list[CallConfig] = field(default_factory=list)
@@ -220,7 +223,8 @@ _IN_WORDS = {
     "microbatch_size": "a whole number, auto, explore, a node or null",
     "eval_microbatch_size": "a whole number, auto, explore, a node or null",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
-    "max_duration": "text such as 2ep, 500ba, 10000sp or 1e6tok",
+    "max_duration": "text such as 2ep, 500ba, 10000sp, 1e6tok or 100h",
+    "accumulate_batches": "a whole number, or text such as 1024sp, 1e6tok or 5h",
     "eval_interval": "text such as 1ep, 100ba, 10000sp or 1e6tok, or null",
     "loss_average": f"{', '.join(LOSS_AVERAGES)}, a node, or a mapping of these by name",
     "batchnorm": one_of(BATCHNORM_MODES),

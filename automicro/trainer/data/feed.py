@@ -271,6 +271,7 @@ class Feed:
         # count; otherwise only the last one does.
         self._passes: list[_Pass] = []
         self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
+        self._seconds = 0.0  # of batches that were given, and not yet asked for
 
     def num_batches(self, epoch: int) -> int | None:
         """How many batches a pass has, where the loader knows.
@@ -282,6 +283,16 @@ class Feed:
             return num_batches(self._loader)
         self._plans.set_epoch(epoch)
         return self._plans.num_rounds_before + len(self._plans)
+
+    @property
+    def knows_seconds(self) -> bool:
+        """Whether the loader knows how many seconds of data its batches have."""
+        return self._plans is not None and "seconds" in self._plans.units
+
+    def take_seconds(self) -> float | None:
+        """The seconds of data in the batches given since it was last asked; None: nobody knows."""
+        taken, self._seconds = self._seconds, 0.0
+        return taken if self.knows_seconds else None
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of a pass, or the rest of the one that was loaded.
@@ -306,6 +317,8 @@ class Feed:
             iterator = self._begin(epoch)
         current = self._passes[-1]
         for batch in rest(iterator):
+            if self._plans is not None and self.knows_seconds:
+                self._seconds += self._plans.total_of(current.given, "seconds")
             current.given += 1
             yield batch
             del batch

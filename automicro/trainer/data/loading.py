@@ -1,6 +1,7 @@
 """One batch after the other from a data loader, fetched on the host."""
 
 import contextlib
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -16,6 +17,8 @@ from automicro.checkpoints.rng import (
     restore_rng_state,
     rng_state,
 )
+from automicro.data import LengthBatchSampler
+from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
 from automicro.memory.budget import active_budget
 from automicro.migration import comes_from
@@ -305,6 +308,57 @@ def count_steps(batches: int | None, accumulate_batches: int) -> int | None:
     (3, None)
     """
     return None if batches is None else -(-batches // accumulate_batches)
+
+
+def average_batch(loader: object) -> AverageBatch | None:
+    """What a batch of a loader holds on average, on one device; None where it does not know.
+
+    >>> rows = torch.utils.data.TensorDataset(torch.zeros(8))
+    >>> average_batch(DataLoader(rows, batch_size=4)).rows
+    4.0
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, LengthBatchSampler):
+        return sampler.average_batch()
+    batch_size = getattr(loader, "batch_size", None)
+    return AverageBatch(rows=float(batch_size)) if isinstance(batch_size, int) else None
+
+
+def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:
+    """How many batches of each device make up an optimization batch that reaches a size.
+
+    Args:
+        size: in samples, tokens or seconds of data.
+        loader: of one device.
+        num_devices: that share an optimization batch.
+
+    Raises:
+        ValueError: nobody knows how much a batch holds.
+
+    >>> rows = torch.utils.data.TensorDataset(torch.zeros(64))
+    >>> choose_accumulation(Duration.parse("100sp"), DataLoader(rows, batch_size=8), 4)
+    4
+    """
+    said = f"accumulate_batches='{size}'"
+    average = average_batch(loader)
+    held = {
+        Unit.SAMPLES: average and average.rows,
+        Unit.TOKENS: average and average.tokens,
+        Unit.SECONDS: average and average.seconds,
+    }[size.unit]
+    if not held:
+        what = size.unit.name.lower()
+        remedy = (
+            "give a DataLoader with a batch_size"
+            if size.unit is Unit.SAMPLES
+            else f"let its batches come from a LengthBatchSampler with lengths of unit='{what}' "
+            "(sampling_mode and its unit in a config)"
+        )
+        raise ValueError(
+            f"{said}: nothing says how many {what} a batch of train_dataloader has; {remedy}, or "
+            "give a number of batches"
+        )
+    return max(1, math.ceil(size.value / (held * num_devices) - 1e-9))
 
 
 def has_persistent_workers(loader: object) -> bool:

@@ -147,7 +147,9 @@ KEYS = (
 )
 
 # What checkpoints of earlier versions lack: counted from where the run goes on.
-_ADDED = frozenset({"progress.most_rows", "progress.most_loaded", "progress.num_smaller"})
+_ADDED = frozenset(
+    f"progress.{name}" for name in ("most_rows", "most_loaded", "num_smaller", "data_seconds")
+)
 
 _REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
 
