@@ -20,6 +20,7 @@ from automicro.data.plan import (
     length_cost,
 )
 from automicro.errors import CheckpointError
+from benchmarks import samplers
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fixed": [{"batch_size": 3}],
@@ -387,3 +388,26 @@ def test_options_that_mean_nothing_are_refused_with_a_remedy(
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         LengthBatchSampler(dataset, **options)
     assert "give" in str(caught.value) or "leave" in str(caught.value)
+
+
+@pytest.mark.parametrize("job", [samplers.language(4000), samplers.speech(4000)])
+def test_buckets_pad_a_third_at_most_and_budgets_of_cost_take_about_the_same_memory(
+    job: samplers.Job,
+) -> None:
+    rows = {mode: samplers.measure(mode, job) for mode in MODES}
+    alone = rows["fixed"].padding
+    for mode, row in rows.items():
+        assert 26 < row.rows < 38, mode
+        assert (row.padding < alone * 0.45) == ("bucketing" in mode and "singlet" not in mode), mode
+    for mode in ("2D-bucketing", "2D-bucketing-singlet"):
+        assert rows[mode].largest_cost < 1.3 < rows["2D-bucketing-fixed"].largest_cost
+    assert mode in samplers.describe_padding(job)
+
+
+def test_any_number_of_lengths_is_ordered_whole() -> None:
+    job = samplers.speech(300_000)
+    for mode in MODES:
+        plan = samplers.make_sampler(mode, job).plan()
+        assert np.array_equal(np.sort(plan.rows), np.arange(300_000))
+        assert np.array_equal(np.sort(plan.order), np.arange(len(plan)))
+        assert (np.diff(plan.starts) > 0).all()

@@ -21,6 +21,7 @@ from torchmetrics.aggregation import CatMetric, MaxMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
+from automicro.data import LengthBatchSampler
 from tests.loaders import WholeBatches, seeded_generator
 from tests.ranks.trainer_jobs import CLASSES, Net, make_data, whole
 
@@ -170,6 +171,17 @@ def train_on(folder: Path | None, until: str, rows: int, sampler: str, **options
     per_batch = options.pop("per_batch", PER_BATCH)
     loader = make_loader(rows, sampler, drop_last=drop_last, per_batch=per_batch)
     return train(folder, until, loader=loader, **options)
+
+
+def train_planned(folder: Path | None, until: str, mode: str, **options: Any) -> Any:
+    """Batches by length, of which two make up an optimization batch at any number of ranks."""
+    data = Rows(61)
+    lengths = [1 + 7 * row % 11 for row in range(61)]
+    budget: Any = {"batch_size": 5} if mode == "fixed" else {"batch_length": 30.0}
+    sampler = LengthBatchSampler(data, mode=mode, lengths=lengths, unit="seconds", **budget)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    settings: dict[str, Any] = {"accumulate_batches": 2 // world_size, **options}
+    return train(folder, until, loader=DataLoader(data, batch_sampler=sampler), **settings)
 
 
 def error_of(job: Callable[..., Any], *args: Any, **options: Any) -> str:

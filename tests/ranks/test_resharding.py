@@ -1,5 +1,6 @@
 """Runs that go on within an epoch at another number of ranks, also right before its last batch."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,42 @@ def test_several_batches_that_count_as_one_are_those_that_they_were(
 ) -> None:
     options = {"rows": 7 * runs.PER_BATCH + 1, "accumulate_batches": 2, "parallel": kind}
     check_chain([world2, world3, world2, world3], tmp_path, "shuffled", **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("ddp", "duration"), ("fsdp", "fixed"), ("ddp", "1D-bucketing-dyn")],
+)
+def test_batches_by_length_are_those_that_they_were(
+    world1: World, world2: World, tmp_path: Path, kind: str, mode: str
+) -> None:
+    # Buckets are dealt to as many ranks as began the epoch.
+    is_dealt = mode == "1D-bucketing-dyn"
+    worlds = [world2, world1] if is_dealt else [world2, world1, world2, world1]
+    last = "1ep" if is_dealt else "2ep"
+    expected = worlds[0].run(runs.train_planned, None, "2ep", mode, parallel=kind)
+    seen: dict[int, list[int]] = {}
+    for number, world in enumerate(worlds, start=1):
+        until = last if number == len(worlds) else f"{number}ba"
+        results = world.run(runs.train_planned, tmp_path, until, mode, parallel=kind)
+        seen |= merged(results)
+    first = {batch: rows for batch, rows in merged(expected).items() if batch in seen}
+    assert seen == first
+    rows = sorted(itertools.chain.from_iterable(seen.values()))
+    assert rows == sorted(list(range(61)) * (1 + (last == "2ep")))
+    if last == "2ep":
+        assert differ(results, expected[0]) < 1e-9
+        assert results[0]["state"] == expected[0]["state"]
+
+
+def test_other_optimization_batches_by_length_are_refused(
+    world2: World, world3: World, tmp_path: Path
+) -> None:
+    world2.run(runs.train_planned, tmp_path, "1ba", "duration")
+    arguments = (runs.train_planned, tmp_path, "2ep", "duration")
+    for error in world3.run(runs.error_of, *arguments, accumulate_batches=1):
+        assert "made of 2 batches of train_dataloader (ranks × accumulate_batches)" in error
+        assert "2 are not a multiple of 3 ranks" in error
 
 
 def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
