@@ -11,7 +11,6 @@ import functools
 import inspect
 import json
 import sys
-import traceback
 import unittest
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from automicro.planning.report import PlanReport
 
 FILE = "fits_baseline.json"
+_WRITTEN = pytest.StashKey[dict[Path, int]]()  # models by file, in this run
 SHARE = 0.05  # that a module may grow by
 _WHOLE = sys.maxsize  # rows of a microbatch that is never cut
 _OURS = str(Path(__file__).parent)
@@ -97,17 +97,25 @@ def _judged(
 
 
 def _planned(model: Any, batch: Any, options: Mapping[str, Any]) -> "PlanReport":
-    """What `automicro.plan` says. An error that only our own lines led to stands alone."""
+    """What `automicro.plan` says; an error shows the lines of the model, and none of ours."""
     from automicro.planning.plan import plan
 
     __tracebackhide__ = True
     try:
         return plan(model, batch, **options)
     except Exception as error:
-        lines = traceback.extract_tb(error.__traceback__)
-        if all(line.filename.startswith(_OURS) for line in lines):
-            raise error.with_traceback(None) from error.__cause__
-        raise
+        cause = error.__cause__
+        if cause is not None:
+            _without_our_lines(cause).__suppress_context__ = True  # what was tried before
+        raise _without_our_lines(error) from cause
+
+
+def _without_our_lines(error: BaseException) -> BaseException:
+    """The same error, whose traceback begins where somebody else's code does."""
+    lines = error.__traceback__
+    while lines is not None and lines.tb_frame.f_code.co_filename.startswith(_OURS):
+        lines = lines.tb_next
+    return error.with_traceback(lines)
 
 
 def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ()) -> None:
@@ -130,10 +138,14 @@ class FitsBaseline:
         path: of the file.
         test: whose they are.
         updates: whether to write them down in place of comparing.
+
+    Attributes:
+        written: how many were written down.
     """
 
     def __init__(self, path: Path, test: str, *, updates: bool) -> None:
         self._path, self._test, self._updates = path, test, updates
+        self.written = 0
         self._names: set[str] = set()
 
     def check(
@@ -173,6 +185,7 @@ class FitsBaseline:
             known[key] = Peaks.of(report).entry()
             text = json.dumps(known, indent=1, sort_keys=True) + "\n"
             self._path.write_text(text, encoding="utf-8")
+            self.written += 1
             return report
         if key not in known:
             raise AssertionError(
@@ -189,7 +202,7 @@ class FitsBaseline:
         if found.renamed:
             warn(
                 f"{self._path.name} has other names for modules of {key}, which hold no more than "
-                f"before (renamed? {'; '.join(found.renamed)}); write the new ones down with "
+                f"before (renamed? {found.shown_renames}); write the new ones down with "
                 "pytest --update-fits",
                 AutomicroWarning,
             )
@@ -267,7 +280,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def fits_baseline(request: pytest.FixtureRequest) -> FitsBaseline:
+def fits_baseline(request: pytest.FixtureRequest) -> Iterator[FitsBaseline]:
     """Compare peaks by module with those in a file beside the test: ``.check(model, batch)``."""
     updates = request.config.getoption("--update-fits")
     if updates and hasattr(request.config, "workerinput"):
@@ -277,7 +290,21 @@ def fits_baseline(request: pytest.FixtureRequest) -> FitsBaseline:
         )
     _, _, inside = request.node.nodeid.partition("::")
     test = f"{request.path.name}::{inside}"
-    return FitsBaseline(request.path.with_name(FILE), test, updates=updates)
+    path = request.path.with_name(FILE)
+    baseline = FitsBaseline(path, test, updates=updates)
+    yield baseline
+    if baseline.written:
+        written = request.config.stash.setdefault(_WRITTEN, {})
+        written[path] = written.get(path, 0) + baseline.written
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what ``--update-fits`` has written."""
+    for path, number in config.stash.get(_WRITTEN, {}).items():
+        models = "a model" if number == 1 else f"{number} models"
+        terminalreporter.write_line(f"{path}: peaks of {models} written; commit it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -90,6 +90,14 @@ def test_none():
 def test_other_key():
     return {"model": Net(), "batch": BATCH, "loss_fn": LOSS, "optim": torch.optim.AdamW}
 
+class Broken(Net):
+    def forward(self, x):
+        return self.no_such_part(x)
+
+@pytest.mark.fits("64MiB")
+def test_broken():
+    return {"model": Broken, "batch": BATCH, "loss_fn": LOSS}
+
 import unittest
 
 class TestOld(unittest.TestCase):
@@ -98,7 +106,9 @@ class TestOld(unittest.TestCase):
         return Net(), BATCH
 """
     done = run_pytest(tmp_path, pair)
-    assert "2 failed, 1 passed, 1 error" in done.stdout
+    assert "3 failed, 1 passed, 1 error" in done.stdout
+    assert ">       return self.no_such_part(x)" in done.stdout
+    assert "automicro/planning" not in done.stdout  # nor any other line of ours
     assert "returned NoneType; return (model, batch)" in done.stdout
     assert "no use for, 'optim' (did you mean 'optimizer'?)" in done.stdout
     assert "unittest drops what its tests return" in done.stdout
@@ -117,7 +127,9 @@ def test_a_planted_regression_is_caught_by_the_modules_name(tmp_path: Path) -> N
     done = run_pytest(tmp_path, before)
     assert done.returncode == 1
     assert "write them down with pytest --update-fits" in done.stdout
-    assert run_pytest(tmp_path, before, "--update-fits").returncode == 0
+    done = run_pytest(tmp_path, before, "--update-fits")
+    assert done.returncode == 0
+    assert f"{tmp_path}/fits_baseline.json: peaks of a model written; commit it" in done.stdout
     written = json.loads((tmp_path / "fits_baseline.json").read_text())
     assert list(written) == ["test_net.py::test_net::model"]
     assert run_pytest(tmp_path, before).returncode == 0
@@ -239,6 +251,8 @@ def test_mistakes_in_a_check_are_named(tmp_path: Path) -> None:
         "share=5: give a share from 0 to 1, such as 0.05 for 5 %",
     ):
         assert words in done.stdout
+    done = run_pytest(tmp_path, MISTAKES, "-k", "slash", "-n", "1", "--update-fits")
+    assert "run it without -n of pytest-xdist" in done.stdout
     assert "2 passed" in run_pytest(tmp_path, MISTAKES, "-k", "slash").stdout
     file = tmp_path / "fits_baseline.json"
     for broken in ("<<<<<<< HEAD", '{"test_net.py::test_slash[a/b]::model": {"parts": {}}}'):

@@ -159,6 +159,11 @@ class Comparison:
     before: str
     now: str
 
+    @property
+    def shown_renames(self) -> str:
+        """Some of the new names, in one line."""
+        return "; ".join(_first(self.renamed, 4))
+
     def __str__(self) -> str:
         same = self.peak.before == self.peak.now
         peak = f"peak: {format_bytes(self.peak.now)}, as before" if same else str(self.peak)
@@ -174,10 +179,10 @@ class Comparison:
         return "\n".join(lines)
 
 
-def _first(lines: Iterable[str]) -> list[str]:
+def _first(lines: Iterable[str], most: int = _MOST_LINES) -> list[str]:
     lines = list(lines)
-    more = len(lines) - _MOST_LINES
-    return lines if more <= 0 else [*lines[:_MOST_LINES], f"and {more} more"]
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"and {more} more"]
 
 
 def compare(before: Peaks, now: Peaks, share: float) -> Comparison:
