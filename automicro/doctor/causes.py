@@ -336,7 +336,7 @@ def _growing(holders: Sequence[Holder], held: int) -> list[Cause]:
         return []
     joining = [each for each in growing if each.grown_by == each.where]
     largest = max(joining or growing, key=lambda each: each.num_bytes + each.failed_bytes)
-    where = largest.grown_by
+    where = largest.grown_by or largest.where
     assert largest.grew is not None
     first, last = map(format_bytes, largest.grew)
     return [
@@ -356,7 +356,7 @@ def _growing(holders: Sequence[Holder], held: int) -> list[Cause]:
                     saved_bytes=total // 2,
                 )
             ],
-            weight=total * _UNEXPECTED,
+            weight=total * (_DOUBTFUL if largest.grown_by is None else _UNEXPECTED),
         )
     ]
 
@@ -501,7 +501,8 @@ def _computed(holder: Holder, holders: Sequence[Holder], total: int) -> Cause:
     text = f"{what} {format_bytes(holder.num_bytes)} in {_tensors(holder.count)}"
     if is_module:
         text += f", most of it from {_quoted(holder)}"
-        text += f", called at {told(holder.caller)}" * (holder.caller != holder.where)
+        is_elsewhere = holder.caller != holder.where and not _is_for_nothing(holder)
+        text += f", called at {told(holder.caller)}" * is_elsewhere
     if not holder.count:
         text = f"{_quoted(holder)} asked for {format_bytes(holder.failed_bytes)}"
     elif holder.failed_bytes:
@@ -509,12 +510,13 @@ def _computed(holder: Holder, holders: Sequence[Holder], total: int) -> Cause:
     if is_long:
         usual = format_bytes(holder.usual_bytes or 0)
         text += f". In earlier batches its largest tensor had {usual}: this one is larger or longer"
-    remedies = []
+    remedies, where = [], holder.where
     if _is_for_nothing(holder):
         graph = [each for each in holders if _is_for_nothing(each)]
         rest = sum(each.num_bytes - each.kept_bytes for each in graph) - holder.largest_bytes
         remedies.append(_no_grad(holder, rest))
-        text += f". No backward ever follows {_forward_of(holder)}: it keeps a graph for nothing"
+        where = holder.caller
+        text = f"no backward ever follows {_forward_of(holder)}, and its graph is kept: {text}"
     if holder.count > 1:
         remedies += _recompute(holder)
     if largest >= 0.4 * total:
@@ -530,7 +532,7 @@ def _computed(holder: Holder, holders: Sequence[Holder], total: int) -> Cause:
     return Cause(
         kind=holder.kind,
         owner=holder.owner,
-        where=told(holder.where),
+        where=told(where),
         num_bytes=total,
         text=text,
         remedies=remedies,

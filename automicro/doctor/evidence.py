@@ -63,7 +63,7 @@ class Holder:
         kept_loop: that loop.
         grew: bytes of its largest tensor in the first and in the last round, where each took as
             much as the one before or more.
-        grown_by: the line that makes it grow: one that joins tensors, where there is one.
+        grown_by: the line that makes it grow, by joining tensors; None where none does.
         usual_bytes: of the largest tensor in earlier rounds; None where there were none.
         failed_bytes: the request that failed, if it was this one's.
         is_trained: of parameters: whether optimizer state belongs to them; None where nothing
@@ -272,8 +272,7 @@ def _note_rounds(
     holder.grew = growing.get(holder.where)
     if holder.grew is not None:
         joining = [frame for frame in growing if _JOINS.search(line_of(frame))]
-        is_joining = _JOINS.search(line_of(holder.where))
-        holder.grown_by = holder.where if is_joining or not joining else joining[0]
+        holder.grown_by = holder.where if holder.where in joining else (*joining, None)[0]
     singles = history.singles.get(holder.where, {})
     earlier = [size for number, size in singles.items() if number < max(singles)]
     if len(earlier) >= 2:

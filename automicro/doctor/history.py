@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from automicro.doctor.keepers import COLLECTS, find_keepers, goes_backward, reaches_backward
 from automicro.doctor.origins import ACTIVATIONS, BACKWARD, TENSORS, Origin, is_outside, origin_of
 from automicro.doctor.snapshot import Frame, Snapshot, Stack
-from automicro.doctor.source import has_source, loop_at
+from automicro.doctor.source import has_source, is_generator, loop_at
 
 _MOST_KEEPING = 0.4  # of the lines of a loop
 
@@ -92,10 +92,12 @@ def _shows_keepers(history: History) -> bool:
     if not chain or not has_source(chain[-1]):
         return False
     loop = loop_at(chain[-1], history.loop_lines)
-    hows = {keeper.how for keeper in find_keepers(chain, loop=loop) if keeper.is_strong}
+    keepers = [each for each in find_keepers(chain, loop=loop) if each.is_strong]
     # What is collected for a backward that comes, such as states of a sequence, is needed.
     is_followed = history.is_followed(origin.chain, is_driven=origin.is_driven)
-    return is_followed is False or bool(hows - {COLLECTS})
+    return is_followed is False or any(
+        keeper.how != COLLECTS or not keeper.is_local for keeper in keepers
+    )
 
 
 def up_to_loop(chain: Stack, loop: Stack) -> Stack:
@@ -114,7 +116,8 @@ def up_to_loop(chain: Stack, loop: Stack) -> Stack:
     for index in range(shared, -1, -1):
         frame = outer[index]
         if is_outside(frame) and (loop_at(frame) is not None or not has_source(frame)):
-            return outer[index:][::-1]
+            # What a generator makes goes to whoever asked for it.
+            return outer[max(index - is_generator(frame), 0) :][::-1]
     return outer[max(shared, 0) :][::-1]
 
 

@@ -33,10 +33,11 @@ _STRONG, _WEAK = (COLLECTS, SUMS, CATCHES, CACHES), (HANDS_ON, SETS)
 
 _NOTHING, _VALUES, _GRAPH = 0, 1, 2  # what of a tensor an expression has
 _COLLECTING = {
-    "add", "append", "appendleft", "collect", "enqueue", "extend", "insert", "log", "push",
-    "push_back", "put", "put_nowait", "record", "register", "remember", "save", "setdefault",
-    "store", "submit", "track", "update", "write",
+    "add", "append", "appendleft", "collect", "enqueue", "extend", "heappush", "insert", "log",
+    "push", "push_back", "put", "put_nowait", "record", "register", "register_buffer", "remember",
+    "save", "setattr", "setdefault", "store", "submit", "track", "update", "write",
 }  # fmt: skip
+_DRAINING = {"cat", "concat", "deque", "dict", "list", "set", "sorted", "stack", "tuple"}
 _NUMBERS = {"item", "tolist", "numpy", "shape", "size", "dim", "ndim", "numel", "dtype", "device"}
 _TO_NUMBERS = {"float", "int", "len", "str", "bool", "repr", "print", "isinstance", "range"}
 _WITHOUT_GRAPH = {"detach", "detach_", "data", "argmax", "argmin", "eq", "ne", "long"}
@@ -56,12 +57,14 @@ class Keeper:
             frames held), ``"caches"``, ``"retains"`` (a graph), ``"carries"`` (a state into the
             next round), ``"hands on"`` or ``"sets"``.
         has_graph: whether what it keeps comes with its graph, as far as the text tells.
+        is_local: whether a variable of its function keeps it, which later lines may use up.
     """
 
     frame: Frame
     text: str
     how: str
     has_graph: bool
+    is_local: bool = False
 
     @property
     def is_strong(self) -> bool:
@@ -193,11 +196,12 @@ class _Flow:
                 self._have(node.name, max((self.names[each] for each in closed), default=0))
             case ast.Call():
                 self._call(node)
+                if called_by(node) in _DRAINING:
+                    self._comprehend(node)
             case ast.Expr():
                 self._do(node.value)
             case ast.ListComp() | ast.DictComp() | ast.SetComp():
-                if self.place.is_round and self.place.loop is None:
-                    self._comprehend(node)
+                self._comprehend(node)
 
     def _give(self, target: ast.expr, value: ast.expr, statement: ast.stmt) -> None:
         level = self._level(value)
@@ -275,7 +279,7 @@ class _Flow:
         level, name, root = self._argument_level(call), called_by(call), root_of(call.func)
         if not level or root is None or name in _TO_NUMBERS | _BACKWARDS:
             return
-        is_method = isinstance(call.func, ast.Attribute)
+        is_method = isinstance(call.func, ast.Attribute) or name == "setattr"
         if not self.place.outlives(root):
             self._have(root, level)
         elif is_method and name in _COLLECTING:
@@ -287,7 +291,8 @@ class _Flow:
 
     def _comprehend(self, node: ast.expr) -> None:
         """A loop in one expression that makes a list of what each round makes."""
-        if holds(node, self.place.line) and self._level(node):
+        is_loop = self.place.is_round and self.place.loop is None
+        if is_loop and holds(node, self.place.line) and self._level(node):
             self._keep(node, COLLECTS, self._level(node))
 
     def _level(self, node: ast.AST | None) -> int:
@@ -325,9 +330,11 @@ class _Flow:
         loop = self.place.loop
         if loop is not None and not holds(loop, frame.line):
             return
+        root = root_of(node.func if isinstance(node, ast.Call) else getattr(node, "target", node))
+        is_local = root is not None and self.place.is_local(root)
         known = self._found.get(frame[:2])
         if known is None or _RANK.index(how) < _RANK.index(known.how):
-            self._found[frame[:2]] = Keeper(frame, line_of(frame), how, level == _GRAPH)
+            self._found[frame[:2]] = Keeper(frame, line_of(frame), how, level == _GRAPH, is_local)
 
 
 def _is_list(value: ast.expr) -> bool:

@@ -94,6 +94,13 @@ def has_source(frame: Frame) -> bool:
     return tree_of(frame.file) is not None
 
 
+def is_generator(frame: Frame) -> bool:
+    """Whether a line is of a function that yields, and so runs within a loop of its caller."""
+    place = Place.of(frame)
+    nodes = [] if place is None else inside(body_of(place.function))
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in nodes)
+
+
 def runs_without_grad(chain: Sequence[Frame]) -> bool:
     """Whether a line is reached under ``no_grad`` or ``inference_mode``.
 
@@ -174,8 +181,8 @@ class Place:
         """Whether what has this name, or the name itself, is there before and after a round."""
         bound = _bindings(self.function, name)
         if self.loop is None:
-            is_given = name in parameters_of(self.function) and not is_rebound
-            return not bound or is_given or _is_declared(self.function, name)
+            is_given = name in parameters_of(self.function)
+            return not self.is_local(name) and not (is_rebound and is_given)
         in_loop = [each for each in bound if holds(self.loop, each.lineno)]
         is_anew = any(
             not isinstance(each, ast.AugAssign)
@@ -183,6 +190,11 @@ class Place:
             for each in in_loop
         )
         return not is_anew and (len(in_loop) < len(bound) or not in_loop)
+
+    def is_local(self, name: str) -> bool:
+        """Whether it is a variable that the function makes."""
+        is_given = name in parameters_of(self.function) or _is_declared(self.function, name)
+        return bool(_bindings(self.function, name)) and not is_given
 
     def is_carried(self, name: str, statement: ast.stmt) -> bool:
         """Whether the next round reads what this one gives the name."""

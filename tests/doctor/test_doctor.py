@@ -52,6 +52,7 @@ PLANTED: dict[str, tuple[int, set[str]]] = {
     "swa": (40, {"copy"}),
     "whole_data": (50, {"tensors", "batch"}),
     # Written after twelve programs by somebody else had shown what it missed.
+    "answers": (24, {"kept"}),
     "cached_samples": (24, {"kept"}),
     "evaluation": (30, {"activations"}),
     "long_sequence": (44, {"activations"}),
