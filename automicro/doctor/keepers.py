@@ -116,8 +116,7 @@ def find_keepers(
     found = _all_of(_Flow(place, gradients=gradients) for place in called)
     if not any(keeper.is_strong for keeper in found):  # a hook is called from where none shows
         files = dict.fromkeys(frame.file for frame in chain)
-        hooks = _all_of(flow for file in files for flow in _hooks(file))
-        found += [keeper for keeper in hooks if keeper.is_strong]
+        found += [keeper for file in files for keeper in _by_hooks(file)]
     if all(keeper.how in _WEAK for keeper in found):  # the loop of rounds may be another
         found += _all_of(_Flow(place, gradients=gradients) for place in places)
     if any(keeper.how not in _WEAK for keeper in found):
@@ -135,11 +134,14 @@ def _all_of(flows: Iterator["_Flow"]) -> list[Keeper]:
     return [keeper for flow in flows for keeper in flow.run()]
 
 
-def _hooks(file: str) -> Iterator["_Flow"]:
+@functools.cache
+def _by_hooks(file: str) -> list[Keeper]:
+    """What functions of a file would keep of what they get."""
     tree = tree_of(file)
-    for node in [] if tree is None else ast.walk(tree):
-        if isinstance(node, (*FUNCTIONS, ast.Lambda)):
-            yield _Flow.through(Place(file, 0, node))
+    nodes = [] if tree is None else ast.walk(tree)
+    functions = [node for node in nodes if isinstance(node, (*FUNCTIONS, ast.Lambda))]
+    found = _all_of(_Flow.through(Place(file, 0, function)) for function in functions)
+    return [keeper for keeper in found if keeper.is_strong]
 
 
 @dataclass
@@ -152,6 +154,7 @@ class _Flow:
     enters: bool = True  # whether functions that get it are looked into
     goes_backward: bool = False
     _caught: set[str] = field(default_factory=set)
+    _attributes: set[str] = field(default_factory=set)  # of the names, those with dots
     _found: dict[tuple[str, int], Keeper] = field(default_factory=dict)
 
     @classmethod
@@ -233,6 +236,8 @@ class _Flow:
             self._keep(statement, CARRIES, level)
         elif outlives and not is_name and not is_own:
             self._keep(statement, self._how(target, value), level)
+        if outlives and not is_name:
+            self._attributes.add(ast.unparse(target))
         self._have(ast.unparse(target) if outlives else root, level)
 
     def _how(self, target: ast.expr, value: ast.expr) -> str:
@@ -301,10 +306,12 @@ class _Flow:
         is_number = isinstance(node, ast.Call) and name in _TO_NUMBERS
         if node is None or is_number or name in _NUMBERS or isinstance(node, ast.JoinedStr):
             return _NOTHING
-        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in self.names:
-            return self.names[ast.unparse(node)]
         if isinstance(node, ast.Name):
-            return _NOTHING
+            return self.names.get(node.id, _NOTHING)
+        if self._attributes and isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            if path in self._attributes:
+                return self.names[path]
         level = max((self._level(each) for each in ast.iter_child_nodes(node)), default=_NOTHING)
         if name in _GRADIENTS if self.gradients else self._is_made_here(node):
             level = _GRAPH

@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +122,7 @@ class Place:
     is_round: bool = True  # whether a round runs here, and not in a function that it calls
 
     @classmethod
+    @functools.cache
     def of(cls, frame: Frame) -> "Place | None":
         tree = tree_of(frame.file)
         if tree is None:
@@ -179,7 +180,7 @@ class Place:
 
     def outlives(self, name: str, *, is_rebound: bool = False) -> bool:
         """Whether what has this name, or the name itself, is there before and after a round."""
-        bound = _bindings(self.function, name)
+        bound = _bindings(self.function).get(name, ())
         if self.loop is None:
             is_given = name in parameters_of(self.function)
             return not self.is_local(name) and not (is_rebound and is_given)
@@ -194,13 +195,13 @@ class Place:
     def is_local(self, name: str) -> bool:
         """Whether it is a variable that the function makes."""
         is_given = name in parameters_of(self.function) or _is_declared(self.function, name)
-        return bool(_bindings(self.function, name)) and not is_given
+        return name in _bindings(self.function) and not is_given
 
     def is_carried(self, name: str, statement: ast.stmt) -> bool:
         """Whether the next round reads what this one gives the name."""
         if self.loop is None:
             return False
-        bound = _bindings(self.function, name)
+        bound = _bindings(self.function).get(name, ())
         is_new = all(holds(self.loop, each.lineno) for each in bound)
         if is_new and name not in parameters_of(self.function):
             return False
@@ -270,9 +271,10 @@ def _is_declared(function: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Global | ast.Nonlocal) and name in each.names for each in nodes)
 
 
-def _bindings(function: ast.AST, name: str) -> list[ast.stmt]:
-    """Statements of a function that give a name a value."""
-    found: list[ast.stmt] = []
+@functools.cache
+def _bindings(function: ast.AST) -> Mapping[str, Sequence[ast.stmt]]:
+    """By name, the statements of a function that give it a value."""
+    found: dict[str, list[ast.stmt]] = {}
     for node in inside(body_of(function)):
         targets: list[ast.expr | None] = []
         if isinstance(node, ast.Assign):
@@ -282,11 +284,9 @@ def _bindings(function: ast.AST, name: str) -> list[ast.stmt]:
         elif isinstance(node, ast.With | ast.AsyncWith):
             targets += [item.optional_vars for item in node.items]
         given = (each for target in targets if target is not None for each in ast.walk(target))
-        if any(
-            isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == name
-            for each in given
-        ):
-            found.append(node)  # type: ignore[arg-type]
+        for each in given:
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                found.setdefault(each.id, []).append(node)  # type: ignore[arg-type]
     return found
 
 
