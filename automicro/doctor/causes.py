@@ -387,7 +387,7 @@ def _model(holder: Holder, holders: Sequence[Holder]) -> Cause:
     is_second = len(models) > 1 and holder.is_trained is False
     largest = max(models, key=lambda each: each.num_bytes) is holder
     doubtful = len(models) > 1 and largest and holder.is_trained is None
-    what = "a second model, which is not trained," if is_second else "a model"
+    what = "a second model, or data, which is not trained," if is_second else "a model"
     text = (
         f"{what} made at {_quoted(holder)} holds {format_bytes(holder.num_bytes)} in "
         f"{holder.count} parameters and buffers{_mostly(holder)}"
@@ -402,8 +402,8 @@ def _model(holder: Holder, holders: Sequence[Holder]) -> Cause:
     if is_second:
         remedies.append(
             Remedy(
-                text=f"hold the model of {told(holder.where)} on the host, or compute its outputs "
-                "once before training",
+                text=f"hold what {told(holder.where)} makes on the host, and move what a batch needs "
+                "of it; of a model, compute its outputs once before training",
                 saved_bytes=holder.num_bytes,
             )
         )
