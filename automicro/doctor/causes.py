@@ -402,8 +402,8 @@ def _model(holder: Holder, holders: Sequence[Holder]) -> Cause:
     if is_second:
         remedies.append(
             Remedy(
-                text=f"hold what {told(holder.where)} makes on the host, and move what a batch needs "
-                "of it; of a model, compute its outputs once before training",
+                text=f"hold what {told(holder.where)} makes on the host, and move what a batch "
+                "needs of it; of a model, compute its outputs once before training",
                 saved_bytes=holder.num_bytes,
             )
         )
