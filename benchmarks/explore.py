@@ -1,6 +1,6 @@
 """Exploring on real jobs: is the choice as good as the best of a sweep, and what did it cost?
 
-    python -m benchmarks.explore [--of train|eval|offline] [--rounds 15] [job …]
+    python -m benchmarks.explore [--of train|eval|offline] [--processor-time] [--rounds 15] [job …]
 
 Each job trains (or evaluates) with ``"explore"`` until it has chosen, or is handed to
 `automicro.explore` with four batches to pool; and then, in the same process, passes over all
@@ -147,6 +147,7 @@ class Job:
     def step(self, microbatcher: Microbatcher, rows: int) -> tuple[Any, float]:
         """One batch of so many rows; what came of it, and the seconds."""
         batch = _taken(self.batch, rows)
+        result: Any
         start = time.perf_counter()
         if self.of == "eval":
             result = microbatcher.evaluate(batch)
@@ -286,7 +287,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("jobs", nargs="*", metavar="job", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--of", action="append", choices=KINDS, help="what to explore; else all")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="seconds of this process alone, on a machine that others use; one thread, no device",
+    )
     options = parser.parse_args(arguments)
+    if options.processor_time:
+        torch.set_num_threads(1)
+        time.perf_counter = time.process_time  # which exploring reads, too
     held = []
     for of in options.of or KINDS:
         for name in options.jobs or JOBS:
