@@ -98,6 +98,10 @@ class Broken(Net):
 def test_broken():
     return {"model": Broken, "batch": BATCH, "loss_fn": LOSS}
 
+@pytest.mark.fits("64MiB")
+def test_no_loss():
+    return Net(), BATCH
+
 import unittest
 
 class TestOld(unittest.TestCase):
@@ -106,7 +110,8 @@ class TestOld(unittest.TestCase):
         return Net(), BATCH
 """
     done = run_pytest(tmp_path, pair)
-    assert "3 failed, 1 passed, 1 error" in done.stdout
+    assert "4 failed, 1 passed, 1 error" in done.stdout
+    assert "nothing says how to compute a loss" in done.stdout
     assert ">       return self.no_such_part(x)" in done.stdout
     assert "automicro/planning" not in done.stdout  # nor any other line of ours
     assert "returned NoneType; return (model, batch)" in done.stdout

@@ -14,6 +14,7 @@ from typing import Any
 from automicro.planning.report import PlanReport
 from automicro.planning.trace import ACTIVATIONS
 from automicro.units import format_bytes
+from automicro.version import __version__
 
 LEAST_BYTES = 1 << 20  # that a part may grow by in any case
 _ALIKE = 0.95  # bytes of a part under its old and its new name, as a share of the larger
@@ -118,7 +119,8 @@ def _conditions(report: PlanReport) -> str:
     words += ["blocks computed again"] if report.recompute else []
     words += [f"{report.ranks} ranks"] if report.ranks > 1 else []
     words += ["measured"] if report.is_measured else []
-    return ", ".join([*words, report.device, f"torch {torch.__version__.partition('+')[0]}"])
+    versions = f"torch {torch.__version__.partition('+')[0]}", f"automicro {__version__}"
+    return ", ".join([*words, report.device, *versions])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ class Comparison:
         return "; ".join(_first(self.renamed, 4))
 
     def __str__(self) -> str:
-        same = self.peak.before == self.peak.now
+        same = format_bytes(self.peak.before) == format_bytes(self.peak.now)
         peak = f"peak: {format_bytes(self.peak.now)}, as before" if same else str(self.peak)
         lines = [peak, *_first(str(each) for each in self.grown if each is not self.peak)]
         lines = [f"  {line}" for line in lines]

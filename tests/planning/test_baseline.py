@@ -1,5 +1,6 @@
 """A model beside what was written down of it: what grew is named, whatever it is called now."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -122,7 +123,17 @@ def test_what_shrank_and_the_peak_are_told_beside_what_grew() -> None:
         "what shrank:",
         "  activations of h.*.attn: 96.00 MiB -> 32.00 MiB",
     ]
-    assert "peak: 512.00 MiB, as before" in str(compare(peaks(BLOCK), peaks(BLOCK), 0.05))
+    again = peaks(BLOCK, peak=512.001)
+    assert "peak: 512.00 MiB, as before" in str(compare(peaks(BLOCK), again, 0.05))
+
+
+def test_other_conditions_are_told_beside_what_grew() -> None:
+    before = dataclasses.replace(peaks(BLOCK), conditions="8 of 8 rows, torch 2.12.0")
+    after = BLOCK | {"head": ("Linear", 12.0)}
+    now = dataclasses.replace(peaks(after), conditions="8 of 8 rows, torch 2.13.0")
+    assert str(compare(before, now, 0.05)).splitlines()[-1] == (
+        "planned for 8 of 8 rows, torch 2.13.0; the file for 8 of 8 rows, torch 2.12.0"
+    )
 
 
 def test_long_lists_are_cut_and_counted() -> None:
