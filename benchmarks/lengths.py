@@ -195,6 +195,7 @@ def by_cost(job: Job, model: nn.Module) -> Microbatcher:
         loss_average=job.average,
         microbatch_size=BUDGET,
         microbatch_unit=job.unit,
+        probe=False,
     )
 
 
@@ -204,6 +205,7 @@ def by_rows(job: Job, model: nn.Module, rows: int, *, cuts: bool) -> Microbatche
         forward=own_length if cuts else whole,
         loss_average=job.average,
         microbatch_size=rows,
+        probe=False,  # each would look for itself
     )
 
 
