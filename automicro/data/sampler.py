@@ -276,7 +276,7 @@ class LengthBatchSampler(Sampler[list[int]]):
     @property
     def num_rounds_before(self) -> int:
         """How many batches this rank would have had before this pass, at this number of ranks."""
-        return self._start // self.world_size
+        return -(-self._start // self.world_size)
 
     @property
     def checksum(self) -> int:

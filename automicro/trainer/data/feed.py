@@ -370,12 +370,12 @@ class Feed:
         position, is_over = None, False
         if self._plans is not None:
             # The pass goes on from there, and gives none of its batches again.
-            given, position = (
-                0,
-                place_in_plan(
-                    states, self._plans, self._name, accumulate_batches=self._accumulate_batches
-                ),
+            given = 0
+            position = place_in_plan(
+                states, self._plans, self._name, accumulate_batches=self._accumulate_batches
             )
+            self._plans.load_state_dict(position)
+            is_over = len(self._plans) == 0
         else:
             given = position_of(states, self._loader, self._name)
         assert order is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
@@ -256,6 +256,9 @@ def steps_of(passes: Sequence[Iterator[Any]], accumulate: int, count: int | None
     worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=4),
     taken=st.lists(st.integers(1, 2), min_size=3, max_size=3),
 )
+@example(worlds=[1, 1, 1, 2], taken=[2, 2, 2])  # all was given, and the end not seen
+@example(worlds=[1, 1, 1, 4], taken=[2, 2, 2])
+@example(worlds=[4, 4, 4, 1], taken=[2, 2, 2])
 @settings(max_examples=40, deadline=None)
 def test_optimization_batches_of_a_plan_have_the_rows_that_they_would_have_had(
     worlds: list[int], taken: list[int]
