@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from automicro.batch.layout import BatchLayout
 from automicro.checkpoints.peers import open_peers
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.compilation import compile_model
@@ -45,6 +47,7 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
 from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
 from automicro.trainer.progress import RunSettings
+from automicro.trainer.rehearsal import Rehearsal, read_rehearsal
 from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
@@ -255,6 +258,8 @@ class FitOptions:
     eval_interval: Duration | None
     checkpoint: CheckpointConfig | None
     max_time: str | timedelta | None
+    rehearse: str | None
+    batch_layout: int | Mapping[str, Any]
 
 
 def assemble_fit(
@@ -300,6 +305,7 @@ def assemble_fit(
     require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
+    rehearse = read_rehearsal(options.rehearse)
     tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)
     if loader is None:
         return None
@@ -321,7 +327,19 @@ def assemble_fit(
     )
     feed = Feed(loader, "train_dataloader", has_peers=context.has_peers)
     plan = EvaluationPlan(evaluations, context)
+    rehearsal = None
+    if rehearse is not None:
+        rehearsal = Rehearsal(
+            loader,
+            microbatcher,
+            metrics,
+            evaluations,
+            context,
+            count_rows=BatchLayout(options.batch_layout).num_rows,
+        )
     config = read_checkpoint(options.checkpoint)
+    if config is not None:
+        context.failures.folder = Path(config.folder).parent
     check_best_metric(config, run.expected)
     checkpointer = None
     if config is not None:
@@ -345,12 +363,20 @@ def assemble_fit(
         )
         checkpointer = Checkpointer(config, snapshot, context, peers=peers)
     loop = FitLoop(
-        TrainingStep(microbatcher, update, metrics=metrics, guard=guard, tokens=tokens),
+        TrainingStep(
+            microbatcher,
+            update,
+            metrics=metrics,
+            guard=guard,
+            tokens=tokens,
+            failures=context.failures,
+        ),
         feed,
         context,
         accumulate_batches=accumulate_batches,
         evaluations=plan,
         metrics=metrics,
         checkpointer=checkpointer,
+        rehearsal=rehearsal,
     )
     return Fit(loop, max_seconds=read_time("max_time", options.max_time), settings=settings)

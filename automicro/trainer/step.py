@@ -16,6 +16,7 @@ from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.options import in_tokens
 from automicro.step.results import StepResult
+from automicro.trainer.failures import Failures
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import Progress, count_of, size_lines
@@ -295,6 +296,7 @@ class TrainingStep:
         metrics: updated with every row.
         guard: decides about losses that are not finite.
         tokens: counts the tokens of batches.
+        failures: keep a batch that does not fit.
     """
 
     def __init__(
@@ -305,7 +307,9 @@ class TrainingStep:
         metrics: MetricSet,
         guard: FinitenessGuard,
         tokens: TokenCounter,
+        failures: Failures,
     ) -> None:
+        self._failures = failures
         self._microbatcher = microbatcher
         self._metrics = metrics
         self._guard = guard
@@ -336,9 +340,10 @@ class TrainingStep:
         update, ranks = self.update, self._microbatcher.ranks
         rates = update.learning_rates
         tokens = self.tokens.count_all(batches)
-        result = self._microbatcher.accumulate(
-            batches, self._metrics.metrics, accept=self._guard.accept
-        )
+        with self._failures.kept(batches, phase="train", where=lambda: _where(state)):
+            result = self._microbatcher.accumulate(
+                batches, self._metrics.metrics, accept=self._guard.accept
+            )
         if not batches and result.num_global_samples == 0:
             return None
         if ranks.world_size > 1 and (state.batch == 0 or state.tokens is not None):

@@ -76,6 +76,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "probe": _TRUTH,
     "progress": _TRUTH,
     "remember_sizes": (*_TRUTH, "null"),
+    "rehearse": ("worst", "null"),
     "scheduler_interval": ("batch", "epoch"),
     "strict_divisible": _TRUTH,
     **dict.fromkeys(
@@ -300,5 +301,5 @@ COMMAND = Command(
     exit_codes={0: "printed"},
     add_arguments=add_arguments,
     run=run,
-    place=10,
+    place=11,
 )

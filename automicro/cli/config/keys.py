@@ -45,6 +45,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "batchnorm",
         "probe",
         "remember_sizes",
+        "rehearse",
     ),
     "Precision and numerics": (
         "precision",
