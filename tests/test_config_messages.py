@@ -97,6 +97,7 @@ WRONG_OVERRIDES = {
     ),
     "accumulate_batches=0": "accumulate_batches=0 must be at least 1; pass an int such as 1",
     "accumulate_batches=null": "accumulate_batches=null: expected a whole number",
+    "rehearse=worse": "rehearse='worse' is not known (did you mean 'worst'?); use one of worst",
     "scheduler_interval=epochs": (
         "scheduler_interval='epochs' is not known (did you mean 'epoch'?); use one of batch, epoch"
     ),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from automicro.batch.layout import describe_cut
@@ -205,8 +205,7 @@ class Rehearsal:
         with undisturbed(self._loader, *context.callbacks.transforming):
             scan = self._look(self._loader, name, state.epoch, None, progress)
             _note(scan, name, looked_at, unknown)
-            with microbatcher.rehearsing():
-                return list(self._each(scan, name, run, progress, phase="train"))
+            return self._twice(scan, name, run, microbatcher, progress, phase="train")
 
     def _evaluate(
         self,
@@ -232,8 +231,8 @@ class Rehearsal:
             # In the run, the optimizer's state lies on the device by then.
             self._microbatcher.hold_reservation()
             try:
-                with microbatcher.rehearsing(), microbatcher.evaluating():
-                    return list(self._each(scan, name, run, progress, phase="eval"))
+                with microbatcher.evaluating():
+                    return self._twice(scan, name, run, microbatcher, progress, phase="eval")
             finally:
                 self._microbatcher.release_reservation()
 
@@ -248,6 +247,26 @@ class Rehearsal:
             rows_of=self._count_rows,
             most_batches=most_batches,
         )
+
+    def _twice(
+        self,
+        scan: Scan,
+        name: str,
+        run: Callable[[Any], StepResult | EvalResult],
+        microbatcher: Microbatcher,
+        progress: Progress,
+        *,
+        phase: str,
+    ) -> list[RehearsedBatch]:
+        """Find the size of each batch; then run all with what was learned from the others."""
+        with microbatcher.rehearsing():
+            first = list(self._each(scan, name, _until_it_stays(run), progress, phase=phase))
+        with microbatcher.rehearsing():  # from here on no larger size is tried, as in the run
+            second = self._each(scan, name, run, progress, phase=phase)
+            return [
+                replace(after, ooms=before.ooms + after.ooms)
+                for before, after in zip(first, second, strict=True)
+            ]
 
     def _each(
         self,
@@ -272,7 +291,7 @@ class Rehearsal:
             self._at = f"in the rehearsal before the first step, {at}, of the costliest of {scan}"
             given = [] if batch is None else [batch]
             with context.failures.kept(given, phase=phase, where=self._at):
-                ooms, result = _until_it_stays(run, batch)
+                result = run(batch)
             del given
             del batch
             yield RehearsedBatch(
@@ -283,7 +302,7 @@ class Rehearsal:
                 cost=0.0 if chosen is None else chosen.cost,
                 microbatch_size=result.microbatch_size,
                 num_microbatches=result.num_microbatches,
-                ooms=ooms,
+                ooms=result.ooms,
                 peak_bytes=result.peak_bytes,
                 capacity_bytes=capacity_bytes(context.device),
             )
@@ -301,18 +320,23 @@ class Rehearsal:
 
 
 def _until_it_stays(
-    run: Callable[[Any], StepResult | EvalResult], batch: Any
-) -> tuple[int, StepResult | EvalResult]:
-    """Run a batch until nothing larger is tried any more; OOMs in all, and the last result."""
-    ooms, sizes = 0, set[int]()
-    for _ in range(MOST_TRIES):
-        result = run(batch)
-        ooms += result.ooms
-        is_settled = result.microbatch_size in sizes and not (result.ooms or result.is_measuring)
-        sizes.add(result.microbatch_size)
-        if is_settled:
-            break
-    return ooms, result
+    run: Callable[[Any], StepResult | EvalResult],
+) -> Callable[[Any], StepResult | EvalResult]:
+    """Run a batch until nothing larger is tried any more; the last result, with all failures."""
+
+    def again(batch: Any) -> StepResult | EvalResult:
+        failed: tuple[int, ...] = ()
+        sizes = set[int]()
+        for _ in range(MOST_TRIES):
+            result = run(batch)
+            failed += result.failed_sizes
+            is_new = result.microbatch_size not in sizes
+            sizes.add(result.microbatch_size)
+            if not (is_new or result.ooms or result.is_measuring):
+                break
+        return replace(result, failed_sizes=failed)
+
+    return again
 
 
 def _note(scan: Scan, name: str, looked_at: dict[str, str], unknown: list[str]) -> None:

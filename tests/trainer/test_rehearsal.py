@@ -15,7 +15,15 @@ from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.rng import rng_state
 from automicro.trainer.rehearsal import RehearsalReport
 from automicro.values import same_values
-from tests.trainer.rehearsals import WORDS, Model, loader_of, log_normal, make_trainer, padded
+from tests.trainer.rehearsals import (
+    WORDS,
+    Model,
+    count_ooms,
+    loader_of,
+    log_normal,
+    make_trainer,
+    padded,
+)
 from tests.trainer.runs import assert_same, losses_of
 
 
@@ -306,3 +314,24 @@ def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
 def test_only_the_worst_can_be_rehearsed() -> None:
     with pytest.raises(ValueError, match="rehearse"):
         make_trainer(Model(), loader_of([3] * 8), rehearse="best")
+
+
+def not_rehearsed(seeds: range) -> tuple[int, list[int]]:
+    """OOMs of runs without a rehearsal, and the seeds of those with one in which memory ran out."""
+    late = sum(count_ooms(seed, rehearse=None)[0] for seed in seeds[:3])
+    return late, [seed for seed in seeds if count_ooms(seed, rehearse="worst")[0]]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(4, 8),
+        pytest.param(range(40, 80), marks=pytest.mark.sweep),
+        pytest.param(range(200), marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_memory_does_not_run_out_after_a_rehearsal(seeds: range) -> None:
+    late, after = not_rehearsed(seeds)
+    assert late > 0
+    assert after == []

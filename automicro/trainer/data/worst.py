@@ -175,7 +175,7 @@ def _make(loader: DataLoader[Any], rows: Any) -> Any:
 def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[], Any]]]:
     """The batches of a pass in this process; each is held until the next is made."""
     source = loader.dataset if isinstance(loader, DataLoader) else loader
-    if isinstance(loader, Iterator) or iter(source) is iter(source):
+    if isinstance(loader, Iterator) or _begins_once(source):
         raise ValueError(
             f"rehearse='worst' looks for the costliest batches before the first step, and {name} "
             f"({type(source).__name__}) can be passed over only once, so they would be missing in "
@@ -185,6 +185,14 @@ def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[]
     for index, batch in enumerate(rest(begin(_in_this_process(loader)))):
         yield index, None, partial(_given, [batch])
         del batch
+
+
+def _begins_once(source: Any) -> bool:
+    """Whether each pass goes on where the last one was left."""
+    before = _Attributes(source)
+    begins_once = iter(source) is iter(source)
+    before.put_back()
+    return begins_once
 
 
 def _given(held: list[Any]) -> Any:
