@@ -1,5 +1,6 @@
 """The worst batch first: the costliest batches before the first step, without a trace."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from automicro.options import check_choice
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.worst import Scan, find_costliest, undisturbed
+from automicro.trainer.data.worst import SCANNED_SECONDS, Scan, find_costliest, undisturbed
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import Progress, count_of
@@ -134,6 +135,8 @@ class Rehearsal:
         evaluations: those that happen in the run.
         context: of the run.
         count_rows: of a batch.
+        accumulate_batches: how many batches of the loader make up an optimization batch.
+        repeatable: whether no clock may decide what is found.
     """
 
     def __init__(
@@ -145,6 +148,8 @@ class Rehearsal:
         context: RunContext,
         *,
         count_rows: Callable[[Any], int],
+        accumulate_batches: int = 1,
+        repeatable: bool = False,
     ) -> None:
         self.report: RehearsalReport | None = None
         self._loader = loader
@@ -153,6 +158,9 @@ class Rehearsal:
         self._evaluations = [each for each in evaluations if each.happens_at_end]
         self._context = context
         self._count_rows = count_rows
+        # From the second one on, the gradients of those before lie beside a batch.
+        self._copies = min(2, accumulate_batches)
+        self._repeatable = repeatable
         self._at: str | None = None  # while it runs
 
     def where(self) -> str | None:
@@ -199,7 +207,7 @@ class Rehearsal:
         name, microbatcher, context = "train_dataloader", self._microbatcher, self._context
 
         def run(batch: Any) -> StepResult:
-            batches = [] if batch is None else [batch]
+            batches = [] if batch is None else [batch] * self._copies
             return microbatcher.accumulate(batches, self._metrics.metrics)
 
         with undisturbed(self._loader, *context.callbacks.transforming):
@@ -246,6 +254,7 @@ class Rehearsal:
             epoch=epoch,
             rows_of=self._count_rows,
             most_batches=most_batches,
+            most_seconds=math.inf if self._repeatable else SCANNED_SECONDS,
         )
 
     def _twice(
@@ -292,16 +301,17 @@ class Rehearsal:
             given = [] if batch is None else [batch]
             with context.failures.kept(given, phase=phase, where=self._at):
                 result = run(batch)
-            del given
-            del batch
+            num_rows = 0 if batch is None else self._count_rows(batch)
+            copies = result.num_samples // num_rows if num_rows else 1
+            del given, batch
             yield RehearsedBatch(
                 loader=name,
                 index=index,
                 dataset_rows=rows,
-                rows=result.num_samples,
+                rows=num_rows,
                 cost=0.0 if chosen is None else chosen.cost,
                 microbatch_size=result.microbatch_size,
-                num_microbatches=result.num_microbatches,
+                num_microbatches=result.num_microbatches // copies,
                 ooms=result.ooms,
                 peak_bytes=result.peak_bytes,
                 capacity_bytes=capacity_bytes(context.device),

@@ -259,6 +259,7 @@ class FitOptions:
     checkpoint: CheckpointConfig | None
     max_time: str | timedelta | None
     rehearse: str | None
+    repeatable: bool
     batch_layout: int | Mapping[str, Any]
 
 
@@ -336,6 +337,8 @@ def assemble_fit(
             evaluations,
             context,
             count_rows=BatchLayout(options.batch_layout).num_rows,
+            accumulate_batches=accumulate_batches,
+            repeatable=options.repeatable,
         )
     config = read_checkpoint(options.checkpoint)
     if config is not None:

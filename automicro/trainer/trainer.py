@@ -254,6 +254,13 @@ class Trainer:
         placed.put_in_place(given)
         optimizer = build_optimizer(optimizer, placed.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
+        repeatable = _repeats(
+            seed,
+            deterministic,
+            microbatch_size,
+            eval_microbatch_size,
+            *(each.microbatch_size for each in evaluators.values()),
+        )
         factory = MicrobatcherFactory(
             [placed.called, *modules[1:]],
             device=device,
@@ -273,13 +280,7 @@ class Trainer:
                 "update_metric": update_metric,
                 "probe": probe,
                 "remember_sizes": _remembers(remember_sizes, seed, deterministic),
-                "repeatable": _repeats(
-                    seed,
-                    deterministic,
-                    microbatch_size,
-                    eval_microbatch_size,
-                    *(each.microbatch_size for each in evaluators.values()),
-                ),
+                "repeatable": repeatable,
             },
         )
         state, callbacks = LoopState(), Callbacks(callbacks)
@@ -340,6 +341,7 @@ class Trainer:
                 checkpoint=checkpoint,
                 max_time=max_time,
                 rehearse=rehearse,
+                repeatable=repeatable,
                 batch_layout=batch_layout,
             ),
             microbatcher=self._microbatcher,

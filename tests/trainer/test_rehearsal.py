@@ -1,5 +1,7 @@
 """The worst batch first: what it finds, and that nothing but sizes shows of it."""
 
+import copy
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from automicro import Callback, CheckpointConfig, Microbatcher, SampleTooLargeError
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.rng import rng_state
+from automicro.remembered.cache import SizeCache
 from automicro.trainer.rehearsal import RehearsalReport
 from automicro.values import same_values
 from tests.trainer.rehearsals import (
@@ -106,7 +109,9 @@ def test_what_is_rehearsed_is_what_the_first_epoch_trains_on(workers: int) -> No
     assert reported(trainer).batches[0].cost == max(costs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "shuffled", "generator", "workers", "ema", "bf16"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "shuffled", "generator", "workers", "ema", "bf16", "fp16", "accumulate"]
+)
 def test_a_run_with_a_rehearsal_is_the_run_without_bit_for_bit(kind: str) -> None:
     def train(rehearse: str | None) -> tuple[nn.Module, list[float], Any, list[float]]:
         order: dict[str, Any] = {} if kind == "plain" else {"shuffle": True}
@@ -124,7 +129,8 @@ def test_a_run_with_a_rehearsal_is_the_run_without_bit_for_bit(kind: str) -> Non
             grad_clip_norm=1.0,
             rehearse=rehearse,
             callbacks=[ExponentialMovingAverage(decay=0.9)] if kind == "ema" else [],
-            precision="bf16" if kind == "bf16" else "fp32",
+            precision=kind if kind in ("bf16", "fp16") else "fp32",
+            accumulate_batches=3 if kind == "accumulate" else 1,
         )
         losses = losses_of(trainer)
         summary = trainer.fit()
@@ -314,6 +320,61 @@ def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
 def test_only_the_worst_can_be_rehearsed() -> None:
     with pytest.raises(ValueError, match="rehearse"):
         make_trainer(Model(), loader_of([3] * 8), rehearse="best")
+
+
+def test_batches_that_make_up_one_step_lie_beside_each_others_gradients() -> None:
+    """Two wide batches: without the gradients of the first, the second would fit."""
+    wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2))
+    rows = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.zeros(64, dtype=torch.int64))
+    loader = DataLoader(rows, batch_size=32)
+    peaks = {}
+    for batches in (1, 2):
+        model = copy.deepcopy(wide)
+        trainer = make_trainer(
+            model,
+            loader,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            accumulate_batches=batches,
+            memory_limit="16MiB",
+        )
+        summary = trainer.fit()
+        worst = reported(trainer).batches[0]
+        assert (worst.rows, worst.microbatch_size, worst.num_microbatches) == (32, 32, 1)
+        assert worst.peak_bytes is not None
+        assert summary.peak_memory_bytes is not None
+        assert worst.peak_bytes == pytest.approx(summary.peak_memory_bytes, rel=0.01)
+        peaks[batches] = worst.peak_bytes
+    assert peaks[2] > peaks[1]
+
+
+def test_no_clock_decides_what_is_looked_at_where_runs_are_to_repeat(mocker: Any) -> None:
+    mocker.patch("automicro.trainer.rehearsal.SCANNED_SECONDS", 0.0)
+    looked_at = []
+    for seed in (0, None):
+        trainer = make_trainer(
+            Model(), loader_of(log_normal(8, 80)), seed=seed, remember_sizes=False
+        )
+        trainer.fit()
+        looked_at.append(reported(trainer).looked_at["train_dataloader"])
+    assert looked_at == ["all 10 batches", "the first 1 of 10 batches"]
+
+
+def test_remembered_sizes_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [6] * 48 + [40] * 8
+    limit = limit_for(lengths, rows=3)
+    left = []
+    for rehearse in ("worst", None):
+        monkeypatch.setenv("AUTOMICRO_CACHE", str(tmp_path / str(rehearse)))
+        for _ in range(2):  # the second asks for what the first has left
+            trainer = make_trainer(
+                Model(), loader_of(lengths), seed=None, memory_limit=limit, rehearse=rehearse
+            )
+            trainer.fit()
+        left.append([entry.key for entry in SizeCache().entries()])
+    assert left[0]
+    assert left[0] == left[1]
 
 
 def not_rehearsed(seeds: range) -> tuple[int, list[int]]:

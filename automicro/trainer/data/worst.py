@@ -101,6 +101,7 @@ def find_costliest(
     epoch: int = 0,
     rows_of: Callable[[Any], int] | None = None,
     most_batches: int | None = None,
+    most_seconds: float = SCANNED_SECONDS,
 ) -> Scan:
     """The costliest batches of the next pass over a loader. Call it inside `undisturbed`.
 
@@ -113,6 +114,7 @@ def find_costliest(
         epoch: that the pass is of.
         rows_of: counts the rows of a batch; None where only whole batches count.
         most_batches: of the pass; None for all.
+        most_seconds: after which no further batch is made to look at it.
 
     Raises:
         ValueError: it can be passed over only once.
@@ -128,7 +130,7 @@ def find_costliest(
     announce_epoch(loader, epoch)
     order = _order_of(loader)
     if order is None:
-        return _scan(_passed_over(loader, name), total, rows_of)
+        return _scan(_passed_over(loader, name), total, rows_of, most_seconds)
     if isinstance(loader, DataLoader):
         # As a pass begins: workers are seeded before the sampler draws.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -136,9 +138,8 @@ def find_costliest(
     make = partial(_make, loader)
     if costs is None:
         indices = enumerate(order)
-        return _scan(
-            ((index, rows, partial(make, rows)) for index, rows in indices), total, rows_of
-        )
+        made = ((index, rows, partial(make, rows)) for index, rows in indices)
+        return _scan(made, total, rows_of, most_seconds)
     best = _Best()
     for index, (cost, rows) in enumerate(zip(list(costs)[:total], order, strict=False)):
         listed = _as_tuple(rows) or ()
@@ -213,6 +214,7 @@ def _scan(
     batches: Iterator[tuple[int, Any, Callable[[], Any]]],
     total: int | None,
     rows_of: Callable[[Any], int] | None,
+    most_seconds: float,
 ) -> Scan:
     """Look at batches until a bound is reached."""
     start = time.monotonic()
@@ -226,7 +228,7 @@ def _scan(
         del batch
         this = CostlyBatch(index=index, cost=cost, rows=_as_tuple(rows), make=make)
         best.add(this, row_cost=cost / num_rows)
-        if best.seen >= bound or time.monotonic() - start >= SCANNED_SECONDS:
+        if best.seen >= bound or time.monotonic() - start >= most_seconds:
             break
     else:
         is_over = True
