@@ -14,11 +14,17 @@ from automicro.options import check_choice
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.worst import SCANNED_SECONDS, Scan, find_costliest, undisturbed
+from automicro.trainer.data.worst import (
+    SCANNED_SECONDS,
+    Scan,
+    begins_again,
+    find_costliest,
+    undisturbed,
+)
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import Progress, count_of
-from automicro.units import format_bytes
+from automicro.units import Unit, format_bytes
 
 MODES = ("worst",)
 # A batch is tried until its size stays, so that trials of larger ones need not come in the run.
@@ -158,6 +164,7 @@ class Rehearsal:
         self._evaluations = [each for each in evaluations if each.happens_at_end]
         self._context = context
         self._count_rows = count_rows
+        self._accumulate_batches = accumulate_batches
         # From the second one on, the gradients of those before lie beside a batch.
         self._copies = min(2, accumulate_batches)
         self._repeatable = repeatable
@@ -211,9 +218,17 @@ class Rehearsal:
             return microbatcher.accumulate(batches, self._metrics.metrics)
 
         with undisturbed(self._loader, *context.callbacks.transforming):
-            scan = self._look(self._loader, name, state.epoch, None, progress)
+            scan = self._look(self._loader, name, state.epoch, self._most_batches, progress)
             _note(scan, name, looked_at, unknown)
             return self._twice(scan, name, run, microbatcher, progress, phase="train")
+
+    @property
+    def _most_batches(self) -> int | None:
+        """Of the loader, where the run may end before a pass does."""
+        duration = self._context.run.max_duration
+        if duration.unit is not Unit.BATCHES:
+            return None
+        return duration.value * self._accumulate_batches
 
     def _evaluate(
         self,
@@ -224,10 +239,8 @@ class Rehearsal:
     ) -> list[RehearsedBatch]:
         name, microbatcher = evaluation.loader_name, evaluation.microbatcher
         loader = evaluation.dataloader
-        if isinstance(loader, Iterator):
-            unknown.append(
-                f"{name} ({type(loader).__name__}) was not looked at: it can be passed over once"
-            )
+        if not begins_again(loader):
+            unknown.append(f"{name} was not looked at: it can be passed over only once")
             return []
 
         def run(batch: Any) -> EvalResult:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from automicro.values import same_values
 from tests.ranks import rehearsal_jobs as jobs
@@ -44,6 +45,18 @@ def test_memory_that_a_rank_lacks_is_found_before_the_run(
     again = world2.run(jobs.train, parallel, rehearse=None, sizes=rehearsed[0]["sizes"], **given)
     for one, other in zip(rehearsed, again, strict=True):
         assert same_values(without_report(one), without_report(other))
+
+
+@pytest.mark.slow
+def test_on_three_ranks_ddp_arranges_its_buckets_earlier_so_sums_may_round_otherwise(
+    world3: World,
+) -> None:
+    rehearsed = world3.run(jobs.train, "ddp", rehearse="worst")
+    plain = world3.run(jobs.train, "ddp", rehearse=None)
+    for one, other in zip(rehearsed, plain, strict=True):
+        assert same_values(one["random"], other["random"])
+        for each, expected in zip(one["parameters"], other["parameters"], strict=True):
+            assert torch.allclose(each, expected, atol=1e-5)
 
 
 def test_a_batch_that_does_not_fit_is_kept_by_the_rank_that_lacks_memory(

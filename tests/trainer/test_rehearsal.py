@@ -199,21 +199,28 @@ def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
     lengths = log_normal(7, 96)
     limit = limit_for(lengths, rows=3)
 
-    def train(folder: str, duration: str) -> tuple[nn.Module, Any]:
+    class Stopper(Callback):
+        def batch_end(self, run: Any, result: Any) -> None:
+            if run.state.batch == 5:
+                run.stop("enough for now")
+
+    def train(folder: str, *callbacks: Callback) -> tuple[nn.Module, Any]:
         model = Model(dropout=0.3)
         trainer = make_trainer(
             model,
             loader_of(lengths, shuffle=True),
             memory_limit=limit,
-            max_duration=duration,
+            max_duration="2ep",
+            callbacks=callbacks,
             checkpoint=CheckpointConfig(folder=tmp_path / folder, interval="1ba"),
         )
         trainer.fit()
         return model, trainer
 
-    whole, _ = train("one", "2ep")
-    train("two", "5ba")
-    resumed, trainer = train("two", "2ep")
+    whole, _ = train("one")
+    _, stopped = train("two", Stopper())
+    assert stopped.state.batch == 5
+    resumed, trainer = train("two")
     assert trainer._fit.loop.rehearsal.report is None
     assert_same(whole, resumed)
 
@@ -259,7 +266,25 @@ def test_data_that_come_only_once_are_refused_by_name_and_nothing_is_taken() -> 
     evaluated = make_trainer(
         Model(), loader_of([3] * 8), eval_dataloader=batches, eval_interval="1ep"
     )
-    assert "eval_dataloader (list_iterator) was not looked at" in (evaluated.fit().rehearsed or "")
+    assert "eval_dataloader was not looked at: it can be" in (evaluated.fit().rehearsed or "")
+
+
+def test_a_batch_that_the_run_never_comes_to_does_not_end_it() -> None:
+    lengths = [6] * 72 + [5, 5, 5, 5, 5, 5, 5, 90]
+    limit = limit_for([40], rows=1)
+    trainer = make_trainer(
+        Model(), loader_of(lengths), memory_limit=limit, max_duration="4ba", accumulate_batches=2
+    )
+    trainer.fit()
+    assert reported(trainer).looked_at == {"train_dataloader": "all 8 batches"}
+    with pytest.raises(SampleTooLargeError):
+        make_trainer(
+            Model(),
+            loader_of(lengths),
+            memory_limit=limit,
+            max_duration="5ba",
+            accumulate_batches=2,
+        ).fit()
 
 
 def test_an_evaluation_that_runs_out_of_memory_is_found_beside_the_optimizers_state() -> None:

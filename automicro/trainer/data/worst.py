@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from automicro.batch.device import on_host
 from automicro.batch.tensors import Contents
 from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.errors import BatchError
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
     announce_epoch,
@@ -175,11 +176,10 @@ def _make(loader: DataLoader[Any], rows: Any) -> Any:
 
 def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[], Any]]]:
     """The batches of a pass in this process; each is held until the next is made."""
-    source = loader.dataset if isinstance(loader, DataLoader) else loader
-    if isinstance(loader, Iterator) or _begins_once(source):
+    if not begins_again(loader):
         raise ValueError(
             f"rehearse='worst' looks for the costliest batches before the first step, and {name} "
-            f"({type(source).__name__}) can be passed over only once, so they would be missing in "
+            f"({_kind_of(loader)}) can be passed over only once, so they would be missing in "
             "the run; pass what begins again with each pass, such as a DataLoader over a data set "
             "with a length, or leave rehearse out"
         )
@@ -188,12 +188,28 @@ def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[]
         del batch
 
 
-def _begins_once(source: Any) -> bool:
-    """Whether each pass goes on where the last one was left."""
+def begins_again(loader: Any) -> bool:
+    """Whether each pass over a loader begins anew, and not where the last one was left.
+
+    Args:
+        loader: gives batches.
+
+    >>> begins_again([1, 2]), begins_again(iter([1, 2]))
+    (True, False)
+    """
+    if isinstance(loader, Iterator):
+        return False
+    if _order_of(loader) is not None:
+        return True
+    source = loader.dataset if isinstance(loader, DataLoader) else loader
     before = _Attributes(source)
-    begins_once = iter(source) is iter(source)
+    is_new = iter(source) is not iter(source)
     before.put_back()
-    return begins_once
+    return is_new
+
+
+def _kind_of(loader: Any) -> str:
+    return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
 
 
 def _given(held: list[Any]) -> Any:
@@ -223,7 +239,9 @@ def _scan(
     is_over = False
     for index, rows, make in batches:
         batch = make()
-        num_rows = 1 if rows_of is None else rows_of(batch)
+        num_rows = 1
+        with contextlib.suppress(BatchError):  # a callback may make it one that has rows
+            num_rows = 1 if rows_of is None else rows_of(batch)
         cost = float(Contents(batch).num_elements)
         del batch
         this = CostlyBatch(index=index, cost=cost, rows=_as_tuple(rows), make=make)
