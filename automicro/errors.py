@@ -28,6 +28,7 @@
     ├── MetricWarning                           a metric depends on the microbatch size, or is
     │                                           added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
+    ├── PaddingWarning                          padding stays, or labels count in it
     ├── SchedulerWarning                        a schedule of epochs, stepped after every batch
     ├── DeterminismWarning                      runs may differ although they should not
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
@@ -291,6 +292,10 @@ class MetricWarning(AutomicroWarning):
 
 class LossAverageWarning(AutomicroWarning):
     """The loss is not the average that it was taken for, so splitting changes the gradient."""
+
+
+class PaddingWarning(AutomicroWarning):
+    """Padding is not cut, because rows would compute something else, or labels count in it."""
 
 
 class SchedulerWarning(AutomicroWarning):

@@ -28,6 +28,7 @@ from automicro.options import innermost_optimizer, resolve_device
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy
 from automicro.step.results import EvalResult, StepResult
+from automicro.step.unit import ROWS
 from automicro.units import format_bytes
 
 FORMAT, VERSION = "automicro: a batch that did not fit", 1
@@ -223,9 +224,10 @@ class ReplayReport:
         failed: the batch, as it was kept.
         fits: whether it went through.
         rows: of it.
-        microbatch_size: at which it fits, in rows; None where it does not.
+        microbatch_size: at which it fits; None where it does not.
+        microbatch_unit: what sizes are counted in: ``"rows"``, ``"tokens"``, ….
         num_microbatches: of that size; None where it does not fit.
-        tried: sizes that ran out of memory, in rows.
+        tried: sizes that ran out of memory.
         peak_bytes: the most that live tensors held, at the size that fits or the smallest that was
             tried; None where nobody counts.
         limit_bytes: of the device; None where nobody knows.
@@ -237,6 +239,7 @@ class ReplayReport:
     fits: bool
     rows: int
     microbatch_size: int | None
+    microbatch_unit: str
     num_microbatches: int | None
     tried: tuple[int, ...]
     peak_bytes: int | None
@@ -276,6 +279,9 @@ class ReplayReport:
         share = parts[name] / max(1, self._peak)
         return f"{name}, {format_bytes(parts[name])} ({share:.0%} of the peak)"
 
+    def _units(self, number: int) -> str:
+        return self.microbatch_unit.removesuffix("s") if number == 1 else self.microbatch_unit
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as values that JSON can hold, without the rows."""
         found = {
@@ -302,14 +308,17 @@ class ReplayReport:
         if self.fits:
             assert self.microbatch_size is not None
             assert self.num_microbatches is not None
-            cut = describe_cut(self.rows, self.microbatch_size, self.num_microbatches)
-            lines.append(f"fits now: {cut} rows")
+            size, unit = self.microbatch_size, self.microbatch_unit
+            cut = describe_cut(self.rows, size, self.num_microbatches, unit=unit)
+            lines.append(f"fits now: {cut}{' rows' * (unit == 'rows')}")
         else:
             smallest = min(self.tried, default=self.rows)
-            rows = "row" if smallest == 1 else "rows"
-            lines.append(f"does not fit: not even {smallest} {rows} of {self.rows}")
+            units = self._units(smallest)
+            of = f" of {self.rows}" if self.microbatch_unit == "rows" else ""
+            lines.append(f"does not fit: not even {smallest} {units}{of}")
         if self.tried:
-            lines.append(f"out of memory with: {', '.join(map(str, self.tried))} rows")
+            tried = ", ".join(map(str, self.tried))
+            lines.append(f"out of memory with: {tried} {self._units(self.tried[-1])}")
         if self.peak_bytes is not None:
             limit = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
             until = "" if self.fits else " until it failed"
@@ -367,6 +376,7 @@ def replay(
     )
     optimizer = innermost_optimizer(options.get("optimizer"))
     modules = [model, *options.get("modules", ())]
+    unit = options.get("microbatch_unit", ROWS)
     result: StepResult | EvalResult | None = None
     message: str | None = None
     with _limited(limit, device):
@@ -395,6 +405,7 @@ def replay(
         fits=result is not None,
         rows=sum(map(BatchLayout(options.get("batch_layout", 0)).num_rows, failed.batches)),
         microbatch_size=None if result is None else result.microbatch_size,
+        microbatch_unit=unit if isinstance(unit, str) else "units of cost",
         num_microbatches=None if result is None else result.num_microbatches,
         tried=tuple(dict.fromkeys(each.microbatch_size for each in tried)),
         peak_bytes=None if last is None else last.peak_bytes,

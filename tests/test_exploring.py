@@ -341,3 +341,9 @@ def test_the_command_refuses_an_evaluation_that_there_is_not(
 ) -> None:
     assert main(["explore", "job.yaml", "--eval"]) == 2
     assert "eval_dataloader" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_the_command_refuses_sizes_that_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "job.yaml", "microbatch_unit=tokens"]) == 2
+    assert "or explore with microbatch_unit=rows" in capsys.readouterr().err

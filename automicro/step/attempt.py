@@ -160,7 +160,7 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
     try:
         transaction.begin()
         if narrator is not None:
-            narrator.begin(plan.cuts, is_measuring=plan.is_measuring)
+            narrator.begin(plan.cuts, unit=plan.unit, is_measuring=plan.is_measuring)
         if meter is not None:
             meter.begin(waits=times)
         result = work.attempt(plan)

@@ -18,9 +18,10 @@ class Attempt:
         phase: ``"train"`` or ``"eval"``.
         number: 1 for the first.
         num_rows: of the whole batch.
-        microbatch_size: rows of the largest microbatch.
+        microbatch_size: of the largest microbatch: its rows, or in another unit what it costs.
         num_microbatches: into how many the batch is cut.
         is_measuring: whether it is cut smaller than fits, only to measure what its rows need.
+        unit: what sizes are counted in, in the plural.
     """
 
     phase: str
@@ -29,6 +30,7 @@ class Attempt:
     microbatch_size: int
     num_microbatches: int
     is_measuring: bool = False
+    unit: str = "rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +72,16 @@ class Resize:
     Attributes:
         phase: ``"train"`` or ``"eval"``.
         num_rows: of the batch.
-        before: rows of the largest microbatch.
+        before: size of the largest microbatch.
         after: the same from now on.
+        unit: what sizes are counted in, in the plural.
     """
 
     phase: str
     num_rows: int
     before: int
     after: int
+    unit: str = "rows"
 
 
 def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
@@ -162,7 +166,7 @@ class Narrator:
                 blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
             raise
 
-    def begin(self, cuts: Sequence[Cut], *, is_measuring: bool = False) -> None:
+    def begin(self, cuts: Sequence[Cut], *, unit: str = "rows", is_measuring: bool = False) -> None:
         """An attempt begins, with these cuts of each batch."""
         earlier = self._attempt
         attempt = Attempt(
@@ -172,6 +176,7 @@ class Narrator:
             microbatch_size=max(cut.largest for cut in cuts),
             num_microbatches=sum(len(cut.sizes) for cut in cuts),
             is_measuring=is_measuring,
+            unit=unit,
         )
         if earlier is not None and earlier.microbatch_size != attempt.microbatch_size:
             resize = Resize(
@@ -179,6 +184,7 @@ class Narrator:
                 num_rows=attempt.num_rows,
                 before=earlier.microbatch_size,
                 after=attempt.microbatch_size,
+                unit=unit,
             )
             self._observer("resize", resize)
         self._attempt = attempt

@@ -54,7 +54,8 @@ class RehearsedBatch:
         dataset_rows: its rows by their indices in the data set; None where nobody knows.
         rows: how many it has.
         cost: of all of it, padding included: elements, or what the sampler counts.
-        microbatch_size: that was found, in rows.
+        microbatch_size: that was found.
+        microbatch_unit: what it is counted in: ``"rows"``, ``"tokens"``, …
         num_microbatches: of that size.
         ooms: attempts that ran out of memory first.
         peak_bytes: at that size; None where nobody counts.
@@ -67,15 +68,18 @@ class RehearsedBatch:
     rows: int
     cost: float
     microbatch_size: int
+    microbatch_unit: str
     num_microbatches: int
     ooms: int
     peak_bytes: int | None
     capacity_bytes: int | None
 
     def __str__(self) -> str:
-        cut = describe_cut(self.rows, self.microbatch_size, self.num_microbatches)
-        rows = "row" if self.rows == 1 else "rows"
-        text = f"{_name(self.loader, self.index, self.dataset_rows)}: {cut} {rows}"
+        unit, size = self.microbatch_unit, self.microbatch_size
+        cut = describe_cut(self.rows, size, self.num_microbatches, unit=unit)
+        if unit == "rows":
+            cut += " row" if self.rows == 1 else " rows"
+        text = f"{_name(self.loader, self.index, self.dataset_rows)}: {cut}"
         if self.peak_bytes is not None:
             of = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}"
             text += f", peak {format_bytes(self.peak_bytes)}{of}"
@@ -118,7 +122,7 @@ class RehearsalReport:
                 smallest = min(own, key=lambda each: each.microbatch_size)
                 parts.append(
                     f"the costliest {len(own)} of {looked_at} of {loader} fit, with "
-                    f"{count_of(smallest.microbatch_size, 'row')} or more, after "
+                    f"{_counted(smallest)} or more, after "
                     f"{count_of(sum(each.ooms for each in own), 'OOM')}"
                 )
         return "; ".join([*parts, *self.unknown]) or "nothing"
@@ -324,6 +328,7 @@ class Rehearsal:
                 rows=num_rows,
                 cost=0.0 if chosen is None else chosen.cost,
                 microbatch_size=result.microbatch_size,
+                microbatch_unit=result.microbatch_unit,
                 num_microbatches=result.num_microbatches // copies,
                 ooms=result.ooms,
                 peak_bytes=result.peak_bytes,
@@ -369,6 +374,11 @@ def _note(scan: Scan, name: str, looked_at: dict[str, str], unknown: list[str]) 
             f"batches of {name} that nobody has looked at may be costlier ({scan} were looked at); "
             "a batch sampler with batch_costs() knows them all"
         )
+
+
+def _counted(batch: RehearsedBatch) -> str:
+    unit, size = batch.microbatch_unit, batch.microbatch_size
+    return f"{size:,} {unit.removesuffix('s') if size == 1 else unit}"
 
 
 def _name(loader: str, index: int | None, rows: tuple[Any, ...] | None) -> str:

@@ -21,6 +21,7 @@ from automicro.values import same_values
 from tests.trainer.rehearsals import (
     WORDS,
     Model,
+    Texts,
     count_ooms,
     loader_of,
     log_normal,
@@ -400,6 +401,51 @@ def test_remembered_sizes_are_those_of_the_run(
         left.append([entry.key for entry in SizeCache().entries()])
     assert left[0]
     assert left[0] == left[1]
+
+
+class Named(nn.Module):
+    """Takes texts by name, with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        logits = self.model(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def named(rows: list[Tensor]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": torch.where(mask == 1, tokens, -100),
+    }
+
+
+def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
+    lengths = [30, 28] * 44 + [60] * 8
+    loader = DataLoader(Texts(lengths), batch_size=8, collate_fn=named)
+    options: dict[str, Any] = {
+        "microbatch_unit": "tokens",
+        "loss_average": "tokens",
+        "loss_fn": None,
+        "max_duration": "2ep",
+    }
+    limit = limit_for(lengths, rows=3)
+    trainer = make_trainer(Named(), loader, memory_limit=limit, **options)
+    summary = trainer.fit()
+    assert reported(trainer).ooms > 0
+    assert summary.ooms == 0
+    assert {each.microbatch_unit for each in reported(trainer).batches} == {"tokens"}
+    assert " tokens or more, after " in (summary.rehearsed or "")
+    models = [Named(), Named()]
+    for model, rehearse in zip(models, ("worst", None), strict=True):
+        make_trainer(model, loader, microbatch_size=200, rehearse=rehearse, **options).fit()
+    assert_same(*models)
 
 
 def not_rehearsed(seeds: range) -> tuple[int, list[int]]:

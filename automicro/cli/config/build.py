@@ -83,6 +83,7 @@ class Recipe:
             self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
         self.checkpoint = None if "checkpoint" in without else read_checkpoint(config)
         self.make_loss_average = prepare_value(config.loss_average, "loss_average")
+        self._make_unit = prepare_value(config.microbatch_unit, "microbatch_unit")
         self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
         if config.weights is not None:
             with about("weights"):
@@ -111,8 +112,9 @@ class Recipe:
         return self._makers[key]() if key in self._makers else None
 
     def make_sizes(self) -> dict[str, Any]:
-        """The microbatch sizes of training and of evaluation, or their policies."""
-        return {key: make() for key, make in self._sizes.items()}
+        """The microbatch sizes of training and of evaluation, or their policies; their unit."""
+        sizes = {key: make() for key, make in self._sizes.items()}
+        return {**sizes, "microbatch_unit": self._make_unit()}
 
     @property
     def optimizer(self) -> Callable[..., Any] | None:
