@@ -45,10 +45,11 @@ class KnowsCosts(Protocol):
     ``DataLoader(batch_sampler=…)`` takes such a sampler, and a rehearsal then looks at all batches.
     """
 
-    def batch_costs(self) -> Sequence[float]:
+    def batch_costs(self) -> Sequence[float] | None:
         """Of each batch of the pass that begins next, in its order, what it costs.
 
-        Costs compare batches only: rows × the longest row, say, in elements, tokens or seconds.
+        Costs compare batches only: rows × the longest row, say, in elements, tokens or seconds. Of
+        several ranks, those of this one's batches. None where it does not know after all.
         """
 
 
