@@ -153,6 +153,7 @@ class Facts:
         bystander: what beside the step it was raised in; None for nothing.
         is_committed: whether it was raised only after the batch was committed.
         keys: of a config that it is about, dotted.
+        reports: files that tell more of it.
     """
 
     is_told: bool = False
@@ -160,6 +161,7 @@ class Facts:
     bystander: Bystander | None = None
     is_committed: bool = False
     keys: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
 
 
 _FACTS = "__automicro_facts__"

@@ -22,7 +22,7 @@ from automicro.options import (
 )
 from automicro.planning.devices import read_memory
 from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, repeated_blocks
-from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, samples_of
+from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, parts_of, samples_of
 from automicro.planning.trace import (
     BACKWARD,
     CASTS,
@@ -433,6 +433,7 @@ def _report(
         margin_bytes=margin,
         breakdown=by_kind(trace.breakdown()),
         modules=by_module(trace.breakdown()),
+        parts=parts_of(trace, planner.steps.model),
         points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
         remedies=tuple(planner.remedies(told, limit_bytes) if remedies else ()),
         num_parameters=sum(p.numel() for p in planner.steps.model.parameters()),

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ KINDS = (
 )  # fmt: skip
 STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
 """What is of the same size whatever the microbatch."""
+
+
+T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -105,6 +108,17 @@ class Trace:
             if num_bytes:
                 held[owner] = held.get(owner, 0) + int(num_bytes)
         return held
+
+    def highest(self, part: Callable[[Owner], T]) -> dict[T, int]:
+        """The most bytes that each part held at any moment, which need not be the peak's."""
+        known = {owner: part(owner) for owner in dict.fromkeys(self.owners)}
+        codes = {each: code for code, each in enumerate(dict.fromkeys(known.values()))}
+        of_storage = np.array([codes[known[owner]] for owner in self.owners], dtype=np.int64)
+        of_event = of_storage[self.numbers]
+        return {
+            each: int(np.cumsum(self._rounded[of_event == code]).max(initial=0))
+            for each, code in codes.items()
+        }
 
     def scaled(self, share: Callable[[Owner], float]) -> "Trace":
         """The same with every owner's storages at a share of their size."""

@@ -1,7 +1,7 @@
 """What a step tells of itself while it runs: its attempts, and each microbatch of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -58,11 +58,14 @@ class OutOfMemory:
         attempt: that failed.
         message: of the error.
         peak_bytes: the most that was allocated on the device, None where nobody counts.
+        reports: files that tell more of it. A callback that writes one adds its path, and the
+            error names it if no size fits.
     """
 
     attempt: Attempt
     message: str
     peak_bytes: int | None
+    reports: list[str] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,7 @@ class Narrator:
         >>> told = []
         >>> narrator = Narrator(lambda event, subject: told.append((event, subject)), "train")
         >>> narrator.begin([Cut([4, 4])])
-        >>> narrator.fail("CUDA out of memory", peak_bytes=None)
+        >>> reports = narrator.fail("CUDA out of memory", peak_bytes=None)
         >>> narrator.begin([Cut([2, 2, 2, 2])])
         >>> [event for event, _ in told]
         ['attempt_start', 'oom', 'resize', 'attempt_start']
@@ -195,11 +198,13 @@ class Narrator:
         assert self._attempt is not None
         self._observer("attempt_end", self._attempt)
 
-    def fail(self, message: str, *, peak_bytes: int | None) -> None:
-        """The attempt ran out of memory and was undone."""
-        if self._attempt is not None:  # else memory ran out before it could begin
-            failure = OutOfMemory(attempt=self._attempt, message=message, peak_bytes=peak_bytes)
-            self._observer("oom", failure)
+    def fail(self, message: str, *, peak_bytes: int | None) -> list[str]:
+        """The attempt ran out of memory and was undone; the files that were written of it."""
+        if self._attempt is None:  # memory ran out before it could begin
+            return []
+        failure = OutOfMemory(attempt=self._attempt, message=message, peak_bytes=peak_bytes)
+        self._observer("oom", failure)
+        return failure.reports
 
     def microbatch(self, index: int, batch: Any) -> Tell:
         """What tells of the events of one microbatch."""

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from automicro.batch.layout import describe_cut
-from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note
+from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note, facts_of
 from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import empty_cache, first_line
 from automicro.memory.residents import ResidentMemory
@@ -51,13 +51,15 @@ def give_up_fixed(failure: BaseException, plan: Plan, size: int) -> NoReturn:
         raise SampleTooLargeError(
             f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
             'microbatch_size="auto" would try smaller ones. The state is as before the step.'
+            f"{_reports(failure)}"
         ) from failure
     beside = bystander(failure)
     if beside is not None:
         add_note(
             failure,
             f"automicro: memory ran out in {beside}, while {_of(size, plan)} were "
-            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}.",
+            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}."
+            f"{_reports(failure)}",
         )
         raise failure
     is_whole = size == plan.extent
@@ -65,9 +67,16 @@ def give_up_fixed(failure: BaseException, plan: Plan, size: int) -> NoReturn:
     add_note(
         failure,
         f"automicro: the microbatch size is fixed, and {what or f'{_of(size, plan)} do'} "
-        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.',
+        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        f"{_reports(failure)}",
     )
     raise failure
+
+
+def _reports(failure: BaseException) -> str:
+    """A sentence on the files that were written of a failure; empty where there is none."""
+    written = facts_of(failure).reports
+    return f" More in {', '.join(written)} (automicro doctor reads it)." if written else ""
 
 
 def _of(size: int, plan: Plan) -> str:
@@ -188,7 +197,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                     who=bystander(failure),
                 )
                 raise SampleTooLargeError(
-                    f"{text} The last failure: {first_line(failure)}"
+                    f"{text} The last failure: {first_line(failure)}{_reports(failure)}"
                 ) from failure
             finally:
                 failure = None  # it holds this frame: a cycle
