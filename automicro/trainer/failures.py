@@ -58,30 +58,26 @@ class Failures:
             phase: ``"train"`` or ``"eval"``.
             where: it is, in words, or what says so.
         """
-        limit = None
         try:
-            limit = capacity_bytes(self._device)
             yield
         except Exception as error:
             is_own = isinstance(error, SampleTooLargeError) or is_out_of_memory(error)
             is_own &= facts_of(error).bystander is None  # else it is not the batch
             if is_own and batches and not isinstance(error.__cause__, PeerStoppedError):
                 told = where if isinstance(where, str) else where()
-                self._keep(error, batches, phase, told, limit)
+                self._keep(error, batches, phase=phase, where=told)
             raise
 
-    def _keep(
-        self, error: Exception, batches: Sequence[Any], phase: str, where: str, limit: int | None
-    ) -> None:
-        failed = FailedBatch(
-            batches=list(batches),
-            phase=phase,
-            message=text_of(error),
-            where=where,
-            device=str(self._device),
-            limit_bytes=limit,
-        )
+    def _keep(self, error: Exception, batches: Sequence[Any], *, phase: str, where: str) -> None:
         try:
+            failed = FailedBatch(
+                batches=list(batches),
+                phase=phase,
+                message=text_of(error),
+                where=where,
+                device=str(self._device),
+                limit_bytes=capacity_bytes(self._device),
+            )
             path = self._path()
             save_batch(path, failed)
         except Exception as failure:  # whatever it is, the run has failed already
