@@ -568,6 +568,14 @@ class Microbatcher:
         with self._train.rehearsing(), self._eval.rehearsing(), self._spare.unchanged():
             yield
 
+    @property
+    def why_not_reserved(self) -> str | None:
+        """Why no memory is held for the optimizer's first step; None where it is, as far as known.
+
+        Known from the first batch on.
+        """
+        return self._setup.reservation.unknown
+
     def hold_reservation(self) -> None:
         """Hold memory for the optimizer's first step now, as a batch does while it runs."""
         self._setup.reservation.begin()

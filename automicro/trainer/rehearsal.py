@@ -197,6 +197,9 @@ class Rehearsal:
         unknown: list[str] = []
         try:
             batches += self._train(state, progress, looked_at, unknown)
+            why = self._microbatcher.why_not_reserved
+            if why is not None:
+                unknown.append(f"what the optimizer's first step takes is not known ({why})")
             for evaluation in self._evaluations:
                 batches += self._evaluate(evaluation, progress, looked_at, unknown)
         finally:
