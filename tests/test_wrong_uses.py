@@ -279,7 +279,7 @@ def message(use: Callable[[], object]) -> str:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
         text = re.sub(r"0x[0-9a-f]+", "0x…", "\n".join(lines))
         # Of a new folder among temporary files, wherever these are.
-        return re.sub(r"\S*/automicro-\w+/", "…/", text)
+        return re.sub(r"\S*/automicro-\w+/failed-batch-\d+", "…/failed-batch-0001", text)
     return "no error"
 
 

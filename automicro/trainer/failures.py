@@ -92,12 +92,15 @@ class Failures:
         )
 
     def _path(self) -> Path:
-        folder = self.folder
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="automicro-"))
+        folder = self.folder or new_folder()
         folder.mkdir(parents=True, exist_ok=True)
         rank = f"-rank{self._rank}" if self._rank else ""
         number = 1
         while os.path.lexists(path := folder / f"{KEPT}{number:04d}{rank}.pt"):
             number += 1
         return path
+
+
+def new_folder() -> Path:
+    """A new one among the system's temporary files, for its owner alone."""
+    return Path(tempfile.mkdtemp(prefix="automicro-"))
