@@ -8,6 +8,7 @@ file beside this one.
 import contextlib
 import operator
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ __all__ = [
     "compiler_config",
     "compiler_is_loaded",
     "compiler_is_used",
+    "computing_attention",
     "copy_all",
     "dump_memory_snapshot",
     "forget_workers",
@@ -445,6 +447,40 @@ def forget_workers(loader: object) -> None:
     """
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def computing_attention(compute: Callable[..., Tensor | None]) -> Iterator[None]:
+    """Let a function compute this thread's attention, called from Python or from torch itself.
+
+    Not under ``inference_mode``.
+
+    Args:
+        compute: takes what `torch.nn.functional.scaled_dot_product_attention` takes, after
+            autocast; None as its answer leaves the computation to torch.
+
+    >>> x = torch.ones(1, 1, 2, 8)
+    >>> with computing_attention(lambda query, *_, **__: 2 * query):
+    ...     nn.functional.scaled_dot_product_attention(x, x, x).unique()
+    tensor([2.])
+    """
+    thread = threading.get_ident()
+
+    def attend(*args: Any, **options: Any) -> Any:
+        found = compute(*args, **options) if threading.get_ident() == thread else None
+        return _ATTENTION.decompose(*args, **options) if found is None else found
+
+    with _ATTENTION_LOCK:  # there is one table of operations for all threads
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            library.impl("scaled_dot_product_attention", attend, "AutogradCPU")
+            yield
+        finally:
+            library._destroy()
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION_LOCK = threading.RLock()
 
 
 def run_backward(

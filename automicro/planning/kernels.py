@@ -1,0 +1,277 @@
+"""What kernels keep and take of which torch's operations on tensors without data do not tell.
+
+A `StepRecorder` writes down a planned step, with what only its device knows: the workspaces of
+kernels, and which kernel computes attention.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from automicro.memory.timeline import (
+    ACTIVATIONS,
+    BACKWARD,
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Owner,
+    Recorder,
+)
+from automicro.torch_private import FakeTensor, computing_attention
+
+TAIL = "outputs and loss"
+STEP = "temporaries of the optimizer's step"
+WORKSPACE = "workspace of kernels"
+GATHERED = "gathered from other ranks"
+CASTS = "parameters in half precision"
+KINDS = (
+    PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, BATCH, ACTIVATIONS, TAIL,
+    BACKWARD, STEP, WORKSPACE,
+)  # fmt: skip
+STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
+"""What is of the same size whatever the microbatch."""
+
+
+class StepRecorder(Recorder):
+    """Writes down a step of a plan.
+
+    Args:
+        on_accelerator: whether kernels are to be taken for those of an accelerator.
+
+    Attributes:
+        parameters: their ids; what they are cast to is told apart.
+        assumptions: about kernels, in sentences.
+    """
+
+    def __init__(self, *, on_accelerator: bool = False) -> None:
+        super().__init__()
+        self._on_accelerator = on_accelerator
+        self.parameters: frozenset[int] = frozenset()
+        self.assumptions: set[str] = set()
+        self._after_last_part = 0  # storages that were there when the last submodule ended
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer at once which device a stand-in lies on, which is most of what is asked."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and write down what its kernel keeps and takes, too."""
+        output = super().run(func, types, args, kwargs)
+        if func in _LSTM:
+            output = _with_kept(func, output)
+            self.ledger.see(output, [])
+        workspace_bytes = _workspace_bytes(func, args, on_accelerator=self._on_accelerator)
+        if workspace_bytes:
+            number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
+            self.ledger.write(number, workspace_bytes)
+            self.ledger.write(number, -workspace_bytes)
+        return output
+
+    def _owner_of(self, func: Any, args: tuple[Any, ...]) -> Owner:
+        owner = super()._owner_of(func, args)
+        is_cast = func is _CAST and id(args[0]) in self.parameters
+        return Owner(CASTS, owner.module) if is_cast else owner
+
+    @contextlib.contextmanager
+    def choosing_attention(self) -> Iterator[None]:
+        """Compute attention as the device would, and say what is assumed of it."""
+        if not self._on_accelerator:
+            yield
+            return
+        with computing_attention(self._attend):
+            yield
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        if not isinstance(query, FakeTensor):
+            if dropout_p:
+                self.assumptions.add(_AS_ON_CPU)
+            return None
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        given = (query, key, value)
+        if attn_mask is None and _is_for_flash(given, is_causal=is_causal, grouped=enable_gqa):
+            self.assumptions.add(_FUSED)
+            return _flash(given, dropout_p, is_causal, scale)
+        lacking = _lacks_efficient(given, attn_mask)
+        if not lacking:
+            self.assumptions.add(_FUSED)
+            return _efficient(given, attn_mask, dropout_p, is_causal, scale)
+        self.assumptions.add(_NOT_FUSED.format(lacking))
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            *given, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def _left(self, name: str) -> None:
+        if name:
+            self._after_last_part = len(self.ledger.owners)
+
+    def forward_ended(self, outputs: Sequence[Tensor]) -> None:
+        """What came since the last submodule ended, and the outputs, belong to the loss."""
+        for number in range(self._after_last_part, len(self.ledger.owners)):
+            if self.ledger.owners[number].kind == ACTIVATIONS:
+                self.ledger.owners[number] = Owner(TAIL)
+        for output in outputs:
+            self.ledger.give(output, Owner(TAIL))
+
+    def hold(self, num_bytes: int, kind: str) -> Callable[[], None]:
+        """Count something of which there is no tensor; returns what gives it back."""
+        number = self.ledger.new(Owner(kind))
+        self.ledger.write(number, num_bytes)
+        return lambda: self.ledger.write(number, -num_bytes)
+
+
+_FUSED = (
+    "attention by a GPU's fused kernels (flash, memory-efficient), which keep no matrix of scores"
+)
+_NOT_FUSED = "attention with whole matrices of scores, as a GPU has no fused kernel for {}"
+_AS_ON_CPU = "attention with dropout as the CPU computes it, with whole matrices of scores"
+_PADDED_TO = 8  # numbers of a head for flash attention, places of a mask
+_HALF = (torch.float16, torch.bfloat16)
+_Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
+
+
+def _is_for_flash(given: _Heads, *, is_causal: bool, grouped: bool) -> bool:
+    """Whether CUDA, from Ampere on, takes flash attention where there is no mask."""
+    query, key, _ = given
+    sizes = {each.shape[-1] for each in given}
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and _is_dense(given)
+        and query.dtype in _HALF
+        and len(sizes) == 1
+        and max(sizes) <= 256
+        and (not is_causal or query.shape[-2] == key.shape[-2])
+        and (grouped or len({each.shape[:2] for each in given}) == 1)
+    )
+
+
+def _lacks_efficient(given: _Heads, mask: Tensor | None) -> str:
+    """For what CUDA has no memory-efficient attention; empty where it has."""
+    dtype = given[0].dtype
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return "what sdpa_kernel leaves"
+    if not _is_dense(given) or (mask is not None and mask.stride(-1) != 1):
+        return "tensors other than of rows, heads, places and adjacent numbers"
+    if dtype not in (*_HALF, torch.float32):
+        return str(dtype)
+    if len({each.shape[:2] for each in given}) > 1:
+        return f"fewer keys than queries in {dtype}{'' if mask is None else ' with a mask'}"
+    alignment = 8 if dtype in _HALF else 4
+    odd = [each.shape[-1] for each in given if each.shape[-1] % alignment]
+    return f"heads of {odd[0]} numbers in {dtype}" if odd else ""
+
+
+def _is_dense(given: _Heads) -> bool:
+    return all(each.dim() == 4 and each.numel() and each.stride(-1) == 1 for each in given)
+
+
+def _flash(given: _Heads, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
+    size = given[0].shape[-1]
+    missing = -size % _PADDED_TO
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        *(pad(each, (0, missing)) if missing else each for each in given),
+        dropout_p,
+        is_causal,
+        scale=scale,
+    )[0]
+    return found[..., :size]
+
+
+def _efficient(
+    given: _Heads, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    query, key, _ = given
+    if mask is not None:
+        size = mask.shape[-1]
+        if size % _PADDED_TO:
+            mask = pad(mask, (0, -size % _PADDED_TO))[..., :size]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *given, mask, is_differentiated, dropout_p, is_causal, scale=scale
+    )[0]
+    return found
+
+
+_DEVICE = torch.ops.prim.device.default
+_CAST = torch.ops.aten._to_copy.default
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_LSTM = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
+_LSTM_BACKWARD = frozenset((torch.ops.aten.mkldnn_rnn_layer_backward.default,))
+_ATTENTION_BACKWARD = frozenset(
+    (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    )
+)
+_PRODUCTS = {  # and which arguments are multiplied
+    torch.ops.aten.mm.default: slice(0, 2),
+    torch.ops.aten.addmm.default: slice(1, 3),
+}
+# Of an LSTM's states over all times: what oneDNN keeps for the backward, and takes meanwhile.
+_KEPT_STATES, _KEPT_STATES_OF_HALF, _SCRATCH_STATES = 16, 22, 5
+
+
+def _with_kept(func: Any, output: Any) -> Any:
+    """The output, with what a kernel keeps for its backward, where fake tensors do not tell."""
+    if func not in _LSTM or output[3].numel():
+        return output
+    states = output[0]
+    times = _KEPT_STATES_OF_HALF if states.itemsize == 2 else _KEPT_STATES
+    num_bytes = times * states.nbytes
+    kept = output[3].new_empty(num_bytes // output[3].itemsize)
+    return (*output[:3], kept)
+
+
+def _workspace_bytes(func: Any, args: tuple[Any, ...], *, on_accelerator: bool) -> int:
+    """What a kernel takes for itself while it runs, beside its arguments and results.
+
+    Matrix products and attention take next to nothing, but for factors in half precision on a
+    CPU, which are copied in another order, and the queries' gradient, which fused attention sums
+    up in float32. A convolution copies its weight in another order, and may do so with its inputs
+    on an accelerator. What oneDNN takes was measured.
+    """
+    if func in _ATTENTION_BACKWARD:
+        query: Tensor = args[1]
+        return 4 * query.numel()
+    if func is _CONVOLUTION or func is _CONVOLUTION_BACKWARD:
+        *inputs, weight = args[:2] if func is _CONVOLUTION else args[:3]
+        moved = sum(each.nbytes for each in inputs) if on_accelerator else 0
+        # The gradient of a weight in half precision is summed up in another one.
+        copies = 2 if weight.itemsize == 2 and func is _CONVOLUTION_BACKWARD else 1
+        return int(copies * weight.nbytes + moved)
+    if func in _PRODUCTS and not on_accelerator:
+        factors = args[_PRODUCTS[func]]
+        return sum(each.nbytes for each in factors if each.itemsize == 2)
+    if func in _LSTM or func in _LSTM_BACKWARD:
+        sequence, *weights = args[:3]
+        states = sequence.nbytes // sequence.shape[-1] * weights[1].shape[-1]
+        copies = 3 if sequence.itemsize == 2 else 2
+        return int(_SCRATCH_STATES * states + copies * sum(each.nbytes for each in weights))
+    return 0
