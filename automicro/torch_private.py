@@ -24,9 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "BACKWARD_OF_FUSED_ATTENTION",
     "DIRICHLET_DRAW",
+    "EFFICIENT_ATTENTION",
+    "FLASH_ATTENTION",
     "GAMMA_DRAW",
     "STEP_HOOKS",
+    "WHOLE_ATTENTION",
     "AnyBatchNorm",
     "FakeTensor",
     "FakeTensorMode",
@@ -79,6 +83,15 @@ __all__ = [
     "without_modes",
 ]
 
+# Attention by one kernel, and with the whole matrix of scores.
+_ATEN = torch.ops.aten
+FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention.default
+EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention.default
+WHOLE_ATTENTION = _ATEN._scaled_dot_product_attention_math.default
+BACKWARD_OF_FUSED_ATTENTION = (
+    _ATEN._scaled_dot_product_flash_attention_backward.default,
+    _ATEN._scaled_dot_product_efficient_attention_backward.default,
+)
 # Operations under which distributions of torch draw.
 GAMMA_DRAW, DIRICHLET_DRAW = "_standard_gamma", "_sample_dirichlet"
 
@@ -471,15 +484,15 @@ def computing_attention(compute: Callable[..., Tensor | None]) -> Iterator[None]
         return _ATTENTION.decompose(*args, **options) if found is None else found
 
     with _ATTENTION_LOCK:  # there is one table of operations for all threads
-        library = torch.library.Library("aten", "IMPL")
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         try:
-            library.impl("scaled_dot_product_attention", attend, "AutogradCPU")
+            library.impl("scaled_dot_product_attention", attend, "AutogradCPU")  # type: ignore[no-untyped-call]
             yield
         finally:
-            library._destroy()
+            library._destroy()  # type: ignore[no-untyped-call]
 
 
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION = _ATEN.scaled_dot_product_attention.default
 _ATTENTION_LOCK = threading.RLock()
 
 

@@ -150,10 +150,15 @@ class Trace:
 
 
 class WritingLedger(StorageLedger):
-    """Writes down when each storage comes and goes, on any device, and whose it is."""
+    """Writes down when each storage comes and goes, and whose it is.
+
+    Attributes:
+        host: the kind of device whose tensors do not count; every device's do unless it is set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.host = ""
         self.owner = Owner(ACTIVATIONS)  # of what comes next
         self.owners: list[Owner] = []
         self.numbers: list[int] = []
@@ -162,7 +167,7 @@ class WritingLedger(StorageLedger):
         self._number_of: dict[int, int] = {}  # of a live storage, by its key
 
     def _lies_on_host(self, tensor: Tensor) -> bool:
-        return self._new_on_host
+        return self._new_on_host or tensor.device.type == self.host
 
     def _recount(self, entry: Entry, changes: list[Change]) -> None:
         before = entry.counted_bytes
@@ -341,7 +346,8 @@ def record_step(
     Every storage is counted once, rounded up to 512 bytes, from the operation that makes it until
     nothing refers to it, saved tensors of autograd included. It is its innermost module's; what
     turns out to be a gradient or optimizer state is that. What kernels take for themselves is not
-    seen. Nothing is changed: the step is the caller's own, and computes what it computes without.
+    seen; nor is host memory where the modules lie on another device. Nothing is changed: the step
+    is the caller's own, and computes what it computes without.
 
     Args:
         step: forward, backward and what else belongs to it, without arguments.
@@ -371,6 +377,8 @@ def record_step(
     parameters = [parameter for module in modules for parameter in module.parameters()]
     state = [] if optimizer is None else [optimizer]
     recorder = Recorder()
+    if parameters and all(each.device.type != "cpu" for each in parameters):
+        recorder.ledger.host = "cpu"
     recorder.own(PARAMETERS, parameters)
     recorder.own(BUFFERS, (buffer for module in modules for buffer in module.buffers()))
     recorder.own(GRADIENTS, (each.grad for each in parameters if each.grad is not None))

@@ -31,7 +31,7 @@ from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARA
 from automicro.modules import evaluation_mode
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
-from automicro.planning.kernels import STEP, StepRecorder
+from automicro.planning.kernels import STEP, TAIL, StepRecorder
 from automicro.reach import captured_modules
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
@@ -335,8 +335,10 @@ class DryRun:
         recorder.mark("forward")
         output, loss = self._forward(recorder, rows, conditions)
         recorder.mark("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        del output, loss
+        with recorder.owning(TAIL):
+            first = torch.ones_like(loss)
+        loss.backward(first)  # type: ignore[no-untyped-call]
+        del output, loss, first
         if self._without_gradient is None:
             self._without_gradient = {
                 index for index, parameter in enumerate(wanting) if parameter.grad is None

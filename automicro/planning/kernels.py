@@ -23,7 +23,14 @@ from automicro.memory.timeline import (
     Owner,
     Recorder,
 )
-from automicro.torch_private import FakeTensor, computing_attention
+from automicro.torch_private import (
+    BACKWARD_OF_FUSED_ATTENTION,
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    WHOLE_ATTENTION,
+    FakeTensor,
+    computing_attention,
+)
 
 TAIL = "outputs and loss"
 STEP = "temporaries of the optimizer's step"
@@ -122,9 +129,10 @@ class StepRecorder(Recorder):
             self.assumptions.add(_FUSED)
             return _efficient(given, attn_mask, dropout_p, is_causal, scale)
         self.assumptions.add(_NOT_FUSED.format(lacking))
-        return torch.ops.aten._scaled_dot_product_attention_math(
+        found: Tensor = WHOLE_ATTENTION(
             *given, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+        return found
 
     def _left(self, name: str) -> None:
         if name:
@@ -160,7 +168,7 @@ def _is_for_flash(given: _Heads, *, is_causal: bool, grouped: bool) -> bool:
     query, key, _ = given
     sizes = {each.shape[-1] for each in given}
     return (
-        torch.backends.cuda.flash_sdp_enabled()
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and _is_dense(given)
         and query.dtype in _HALF
         and len(sizes) == 1
@@ -173,7 +181,7 @@ def _is_for_flash(given: _Heads, *, is_causal: bool, grouped: bool) -> bool:
 def _lacks_efficient(given: _Heads, mask: Tensor | None) -> str:
     """For what CUDA has no memory-efficient attention; empty where it has."""
     dtype = given[0].dtype
-    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
         return "what sdpa_kernel leaves"
     if not _is_dense(given) or (mask is not None and mask.stride(-1) != 1):
         return "tensors other than of rows, heads, places and adjacent numbers"
@@ -193,7 +201,7 @@ def _is_dense(given: _Heads) -> bool:
 def _flash(given: _Heads, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     size = given[0].shape[-1]
     missing = -size % _PADDED_TO
-    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+    found: Tensor = FLASH_ATTENTION(
         *(pad(each, (0, missing)) if missing else each for each in given),
         dropout_p,
         is_causal,
@@ -212,7 +220,7 @@ def _efficient(
             mask = pad(mask, (0, -size % _PADDED_TO))[..., :size]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    found: Tensor = EFFICIENT_ATTENTION(
         *given, mask, is_differentiated, dropout_p, is_causal, scale=scale
     )[0]
     return found
@@ -224,12 +232,6 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _LSTM = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
 _LSTM_BACKWARD = frozenset((torch.ops.aten.mkldnn_rnn_layer_backward.default,))
-_ATTENTION_BACKWARD = frozenset(
-    (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    )
-)
 _PRODUCTS = {  # and which arguments are multiplied
     torch.ops.aten.mm.default: slice(0, 2),
     torch.ops.aten.addmm.default: slice(1, 3),
@@ -257,7 +259,7 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...], *, on_accelerator: bool) 
     up in float32. A convolution copies its weight in another order, and may do so with its inputs
     on an accelerator. What oneDNN takes was measured.
     """
-    if func in _ATTENTION_BACKWARD:
+    if func in BACKWARD_OF_FUSED_ATTENTION:
         query: Tensor = args[1]
         return 4 * query.numel()
     if func is _CONVOLUTION or func is _CONVOLUTION_BACKWARD:

@@ -82,6 +82,15 @@ def test_what_a_model_computes_itself_and_what_nobody_does_stay_apart() -> None:
     assert "backward" in peaks
 
 
+def test_host_memory_is_not_a_devices() -> None:
+    model, x = nn.Linear(32, 8, device="meta"), torch.zeros(64, 32)
+    samples = record_step(lambda: model(x.to("meta") + 1), modules=[model], batch=x)
+    peak = max(samples, key=lambda sample: sum(sample[1].values()))[1]
+    assert "batch" not in peak
+    assert peak["outside of modules"] == x.nbytes * 2
+    assert peak["parameters"] == (32 * 8 + 128) * 4
+
+
 def test_batches_are_known_in_any_mapping() -> None:
     x = torch.randn(64, 32)
     samples = record_step(lambda: x + 1, modules=[], batch=UserDict(inputs=[x]))
