@@ -77,6 +77,7 @@ class Job:
         modules: see there.
         optimizer: one of the model's parameters, or a function (a class) from parameters to one.
         on_accelerator: whether the step is to run on one.
+        before_ampere: whether that is an older one; see `Device`.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -87,6 +88,7 @@ class Job:
     modules: Sequence[nn.Module] = ()
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
     on_accelerator: bool = True
+    before_ampere: bool = False
 
 
 @dataclass
@@ -250,7 +252,9 @@ class DryRun:
             self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
         self.step_memory()
-        recorder = StepRecorder(on_accelerator=self.job.on_accelerator)
+        recorder = StepRecorder(
+            on_accelerator=self.job.on_accelerator, before_ampere=self.job.before_ampere
+        )
         with contextlib.ExitStack() as stack:
             for manager in (
                 extra_pass(),

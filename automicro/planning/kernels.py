@@ -50,15 +50,17 @@ class StepRecorder(Recorder):
 
     Args:
         on_accelerator: whether kernels are to be taken for those of an accelerator.
+        before_ampere: whether for those of an older one.
 
     Attributes:
         parameters: their ids; what they are cast to is told apart.
         assumptions: about kernels, in sentences.
     """
 
-    def __init__(self, *, on_accelerator: bool = False) -> None:
+    def __init__(self, *, on_accelerator: bool = False, before_ampere: bool = False) -> None:
         super().__init__()
         self._on_accelerator = on_accelerator
+        self._before_ampere = before_ampere
         self.parameters: frozenset[int] = frozenset()
         self.assumptions: set[str] = set()
         self._after_last_part = 0  # storages that were there when the last submodule ended
@@ -81,7 +83,7 @@ class StepRecorder(Recorder):
         if func in _LSTM:
             output = _with_kept(func, output)
             self.ledger.see(output, [])
-        workspace_bytes = _workspace_bytes(func, args, on_accelerator=self._on_accelerator)
+        workspace_bytes = _workspace_bytes(func, args, output, on_accelerator=self._on_accelerator)
         if workspace_bytes:
             number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
             self.ledger.write(number, workspace_bytes)
@@ -121,10 +123,13 @@ class StepRecorder(Recorder):
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         given = (query, key, value)
-        if attn_mask is None and _is_for_flash(given, is_causal=is_causal, grouped=enable_gqa):
+        may_flash = attn_mask is None and not self._before_ampere
+        if may_flash and _is_for_flash(given, is_causal=is_causal, grouped=enable_gqa):
             self.assumptions.add(_FUSED)
             return _flash(given, dropout_p, is_causal, scale)
         lacking = _lacks_efficient(given, attn_mask)
+        if self._before_ampere and query.dtype is torch.bfloat16:
+            lacking = "bfloat16 before Ampere"
         if not lacking:
             self.assumptions.add(_FUSED)
             return _efficient(given, attn_mask, dropout_p, is_causal, scale)
@@ -236,6 +241,18 @@ _PRODUCTS = {  # and which arguments are multiplied
     torch.ops.aten.mm.default: slice(0, 2),
     torch.ops.aten.addmm.default: slice(1, 3),
 }
+_MEAN = torch.ops.aten.mean.dim
+_WITH_COPY = {  # and which argument is copied
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.mse_loss.default: 0,
+    torch.ops.aten.roll.default: 0,
+}
+_IN_ORDER = frozenset(  # copy what does not lie in order
+    (
+        torch.ops.aten.native_layer_norm.default,
+        torch.ops.aten.native_layer_norm_backward.default,
+    )
+)
 # Of an LSTM's states over all times: what oneDNN keeps for the backward, and takes meanwhile.
 _KEPT_STATES, _KEPT_STATES_OF_HALF, _SCRATCH_STATES = 16, 22, 5
 
@@ -251,29 +268,87 @@ def _with_kept(func: Any, output: Any) -> Any:
     return (*output[:3], kept)
 
 
-def _workspace_bytes(func: Any, args: tuple[Any, ...], *, on_accelerator: bool) -> int:
+def _workspace_bytes(func: Any, args: tuple[Any, ...], output: Any, *, on_accelerator: bool) -> int:
     """What a kernel takes for itself while it runs, beside its arguments and results.
 
-    Matrix products and attention take next to nothing, but for factors in half precision on a
-    CPU, which are copied in another order, and the queries' gradient, which fused attention sums
-    up in float32. A convolution copies its weight in another order, and may do so with its inputs
-    on an accelerator. What oneDNN takes was measured.
+    On an accelerator products and attention take next to nothing, but for the queries' gradient,
+    which fused attention sums up in float32. A convolution may copy its inputs and its weight in
+    another order, and sums up the gradient of a weight in half precision in another one.
     """
+    if not on_accelerator:
+        return _workspace_bytes_on_cpu(func, args, output)
     if func in BACKWARD_OF_FUSED_ATTENTION:
         query: Tensor = args[1]
         return 4 * query.numel()
-    if func is _CONVOLUTION or func is _CONVOLUTION_BACKWARD:
-        *inputs, weight = args[:2] if func is _CONVOLUTION else args[:3]
-        moved = sum(each.nbytes for each in inputs) if on_accelerator else 0
-        # The gradient of a weight in half precision is summed up in another one.
-        copies = 2 if weight.itemsize == 2 and func is _CONVOLUTION_BACKWARD else 1
-        return int(copies * weight.nbytes + moved)
-    if func in _PRODUCTS and not on_accelerator:
-        factors = args[_PRODUCTS[func]]
-        return sum(each.nbytes for each in factors if each.itemsize == 2)
+    if func is _CONVOLUTION:
+        return int(args[0].nbytes + args[1].nbytes)
+    if func is _CONVOLUTION_BACKWARD:
+        of_y, x, weight = args[:3]
+        copies = 2 if weight.itemsize == 2 else 1
+        return int(of_y.nbytes + x.nbytes + copies * weight.nbytes)
+    return 0
+
+
+def _workspace_bytes_on_cpu(func: Any, args: tuple[Any, ...], output: Any) -> int:
+    """The same of a CPU's kernels; all of it was measured."""
+    if func is _CONVOLUTION:
+        return _forward_of_onednn(args[0], args[1], output, transposed=args[6])
+    if func is _CONVOLUTION_BACKWARD:
+        of_y, x, weight = args[:3]
+        return _backward_of_onednn(of_y, x, weight, output[0], strided=max(args[4]) > 1)
+    if func in _PRODUCTS:  # factors in half precision are copied in another order
+        return sum(each.nbytes for each in args[_PRODUCTS[func]] if each.itemsize == 2)
     if func in _LSTM or func in _LSTM_BACKWARD:
         sequence, *weights = args[:3]
         states = sequence.nbytes // sequence.shape[-1] * weights[1].shape[-1]
         copies = 3 if sequence.itemsize == 2 else 2
         return int(_SCRATCH_STATES * states + copies * sum(each.nbytes for each in weights))
+    if func in _WITH_COPY:
+        copied: Tensor = args[_WITH_COPY[func]]
+        return copied.nbytes
+    if func in _IN_ORDER:
+        return _put_in_order(*args[:2])
+    if func is _MEAN:  # in float32
+        return 4 * args[0].numel() if args[0].itemsize == 2 else 0
+    if torch.Tag.pointwise in func.tags and isinstance(output, Tensor):  # all of one type
+        given = [each for each in args if isinstance(each, Tensor) and each.dim()]
+        widest = max((each.itemsize for each in given), default=0)
+        return sum(each.numel() * widest for each in given if each.itemsize < widest)
     return 0
+
+
+def _forward_of_onednn(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool) -> int:
+    """Beside its result: first all copied in its order, then the result in both orders.
+
+    In half precision, and transposed, the result is copied once more.
+    """
+    copies = 2 if transposed or y.itemsize == 2 else 1
+    first = _reordered(x) + weight.nbytes + _reordered(y) - y.nbytes
+    return max(first, copies * _reordered(y)) + _put_in_order(x, with_it=weight)
+
+
+def _backward_of_onednn(
+    of_y: Tensor, x: Tensor, weight: Tensor, of_x: Tensor | None, *, strided: bool
+) -> int:
+    """Beside its results: for the weight's gradient its inputs, then that gradient, in both orders.
+
+    Before that the input's gradient, which is copied twice in half precision and with strides. The
+    gradient of a weight in half precision is summed up in float32.
+    """
+    is_half = x.itemsize == 2
+    most = _reordered(x) + _reordered(of_y) + 2 * is_half * weight.nbytes
+    if of_x is not None and (strided or is_half):
+        most = max(most, 3 * _reordered(x) - of_x.nbytes - weight.nbytes)
+    return max(most, weight.nbytes) + _put_in_order(of_y, x, with_it=weight)
+
+
+def _reordered(tensor: Tensor) -> int:
+    """Its bytes in oneDNN's order, which has channels by sixteen."""
+    channels = tensor.shape[1]
+    return tensor.nbytes // channels * -(-channels // 16) * 16
+
+
+def _put_in_order(*tensors: Any, with_it: Tensor | None = None) -> int:
+    """Bytes of the copies of those that do not lie in order; then of another one, too."""
+    copied = sum(x.nbytes for x in tensors if isinstance(x, Tensor) and not x.is_contiguous())
+    return copied + with_it.nbytes if copied and with_it is not None else copied

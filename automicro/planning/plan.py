@@ -27,7 +27,7 @@ from automicro.options import (
     check_unwrapped,
     read_count,
 )
-from automicro.planning.devices import read_memory
+from automicro.planning.devices import find_device, read_memory
 from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, repeated_blocks
 from automicro.planning.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, samples_of
@@ -375,6 +375,7 @@ def plan(
         modules=check_modules(modules),
         optimizer=optimizer,
         on_accelerator=on_accelerator,
+        before_ampere=device not in ("cpu", "cuda") and find_device(device).is_before_ampere,
     )
     num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
     given = None if microbatch_size is None else check_microbatch_size(microbatch_size)
