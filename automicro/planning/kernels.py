@@ -333,12 +333,16 @@ def _backward_of_onednn(
     """Beside its results: for the weight's gradient its inputs, then that gradient, in both orders.
 
     Before that the input's gradient, which is copied twice in half precision and with strides. The
-    gradient of a weight in half precision is summed up in float32.
+    gradient of a weight in half precision is summed up in float32. A large depthwise weight's has
+    blocks of 16 × 16 for each channel, where channels lie last.
     """
     is_half = x.itemsize == 2
     most = _reordered(x) + _reordered(of_y) + 2 * is_half * weight.nbytes
     if of_x is not None and (strided or is_half):
         most = max(most, 3 * _reordered(x) - of_x.nbytes - weight.nbytes)
+    is_depthwise = weight.shape[1] == 1 and x.shape[1] > 1
+    if is_depthwise and max(weight.shape[2:]) > 3 and not x.is_contiguous():
+        most += 256 * weight.nbytes * (3 if is_half else 1)
     return max(most, weight.nbytes) + _put_in_order(of_y, x, with_it=weight)
 
 

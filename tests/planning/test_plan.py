@@ -421,6 +421,7 @@ def test_attention_outside_of_a_plan_stays_as_it_is() -> None:
 
 _X = torch.randn(24, 64, 256)
 _FLAT = torch.randn(24, 64, 16, 16)
+_DEPTHWISE = torch.randn(64, 1, 7, 7, requires_grad=True)
 KIB = 1 << 10
 
 
@@ -432,6 +433,14 @@ KIB = 1 << 10
         (nn.Conv2d(64, 32, 3, padding=1), _FLAT, 1536 + 72, 1536 + 768),
         (nn.ConvTranspose2d(64, 32, 2, 2), _FLAT, 6144, 4608),
         (nn.Conv2d(64, 64, 3, stride=2, padding=1), _FLAT, 1536 + 144, 3 * 1536 - 1536 - 144),
+        (
+            lambda x: nn.functional.conv2d(
+                x.contiguous(memory_format=torch.channels_last), _DEPTHWISE, padding=3, groups=64
+            ),
+            _FLAT,
+            2 * 1536 + 2 * 12.25,
+            1536 + 3 * 1536 + 257 * 12.25,
+        ),
         (nn.Conv1d(64, 64, 5, padding=2).bfloat16(), _X.bfloat16(), 1536, 1616),
         (nn.BatchNorm1d(64), _X, 0, 1536),
         (lambda x: x + x.bfloat16(), _X, 1536, 0),
@@ -440,7 +449,7 @@ KIB = 1 << 10
     ],
 )
 def test_what_a_cpus_kernels_take_for_themselves(
-    run: Callable[[Tensor], Tensor], given: Tensor, forward: int, backward: int
+    run: Callable[[Tensor], Tensor], given: Tensor, forward: float, backward: float
 ) -> None:
     x = given.clone().requires_grad_()
 
