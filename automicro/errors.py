@@ -28,6 +28,7 @@
     ├── MetricWarning                           a metric depends on the microbatch size, or is
     │                                           added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
+    ├── PaddingWarning                          padding stays, or labels count in it
     ├── SchedulerWarning                        a schedule of epochs, stepped after every batch
     ├── DeterminismWarning                      runs may differ although they should not
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
@@ -152,6 +153,7 @@ class Facts:
         bystander: what beside the step it was raised in; None for nothing.
         is_committed: whether it was raised only after the batch was committed.
         keys: of a config that it is about, dotted.
+        reports: files that tell more of it.
     """
 
     is_told: bool = False
@@ -159,6 +161,7 @@ class Facts:
     bystander: Bystander | None = None
     is_committed: bool = False
     keys: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
 
 
 _FACTS = "__automicro_facts__"
@@ -291,6 +294,10 @@ class MetricWarning(AutomicroWarning):
 
 class LossAverageWarning(AutomicroWarning):
     """The loss is not the average that it was taken for, so splitting changes the gradient."""
+
+
+class PaddingWarning(AutomicroWarning):
+    """Padding is not cut, because rows would compute something else, or labels count in it."""
 
 
 class SchedulerWarning(AutomicroWarning):

@@ -30,6 +30,7 @@ from automicro.units import format_bytes
 
 # Rows that are pooled, in batches of the loader.
 POOLED = 4
+_WARM_UP = 3  # of the largest size, before any is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +350,7 @@ class _Trials:
 
     def run(self, max_steps: int, max_seconds: float) -> ExploreReport:
         start = time.monotonic()
-        search = self._begin()
+        search = self._begin(max_steps)
         ended = ""
         try:
             while not ended:
@@ -385,16 +386,23 @@ class _Trials:
             ended=ended,
         )
 
-    def _begin(self) -> Search:
-        """All sizes, and one that fits: the batch's, or half of it, or half of that."""
+    def _begin(self, max_steps: int) -> Search:
+        """All sizes, and one that fits: the batch's, or half of it, or half of that.
+
+        The largest comes first: an allocator that has served it serves the others faster from then
+        on, so that sizes which were measured before it would seem slower than they are.
+        """
         most = self._pool.num_rows
-        sizes = sorted(set(_ladder(most)) | {min(most, self._pool.batch_rows)})
+        sizes = sorted(set(ladder(most)) | {min(most, self._pool.batch_rows)})
         start = min(most, self._pool.batch_rows)
         search = Search(
             [Candidate.of(**{SIZE: size}) for size in sizes[::-1]],
             Candidate.of(**{SIZE: start}),
             EXPECTED,
         )
+        for _ in range(min(_WARM_UP, max_steps // 10) if sizes[-1] > start else 0):
+            if not self._try(search, sizes[-1]):
+                break
         while not self._try(search, start):
             start = max(size for size in sizes if size <= max(1, start // 2))
         search.base = Candidate.of(**{SIZE: start})
@@ -475,10 +483,10 @@ def _spread(seconds: Sequence[float]) -> float | None:
     return 1.4826 * statistics.median(abs(each - median) for each in seconds) / median
 
 
-def _ladder(most: int) -> list[int]:
+def ladder(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12 … rows.
 
-    >>> _ladder(20)
+    >>> ladder(20)
     [1, 2, 3, 4, 6, 8, 12, 16]
     """
     found = {number * 2**power // 2 for power in range(most.bit_length() + 1) for number in (2, 3)}

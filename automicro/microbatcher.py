@@ -18,7 +18,7 @@ from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
-from automicro.loss.passes import Computation
+from automicro.loss.passes import Computation, Mode
 from automicro.loss.probe import Prober
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice
@@ -53,7 +53,9 @@ from automicro.step.phase import Phase, Recollection, Shared
 from automicro.step.plan import ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
+from automicro.step.sorting import RowSorter
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
+from automicro.step.unit import Cost, MicrobatchUnit
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
 from automicro.transaction.gradients import GradientHistory
 from automicro.transaction.remembering import read_state
@@ -88,6 +90,15 @@ class Microbatcher:
         microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
             whole batch), or a policy.
         eval_microbatch_size: the same for `evaluate`.
+        microbatch_unit: what sizes are counted in: ``"rows"``; or ``"tokens"``, ``"seconds"`` or
+            the cost of a row: then the rows of a batch are sorted by it and packed into
+            microbatches that cost no more than the size with their padding, which is cut to the
+            longest row of each.
+        padding: where the lengths of padded tensors are, where names do not tell: by the path of
+            a tensor the path of its lengths or of its mask, a pair of that and the dimension that
+            is padded, or None for one that is never cut.
+        cut_padding: ``"auto"`` where a look shows that a row computes the same without, True to do
+            it unseen, False never.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"``, ``"none"`` (a
             sum), a callable from a microbatch to what its loss was divided by, a mapping of these
             by the name of the loss, ``{"language": "tokens", "balance": "samples"}``,
@@ -153,6 +164,9 @@ class Microbatcher:
         backward: Callable[[Tensor], Any] | None = None,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
+        microbatch_unit: str | Cost = "rows",
+        padding: Mapping[str, str | tuple[str, int] | None] | None = None,
+        cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
         eval_loss_average: LossAverage | None = None,
         batchnorm: str = "warn",
@@ -193,6 +207,13 @@ class Microbatcher:
             }
         )
         self._spare = SpareRows(self._layout, self._ranks)
+        self._unit = unit = MicrobatchUnit(
+            microbatch_unit,
+            layout=self._layout,
+            padding=padding,
+            ignore_index=getattr(loss_fn, "ignore_index", -100),
+        )
+        unit.refuse(carries=carrying.is_on, strict_divisible=strict_divisible)
         shared = Shared(
             modules=self._modules,
             device=self._device,
@@ -215,17 +236,25 @@ class Microbatcher:
                 world_size=self._ranks.world_size,
             )
             recollection: Recollection | None = None
-            if remember_sizes and isinstance(size, str):
+            if remember_sizes and isinstance(size, str) and unit.is_rows:
                 shapes = functools.partial(describe_shapes, layout=self._layout)
                 recollection = Recollection(describe, shapes)
             policy = make_policy(size, name=argument)
+            unit.refuse_policy(policy, argument)
             if policy.explores and repeatable:
                 raise ValueError(
                     f"{argument}={size!r} finds sizes by the clock, and repeatable=True asks for "
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
-            return Phase(name, policy, shared, strict_divisible=strict, recollection=recollection)
+            return Phase(
+                name,
+                policy,
+                shared,
+                strict_divisible=strict,
+                unit=unit.name,
+                recollection=recollection,
+            )
 
         self._train = make_phase(
             "train", microbatch_size, "microbatch_size", strict=strict_divisible
@@ -283,6 +312,7 @@ class Microbatcher:
             refuses=probe == "error",
             is_alone=not self._ranks.communicates_in_forward,
         )
+        self._sorter = RowSorter(unit, computation, self._ranks, cut_padding=cut_padding)
         gradients = GradientHistory(
             self._modules,
             sums_in_float32=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS) == "fp32",
@@ -315,7 +345,10 @@ class Microbatcher:
 
     @property
     def microbatch_size(self) -> int | None:
-        """Rows of the largest microbatch of the last training batch; None before the first."""
+        """Size of the largest microbatch of the last training batch; None before the first.
+
+        In rows, or in the ``microbatch_unit``.
+        """
         return self._train.size
 
     @property
@@ -433,7 +466,9 @@ class Microbatcher:
                 self._index.refresh()
                 self._ranks.settle(self._index.parameters)
                 step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
-                could_split = self._split_guard.could_split(step.policy, step.rows)
+                could_split = self._split_guard.could_split(
+                    step.policy, step.rows, by_cost=not self._unit.is_rows
+                )
                 if could_split and not self._prober.is_done and batches:
                     with self._ranks.looking_alone():
                         self._prober.look(batches[0], step.rows[0])
@@ -575,8 +610,11 @@ class Microbatcher:
                 self._index.refresh()
                 batches = self._spare.given(batch)
                 policy = self._eval.policy
-                step = self._read(batches, policy, checks_form=not predicts)
-                if not predicts and batches and self._split_guard.could_split(policy, step.rows):
+                step = self._read(batches, policy, "predict" if predicts else "eval")
+                could_split = self._split_guard.could_split(
+                    policy, step.rows, by_cost=not self._unit.is_rows
+                )
+                if not predicts and batches and could_split:
                     with self._ranks.looking_alone():
                         self._prober.look_at_evaluation(batches[0], step.rows[0])
                     self._index.refresh()
@@ -594,7 +632,7 @@ class Microbatcher:
             **finished.counts,
         )
 
-    def _read(self, batches: Sequence[Any], policy: Policy, *, checks_form: bool = True) -> Step:
+    def _read(self, batches: Sequence[Any], policy: Policy, mode: Mode = "train") -> Step:
         """Batches as a step, each read once. Lazy modules take their shapes from the first."""
         read = once_more(
             lambda: self._read_once(batches),
@@ -602,7 +640,7 @@ class Microbatcher:
             doing="reading the structure of the batch",
         )
         rows = [each.num_rows for each in read]
-        if checks_form:
+        if mode != "predict":
             self._passes.check_form(batches, rows)
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
@@ -611,6 +649,9 @@ class Microbatcher:
             with self._train.initializing():
                 self._passes.materialize(batches[0])
             self._index.refresh()
+        if not self._unit.is_rows:
+            read = self._sorter.sort(read, mode)
+            self._index.refresh()  # a look may have made layers
         return Step(
             batches=read,
             policy=policy,

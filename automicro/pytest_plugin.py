@@ -6,21 +6,29 @@ file beside the tests and names the module that a change made larger. Loaded by 
 ``automicro[pytest]`` is installed; torch is imported only in tests that use it.
 """
 
+import difflib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import unittest
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from automicro.errors import AutomicroWarning, warn
+
 if TYPE_CHECKING:
+    from automicro.planning.baseline import Peaks
     from automicro.planning.report import PlanReport
 
 FILE = "fits_baseline.json"
+_WRITTEN = pytest.StashKey[dict[Path, int]]()  # models by file, in this run
 SHARE = 0.05  # that a module may grow by
-LEAST_BYTES = 1 << 20  # that it may grow by in any case
+_WHOLE = sys.maxsize  # rows of a microbatch that is never cut
+_OURS = str(Path(__file__).parent)
 _HOW = (
     "return (model, batch), or a mapping with 'model', 'batch' and further arguments of "
     "automicro.plan such as 'loss_fn' and 'optimizer'"
@@ -40,6 +48,7 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
 
     Raises:
         AssertionError: it does not fit; the message is the whole report.
+        TypeError, ValueError: arguments that make no sense, each with its remedy.
 
     Example:
         >>> import torch
@@ -49,25 +58,77 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
         >>> assert_fits(model, batch, "1MiB", forward=forward).microbatch_size
         32
     """
-    from automicro.planning.plan import plan
-
     __tracebackhide__ = True
-    whole = options.pop("whole", False)
-    report = plan(model, batch, memory=memory, **options)
-    if report.limit_bytes is None:
-        raise ValueError(
-            "assert_fits needs to know how much memory there is; give it, as in "
-            "assert_fits(model, batch, '24GiB'), or name a device: device='a100-80gb'"
-        )
-    if not report.fits or (whole and report.num_microbatches > 1):
-        raise AssertionError(_too_large(report))
+    _refuse_unknown("assert_fits() has no argument", options, also=["whole"])
+    options = {"memory": memory, **options}
+    report, lack = _judged(model, batch, options, 'assert_fits(…, "24GiB")')
+    if lack:
+        raise AssertionError(lack)
     return report
 
 
-def _too_large(report: "PlanReport") -> str:
+def _judged(
+    model: Any, batch: Any, options: Mapping[str, Any], example: str
+) -> tuple["PlanReport", str]:
+    """The plan of a step, and in words why it does not fit; ``example`` names the memory."""
+    __tracebackhide__ = True
+    options = dict(options)
+    whole = options.pop("whole", False)
+    if options.get("memory") is None and options.get("device", "cuda") in ("cuda", "cpu"):
+        raise ValueError(
+            f"nothing says how much memory there is; give it, as in {example}, or name a device "
+            "in its place, as in device='a100-80gb' (automicro plan --device help lists them)"
+        )
+    if not whole:
+        report = _planned(model, batch, options)
+        return report, "" if report.fits else str(report)
+    if options.get("microbatch_size") is not None:
+        raise TypeError(
+            f"whole=True asks for the whole batch in one microbatch, and microbatch_size="
+            f"{options['microbatch_size']!r} for several; leave one of the two out"
+        )
+    report = _planned(model, batch, {**options, "microbatch_size": _WHOLE})
     if report.fits:
-        return f"the batch does not fit whole, only {report.largest_size} rows of it\n{report}"
-    return str(report)
+        return report, ""
+    cut = _planned(model, batch, {**options, "remedies": False})
+    most = f"at most {cut.largest_size}" if cut.fits else "not even one"
+    rows = f"{most} of its {cut.num_rows} rows would"
+    return report, f"the batch does not fit whole: {rows}, and whole=True asks for all\n{report}"
+
+
+def _planned(model: Any, batch: Any, options: Mapping[str, Any]) -> "PlanReport":
+    """What `automicro.plan` says; an error shows the lines of the model, and none of ours."""
+    from automicro.planning.plan import plan
+
+    __tracebackhide__ = True
+    try:
+        return plan(model, batch, **options)
+    except Exception as error:
+        cause = error.__cause__
+        if cause is not None:
+            _without_our_lines(cause).__suppress_context__ = True  # what was tried before
+        raise _without_our_lines(error) from cause
+
+
+def _without_our_lines(error: BaseException) -> BaseException:
+    """The same error, whose traceback begins where somebody else's code does."""
+    lines = error.__traceback__
+    while lines is not None and lines.tb_frame.f_code.co_filename.startswith(_OURS):
+        lines = lines.tb_next
+    return error.with_traceback(lines)
+
+
+def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ()) -> None:
+    """Refuse what `automicro.plan` does not take, in the words of the caller."""
+    from automicro.planning.plan import plan
+
+    __tracebackhide__ = True
+    known = [*inspect.signature(plan).parameters, *also]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise TypeError(f"{who} {name!r}{hint}; there are {', '.join(known)}")
 
 
 class FitsBaseline:
@@ -77,10 +138,15 @@ class FitsBaseline:
         path: of the file.
         test: whose they are.
         updates: whether to write them down in place of comparing.
+
+    Attributes:
+        written: how many were written down.
     """
 
     def __init__(self, path: Path, test: str, *, updates: bool) -> None:
         self._path, self._test, self._updates = path, test, updates
+        self.written = 0
+        self._names: set[str] = set()
 
     def check(
         self,
@@ -91,7 +157,10 @@ class FitsBaseline:
         share: float = SHARE,
         **options: Any,
     ) -> "PlanReport":
-        """Fail where the peak, or a module's part of it, is larger than was written down.
+        """Fail where the peak, or a part's own peak, is larger than was written down.
+
+        The step is that of the whole batch, unless there is a ``microbatch_size``. A module that
+        has another name than in the file and holds no more passes with a warning.
 
         Args:
             model: as in `automicro.plan`, and so ``batch`` and ``options``.
@@ -102,51 +171,94 @@ class FitsBaseline:
 
         Raises:
             AssertionError: one has grown by more, or nothing is written down yet.
+            TypeError, ValueError: arguments that make no sense, or a file that cannot be read.
         """
-        from automicro.planning.plan import plan
-        from automicro.units import format_bytes
+        from automicro.planning.baseline import Peaks, compare
 
         __tracebackhide__ = True
-        options = {"remedies": False, "device": "cuda", **options}
-        report = plan(model, batch, **options)
-        now = {"peak": report.peak_bytes, **_parts(report)}
-        known = json.loads(self._path.read_text("utf-8")) if self._path.exists() else {}
+        self._look_at(name, share, options)
+        options = {"remedies": False, "microbatch_size": _WHOLE, **options}
+        report = _planned(model, batch, options)
+        known = self._read()
         key = f"{self._test}::{name}"
         if self._updates:
-            known[key] = now
+            known[key] = Peaks.of(report).entry()
             text = json.dumps(known, indent=1, sort_keys=True) + "\n"
             self._path.write_text(text, encoding="utf-8")
+            self.written += 1
             return report
         if key not in known:
             raise AssertionError(
                 f"{self._path.name} has no peaks of {key}; write them down with "
                 "pytest --update-fits, and commit the file"
             )
-        before: Mapping[str, int] = known[key]
-        grown = {
-            part: (before.get(part, 0), num_bytes)
-            for part, num_bytes in now.items()
-            if num_bytes > before.get(part, 0) * (1 + share) + (LEAST_BYTES if share else 0)
-        }
-        if grown:
-            most = sorted(grown.items(), key=lambda item: item[1][0] - item[1][1])
-            lines = [
-                f"  {part}: {format_bytes(was)} -> {format_bytes(is_now)}"
-                for part, (was, is_now) in most
-            ]
+        before = self._peaks(known, key)
+        found = compare(before, Peaks.of(report, at_peak=before.is_at_peak), share)
+        if found.grown:
             raise AssertionError(
                 f"{report.model} holds more than {self._path.name} says, by more than "
-                f"{share:.0%}:\n" + "\n".join(lines) + "\nIf that is meant: pytest --update-fits"
+                f"{share:.0%}:\n{found}\nIf that is meant: pytest --update-fits"
+            )
+        if found.renamed:
+            warn(
+                f"{self._path.name} has other names for modules of {key}, which hold no more than "
+                f"before (renamed? {found.shown_renames}); write the new ones down with "
+                "pytest --update-fits",
+                AutomicroWarning,
+            )
+        if before.is_at_peak:
+            warn(
+                f"{self._path.name} was written by an older version: of {key} it knows the fullest "
+                "moment alone, and what grows at another one is not seen; write it anew with "
+                "pytest --update-fits",
+                AutomicroWarning,
             )
         return report
 
+    def _look_at(self, name: str, share: float, options: Mapping[str, Any]) -> None:
+        """Refuse arguments that make no sense."""
+        __tracebackhide__ = True
+        known = ("name", "share")
+        _refuse_unknown("fits_baseline.check() has no argument", options, also=known)
+        if options.get("memory") is not None:
+            raise TypeError(
+                f"fits_baseline.check() compares peaks, whatever the memory: leave memory="
+                f"{options['memory']!r} out, or ask assert_fits whether they fit"
+            )
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share!r}: give a share from 0 to 1, such as 0.05 for 5 %")
+        if name in self._names:
+            raise ValueError(
+                f"fits_baseline.check() has seen name={name!r} in this test before: give each "
+                "model a name of its own, as in check(…, name='small')"
+            )
+        self._names.add(name)
 
-def _parts(report: "PlanReport") -> dict[str, int]:
-    """What the peak holds: activations by module, the rest by kind."""
-    kinds = {
-        kind: num_bytes for kind, num_bytes in report.breakdown.items() if kind != "activations"
-    }
-    return {**kinds, **{f"activations of {name}": n for name, n in report.modules.items()}}
+    def _read(self) -> dict[str, Any]:
+        __tracebackhide__ = True
+        if not self._path.exists():
+            return {}
+        try:
+            return dict(json.loads(self._path.read_text("utf-8")))
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+
+    def _peaks(self, known: Mapping[str, Any], key: str) -> "Peaks":
+        from automicro.planning.baseline import Peaks
+
+        __tracebackhide__ = True
+        try:
+            return Peaks.read(known[key])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._refuse(error, key)
+
+    def _refuse(self, error: Exception, key: str = "") -> NoReturn:
+        __tracebackhide__ = True
+        what = f"of {key} in {self._path}" if key else f"in {self._path}"
+        raise ValueError(
+            f"what stands {what} is no baseline ({type(error).__name__}: {error}); take the file "
+            "back from version control, or remove it and write it anew with pytest --update-fits"
+        ) from None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -168,11 +280,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def fits_baseline(request: pytest.FixtureRequest) -> FitsBaseline:
+def fits_baseline(request: pytest.FixtureRequest) -> Iterator[FitsBaseline]:
     """Compare peaks by module with those in a file beside the test: ``.check(model, batch)``."""
+    updates = request.config.getoption("--update-fits")
+    if updates and hasattr(request.config, "workerinput"):
+        raise pytest.UsageError(
+            "--update-fits writes one file, which several processes would overwrite for each "
+            "other: run it without -n of pytest-xdist"
+        )
+    _, _, inside = request.node.nodeid.partition("::")
+    test = f"{request.path.name}::{inside}"
     path = request.path.with_name(FILE)
-    test = request.node.nodeid.rpartition("/")[2]
-    return FitsBaseline(path, test, updates=request.config.getoption("--update-fits"))
+    baseline = FitsBaseline(path, test, updates=updates)
+    yield baseline
+    if baseline.written:
+        written = request.config.stash.setdefault(_WRITTEN, {})
+        written[path] = written.get(path, 0) + baseline.written
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what ``--update-fits`` has written."""
+    for path, number in config.stash.get(_WRITTEN, {}).items():
+        models = "a model" if number == 1 else f"{number} models"
+        terminalreporter.write_line(f"{path}: peaks of {models} written; commit it")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marked test whose return value nobody would see."""
+    cls = getattr(item, "cls", None)
+    is_unittest = cls is not None and issubclass(cls, unittest.TestCase)
+    if is_unittest and item.get_closest_marker("fits") is not None:
+        raise pytest.UsageError(
+            f"{item.nodeid} is marked with fits, and unittest drops what its tests return: make "
+            "it a function of its own, or call assert_fits in it"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -180,15 +323,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
     """Judge what a marked test returns, before pytest complains that it returns something."""
     __tracebackhide__ = True
     marker = pyfuncitem.get_closest_marker("fits")
-    if marker is not None:
-        pyfuncitem.obj = _judged(pyfuncitem.obj, marker)
-    return (yield)
+    if marker is None:
+        return (yield)
+    test = pyfuncitem.obj
+    pyfuncitem.obj = _judging(test, marker)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test
 
 
-def _judged(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., None]:
+def _judging(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., None]:
     @functools.wraps(test)
     def judge(*args: Any, **options: Any) -> None:
         __tracebackhide__ = True
+        wanted = _read_marker(marker, test.__name__)
         found = test(*args, **options)
         if inspect.isgenerator(found):
             found = next(found)
@@ -199,11 +348,38 @@ def _judged(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., None
         else:
             given = {}
         if not {"model", "batch"} <= set(given):
+            keys = f" with {', '.join(map(repr, given))}" if given else ""
             raise TypeError(
-                f"{test.__name__} is marked with fits and returned {type(found).__name__}; {_HOW}"
+                f"{test.__name__} is marked with fits and returned {type(found).__name__}{keys}; "
+                f"{_HOW}"
             )
-        given |= marker.kwargs
-        memory = marker.args[0] if marker.args else given.pop("memory", None)
-        assert_fits(given.pop("model"), given.pop("batch"), memory, **given)
+        _refuse_unknown(
+            f"{test.__name__} returned, and a plan has no use for,", given, also=["whole"]
+        )
+        given |= wanted
+        model, batch = given.pop("model"), given.pop("batch")
+        _, lack = _judged(model, batch, given, '@pytest.mark.fits("24GiB")')
+        if lack:
+            __tracebackhide__ = False  # pytrace=False hides it, and pytest says nothing of it
+            pytest.fail(lack, pytrace=False)
 
     return judge
+
+
+def _read_marker(marker: pytest.Mark, test: str) -> dict[str, Any]:
+    """What a mark says, by name."""
+    __tracebackhide__ = True
+    if len(marker.args) > 1:
+        shown = ", ".join(map(repr, marker.args))
+        raise TypeError(
+            f"@pytest.mark.fits({shown}) on {test}: only the memory stands without a name; name "
+            "the others, as in @pytest.mark.fits('24GiB', rows=32)"
+        )
+    if marker.args and "memory" in marker.kwargs:
+        raise TypeError(
+            f"@pytest.mark.fits on {test} names the memory twice, {marker.args[0]!r} and memory="
+            f"{marker.kwargs['memory']!r}; leave one of the two out"
+        )
+    _refuse_unknown(f"@pytest.mark.fits on {test} has no option", marker.kwargs, also=["whole"])
+    memory = {"memory": marker.args[0]} if marker.args else {}
+    return {**memory, **marker.kwargs}

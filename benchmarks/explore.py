@@ -1,11 +1,12 @@
 """Exploring on real jobs: is the choice as good as the best of a sweep, and what did it cost?
 
-    python -m benchmarks.explore [--rounds 15] [job …]
+    python -m benchmarks.explore [--of train|eval|offline] [--processor-time] [--rounds 15] [job …]
 
-Each job trains with ``microbatch_size="explore"`` until it has chosen, and then, in the same
-process, passes over all its candidates in turns. The choice is *significantly slower* than the
-sweep's best where a sign test on the rounds says so (p < 0.05, two-sided). What exploring lost is
-the time of its steps beyond as many at the chosen size.
+Each job trains (or evaluates) with ``"explore"`` until it has chosen, or is handed to
+`automicro.explore` with four batches to pool; and then, in the same process, passes over all
+candidates in turns. The choice is *significantly slower* than the sweep's best where a sign test on
+the rounds says so (p < 0.05, two-sided). What exploring lost in a run is the time of its steps
+beyond as many at the chosen size; before a run it is all of its time.
 """
 
 import argparse
@@ -13,17 +14,20 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from automicro import Explore, Microbatcher
+from automicro import Explore, Microbatcher, explore
+from automicro.exploring import POOLED, ladder
 from automicro.policy.explore import cuts
 from automicro.policy.policy import Policy
 
 RUN_STEPS = 2000  # of which exploring may lose 3 %
+KINDS = ("train", "eval", "offline")
 
 
 def digits() -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -92,6 +96,25 @@ def bert() -> tuple[nn.Module, Any, dict[str, Any]]:
 JOBS = {"digits": digits, "resnet": resnet, "gpt2": gpt2, "bert": bert}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What exploring said, and the sizes that it could have said.
+
+    Attributes:
+        size: rows.
+        base: the largest, of a whole batch.
+        sizes: the largest first.
+        cost: that of exploring, in words, given the seconds of a batch at each size.
+        share: of a run that it took; 0 before a run.
+    """
+
+    size: int
+    base: int
+    sizes: Sequence[int]
+    cost: Callable[[Mapping[int, float]], str]
+    share: Callable[[Mapping[int, float]], float]
+
+
 class Turns(Policy):
     """The size that somebody sets."""
 
@@ -101,72 +124,151 @@ class Turns(Policy):
         return min(num_rows, self.size)
 
 
-def run(name: str, rounds: int) -> bool:
-    """Explore, sweep, and say what came of it; whether both promises hold."""
-    torch.manual_seed(0)
-    model, batch, options = JOBS[name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+class Job:
+    """A model with its batch, and what is timed of it: ``train``, ``eval`` or ``offline``."""
 
-    def stepping(policy: Policy) -> tuple[Microbatcher, Callable[[], tuple[Any, float]]]:
-        microbatcher = Microbatcher(
-            model, microbatch_size=policy, probe=False, optimizer=optimizer, **options
+    def __init__(self, name: str, of: str) -> None:
+        torch.manual_seed(0)
+        self.model, self.batch, self.options = JOBS[name]()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.of = of
+        self.num_rows = len(next(iter(_tensors(self.batch))))
+
+    def microbatcher(self, policy: Policy) -> Microbatcher:
+        return Microbatcher(
+            self.model,
+            microbatch_size=policy,
+            eval_microbatch_size=policy,
+            probe=False,
+            optimizer=self.optimizer,
+            **self.options,
         )
 
-        def step() -> tuple[Any, float]:
-            start = time.perf_counter()
+    def step(self, microbatcher: Microbatcher, rows: int) -> tuple[Any, float]:
+        """One batch of so many rows; what came of it, and the seconds."""
+        batch = _taken(self.batch, rows)
+        result: Any
+        start = time.perf_counter()
+        if self.of == "eval":
+            result = microbatcher.evaluate(batch)
+        elif self.of == "train":
             result = microbatcher.backward(batch)
-            seconds = time.perf_counter() - start
-            optimizer.step()
-            optimizer.zero_grad()
-            return result, seconds
+        else:
+            result = microbatcher.accumulate([batch], accept=lambda _: False)
+        seconds = time.perf_counter() - start
+        if self.of == "train":
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return result, seconds
 
-        return microbatcher, step
+    def explore(self) -> Choice:
+        """What exploring chooses."""
+        return self._before_a_run() if self.of == "offline" else self._in_a_run()
 
-    _, step = stepping(Explore())
-    spent: list[float] = []
-    while True:
-        result, seconds = step()
-        spent.append(seconds)
-        if result.exploration is not None and result.exploration.is_news:
-            print(f"  {result.exploration}", flush=True)
-            if result.exploration.ended is not None:
-                break
-    choice = result.exploration.microbatch_size
-    policy = Turns()
-    _, step = stepping(policy)
-    sizes = cuts(result.num_samples, result.num_samples)
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for number in range(rounds + 1):
-        for size in sizes if number % 2 else sizes[::-1]:
-            if number > 1 and statistics.median(times[size]) > 2 * min(
-                statistics.median(each) for each in times.values() if each
-            ):
-                continue  # twice as slow is no rival
-            policy.size = size
-            _, seconds = step()
-            if number:
-                times[size].append(seconds)
-    medians = {size: statistics.median(each) for size, each in times.items() if each}
-    best = min(medians, key=lambda size: medians[size])
-    pairs = [(a, b) for a, b in zip(times[choice], times[best], strict=False) if a != b]
+    def _in_a_run(self) -> Choice:
+        microbatcher = self.microbatcher(Explore())
+        spent: list[float] = []
+        while True:
+            result, seconds = self.step(microbatcher, self.num_rows)
+            spent.append(seconds)
+            if result.exploration is not None and result.exploration.is_news:
+                print(f"  {result.exploration}", flush=True)
+                if result.exploration.ended is not None:
+                    break
+        size = result.exploration.microbatch_size
+
+        def lost(medians: Mapping[int, float]) -> float:
+            return sum(spent) / medians[size] - len(spent)
+
+        def cost(medians: Mapping[int, float]) -> str:
+            return (
+                f"{len(spent)} steps lost {lost(medians) * medians[size]:.2f} s, as "
+                f"{lost(medians):.0f} steps at the choice: {lost(medians) / RUN_STEPS:.2%} of a "
+                f"run of {RUN_STEPS:,}; 3 % of one of {math.ceil(lost(medians) / 0.03):,}"
+            )
+
+        return Choice(
+            size=size,
+            base=self.num_rows,
+            sizes=cuts(self.num_rows, self.num_rows),
+            cost=cost,
+            share=lambda medians: lost(medians) / RUN_STEPS,
+        )
+
+    def _before_a_run(self) -> Choice:
+        batches = [self.batch] * POOLED
+        report = explore(self.model, batches, optimizer=self.optimizer, **self.options)
+        print("  " + str(report).replace("\n", "\n  "), flush=True)
+
+        def cost(medians: Mapping[int, float]) -> str:
+            batches = report.seconds / medians[report.microbatch_size]
+            return (
+                f"{report.steps} trials took {report.seconds:.1f} s, as {batches:.0f} batches at "
+                "the choice"
+            )
+
+        most = POOLED * self.num_rows
+        return Choice(
+            size=report.microbatch_size,
+            base=report.base,
+            sizes=sorted({*ladder(most), self.num_rows, report.microbatch_size}, reverse=True),
+            cost=cost,
+            share=lambda _: 0.0,
+        )
+
+    def sweep(self, sizes: Sequence[int], rounds: int) -> dict[int, list[float]]:
+        """Seconds of a batch's rows at all sizes in turns; twice as slow is no rival."""
+        policy = Turns()
+        microbatcher = self.microbatcher(policy)
+        times: dict[int, list[float]] = {size: [] for size in sizes}
+        for number in range(rounds + 1):
+            for size in sizes if number % 2 else sizes[::-1]:
+                if number > 1 and statistics.median(times[size]) > 2 * min(
+                    statistics.median(each) for each in times.values() if each
+                ):
+                    continue
+                policy.size = size
+                whole = self.num_rows
+                rows = size * max(1, round(whole / size)) if self.of == "offline" else whole
+                _, seconds = self.step(microbatcher, rows)
+                if number:
+                    times[size].append(seconds * whole / rows)
+        return {size: each for size, each in times.items() if each}
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    yield from batch.values() if isinstance(batch, dict) else batch
+
+
+def _taken(batch: Any, rows: int) -> Any:
+    """So many rows, repeated where there are fewer."""
+    if isinstance(batch, dict):
+        return {key: _taken(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_taken(value, rows) for value in batch)
+    return batch if len(batch) == rows else batch[torch.arange(rows) % len(batch)]
+
+
+def run(name: str, of: str, rounds: int) -> bool:
+    """Explore, sweep, and say what came of it; whether both promises hold."""
+    job = Job(name, of)
+    choice = job.explore()
+    times = job.sweep(choice.sizes, rounds)
+    medians = {size: statistics.median(each) for size, each in times.items()}
+    size, best = choice.size, min(medians, key=lambda size: medians[size])
+    pairs = [(a, b) for a, b in zip(times[size], times[best], strict=False) if a != b]
     p = sign_test(sum(a > b for a, b in pairs), len(pairs))
-    lost = sum(spent) - len(spent) * medians[choice]
-    share = lost / (RUN_STEPS * medians[choice])
-    table = ", ".join(f"{size}: {medians[size] * 1e3:.1f}" for size in sorted(medians))
+    table = ", ".join(f"{each}: {medians[each] * 1e3:.1f}" for each in sorted(medians))
     print(f"  sweep, ms a batch by rows: {table}")
-    is_good = choice == best or p >= 0.05 or medians[choice] <= medians[best]
+    is_good = size == best or p >= 0.05
     print(
-        f"  chosen {choice}, best of the sweep {best} "
-        f"({medians[choice] / medians[best] - 1:+.1%}, p = {p:.2f}): "
-        f"{'not ' if is_good else ''}significantly slower"
+        f"  chosen {size}, best of the sweep {best} "
+        f"({medians[size] / medians[best] - 1:+.1%}, p = {p:.2f}): "
+        f"{'not ' if is_good else ''}significantly slower; "
+        f"{medians[choice.base] / medians[size]:.2f}x base of {choice.base}"
     )
-    print(
-        f"  {len(spent)} steps lost {lost:.2f} s, as {lost / medians[choice]:.0f} steps at the "
-        f"choice: {share:.2%} of a run of {RUN_STEPS:,}; 3 % of one of "
-        f"{math.ceil(lost / medians[choice] / 0.03):,}; "
-        f"{medians[max(medians)] / medians[choice]:.2f}x base"
-    )
-    return is_good and share <= 0.03
+    print(f"  {choice.cost(medians)}")
+    return is_good and choice.share(medians) <= 0.03
 
 
 def sign_test(successes: int, number: int) -> float:
@@ -183,12 +285,22 @@ def sign_test(successes: int, number: int) -> float:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("jobs", nargs="*", metavar="job", help=f"of {', '.join(JOBS)}")
+    parser.add_argument("--of", action="append", choices=KINDS, help="what to explore; else all")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="seconds of this process alone, on a machine that others use; one thread, no device",
+    )
     options = parser.parse_args(arguments)
+    if options.processor_time:
+        torch.set_num_threads(1)
+        time.perf_counter = time.process_time  # which exploring reads, too
     held = []
-    for name in options.jobs or JOBS:
-        print(name)
-        held.append(run(name, options.rounds))
+    for of in options.of or KINDS:
+        for name in options.jobs or JOBS:
+            print(f"{name}, {of}", flush=True)
+            held.append(run(name, of, options.rounds))
     return 0 if all(held) else 1
 
 

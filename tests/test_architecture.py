@@ -92,6 +92,7 @@ PUBLIC_NAMES = [
     "LossError",
     "MemoryBudget",
     "MetricWarning",
+    "PaddingWarning",
     "Microbatcher",
     "NonFiniteLossError",
     "OptimizerStepError",

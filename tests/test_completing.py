@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "train ": "broken.yaml job.yaml|my jobs/|small.yml",
         "train j": "job.yaml",
         "train job.yaml --js": "--json",
-        "train job.yaml mic": "microbatch_size=",
+        "train job.yaml microbatch_s": "microbatch_size=",
         "train job.yaml eval_m": "eval_microbatch_size=",
         "train job.yaml opt": "optimizer= optimizer.",
         "train job.yaml optimizer.args.": "optimizer.args.lr= optimizer.args.weight_decay=",
@@ -139,7 +139,7 @@ def test_each_shell_has_a_script(shell: str, capsys: pytest.CaptureFixture[str])
     ("line", "expected"),
     {
         "automicro tr": ["train"],
-        "automicro train job.yaml mic": ["microbatch_size="],
+        "automicro train job.yaml microbatch_s": ["microbatch_size="],
         "automicro train job.yaml precision=b": ["bf16"],
         "automicro train m": ["my\\ jobs/"],
         "automicro train job.yaml nothing": [""],

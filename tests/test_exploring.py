@@ -126,6 +126,22 @@ def test_a_run_after_it_is_the_run_without_it() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_process_that_gets_faster_with_its_first_large_batches_favours_no_size(
+    clock: Clock,
+) -> None:
+    """As an allocator that keeps memory only once it was asked for much of it."""
+
+    def seconds(rows: int) -> float:
+        is_warm = model.rows.count(4 * ROWS) >= 2
+        return rows * (1 if is_warm else 1.5)
+
+    model = Takes(clock, seconds)
+    report = explore(model, make_loader(), loss_fn=LOSS)
+    assert [each.speedup for each in report.measured] == pytest.approx(
+        [1.0] * len(report.measured), rel=0.03
+    )
+
+
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_it_finds_a_size_that_is_far_faster_than_others(clock: Clock, evaluate: bool) -> None:
     """Above eight rows a row takes twice as long; below, a pass takes time by itself."""
@@ -341,3 +357,9 @@ def test_the_command_refuses_an_evaluation_that_there_is_not(
 ) -> None:
     assert main(["explore", "job.yaml", "--eval"]) == 2
     assert "eval_dataloader" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_the_command_refuses_sizes_that_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "job.yaml", "microbatch_unit=tokens"]) == 2
+    assert "or explore with microbatch_unit=rows" in capsys.readouterr().err

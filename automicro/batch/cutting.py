@@ -311,7 +311,12 @@ def _take(value: Any, batch_type: BatchType, start: int, stop: int, path: str) -
 NOWHERE_ELSE: Mapping[str, int] = MappingProxyType({})
 
 
-def concat_rows(parts: Sequence[Any], row_dims: Mapping[str, int] = NOWHERE_ELSE) -> Any:
+def concat_rows(
+    parts: Sequence[Any],
+    row_dims: Mapping[str, int] = NOWHERE_ELSE,
+    *,
+    order: Sequence[int] | None = None,
+) -> Any:
     """Join what a model gave for each microbatch into what it gives for the whole batch.
 
     Tensors and arrays are joined along dimension 0, mappings, tuples and dataclasses part by part,
@@ -321,6 +326,8 @@ def concat_rows(parts: Sequence[Any], row_dims: Mapping[str, int] = NOWHERE_ELSE
     Args:
         parts: of each microbatch, in order.
         row_dims: where tensors have their rows, by path, if it is not dimension 0.
+        order: of each row of the result, its place among the rows of all parts; None where they
+            are in order.
 
     Raises:
         BatchError: the outputs differ in structure, or hold something that has no rows.
@@ -330,10 +337,12 @@ def concat_rows(parts: Sequence[Any], row_dims: Mapping[str, int] = NOWHERE_ELSE
     """
     if not parts:
         raise BatchError("There are no outputs to join. Give those of at least one microbatch.")
-    return _concat(list(parts), "", row_dims)
+    return _concat(list(parts), "", row_dims, order)
 
 
-def _concat(parts: list[Any], path: str, row_dims: Mapping[str, int]) -> Any:
+def _concat(
+    parts: list[Any], path: str, row_dims: Mapping[str, int], order: Sequence[int] | None
+) -> Any:
     first = parts[0]
     types = {type(part) for part in parts}
     if len(types) > 1:
@@ -344,18 +353,20 @@ def _concat(parts: list[Any], path: str, row_dims: Mapping[str, int]) -> Any:
         )
     kind = kind_of(type(first))
     if kind is Kind.TENSOR or kind is Kind.ARRAY:
-        return _concat_arrays(parts, path, row_dims.get(path, 0))
+        dim = row_dims.get(path, 0)
+        return _in_order(_concat_arrays(parts, path, dim), order, path, dim)
     if kind is Kind.PACKED:
-        return concat_packed(parts)
+        return _in_order(concat_packed(parts), order, path)
     if kind is Kind.REGISTERED:
         batch_type = batch_type_of(type(first))
         assert batch_type is not None
         if batch_type.concat is not None:
-            return batch_type.concat(parts)
+            return _in_order(batch_type.concat(parts), order, path)
     if isinstance(first, list):
-        return builder(first, ())([row for part in parts for row in part])
+        rows = [row for part in parts for row in part]
+        return builder(first, ())(_in_order(rows, order, path))
     if kind in STRUCTURES or kind is Kind.SEQUENCE:
-        return _concat_structures(parts, path, row_dims)
+        return _concat_structures(parts, path, row_dims, order)
     if first is None:
         return None
     numeric = isinstance(first, int | float | complex | np.generic)
@@ -393,7 +404,39 @@ def _concat_arrays(parts: list[Any], path: str, dim: int) -> Any:
         ) from error
 
 
-def _concat_structures(parts: list[Any], path: str, row_dims: Mapping[str, int]) -> Any:
+def _in_order(joined: Any, order: Sequence[int] | None, path: str, dim: int = 0) -> Any:
+    """The rows of all parts in the order of the batch.
+
+    Raises:
+        BatchError: it has not one entry for each row.
+    """
+    if order is None:
+        return joined
+    kind = kind_of(type(joined))
+    num_rows = -1
+    if kind is Kind.TENSOR:
+        num_rows = joined.size(dim)
+    elif kind is Kind.PACKED:
+        num_rows = packed_num_rows(joined)
+    elif kind is Kind.ARRAY or isinstance(joined, list):
+        num_rows = len(joined)
+    if num_rows != len(order):
+        raise BatchError(
+            f"{_named(path)} has not one entry for each of the {len(order)} rows, which were "
+            "sorted by cost and cannot be put back into their order. Leave it out of the outputs, "
+            "or count rows: microbatch_unit='rows'."
+        )
+    rows = ChosenRows(order)
+    if kind is Kind.TENSOR:
+        return rows.tensor(joined, dim)[0]
+    if kind is Kind.PACKED:
+        return rows.packed(joined)[0]
+    return rows.array(joined, 0)[0] if kind is Kind.ARRAY else [joined[index] for index in order]
+
+
+def _concat_structures(
+    parts: list[Any], path: str, row_dims: Mapping[str, int], order: Sequence[int] | None
+) -> Any:
     opened = [open_container(part) for part in parts]
     keys = list(opened[0][0])
     for other, _ in opened:
@@ -404,7 +447,8 @@ def _concat_structures(parts: list[Any], path: str, row_dims: Mapping[str, int])
             )
     by_key = [dict(zip(names, values, strict=True)) for names, values in opened]
     joined = [
-        _concat([part[key] for part in by_key], join_path(path, key), row_dims) for key in keys
+        _concat([part[key] for part in by_key], join_path(path, key), row_dims, order)
+        for key in keys
     ]
     return builder(parts[0], keys)(joined)
 

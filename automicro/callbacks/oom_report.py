@@ -49,6 +49,7 @@ class OutOfMemoryReport(Callback):
     ``oom-0001.pickle``, a snapshot for https://docs.pytorch.org/memory_viz, taken where a request
     could not be served, with everything still on the device. A library that fails without having
     asked torch's allocator leaves one of what is left when the attempt was rolled back.
+    Where no size fits, the error names the last file.
 
     A file that cannot be written (a full disk, say) is a warning, and the run goes on.
 
@@ -174,6 +175,7 @@ class OutOfMemoryReport(Callback):
         if not self._write(path, report):
             return
         self._written += 1
+        failure.reports.append(str(path))
         self._open = self._last = (path, report)
         if self._takes_snapshots(run):
             snapshot = path.with_suffix(".pickle")

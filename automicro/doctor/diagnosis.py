@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from automicro.doctor.causes import Cause, Device, Remedy, choose_remedies, find_causes
-from automicro.doctor.evidence import (
-    Holder,
-    failed_request,
-    find_holders,
-    read_history,
-    timeline_of,
-)
+from automicro.doctor.evidence import Holder, failed_request, find_holders, timeline_of
+from automicro.doctor.history import read_history
 from automicro.doctor.origins import (
     ACTIVATIONS,
     BATCH,
@@ -24,10 +19,10 @@ from automicro.doctor.origins import (
     OPTIMIZER,
     PARAMETERS,
     TENSORS,
-    line_of,
     told,
 )
 from automicro.doctor.snapshot import Frame, Snapshot, UnreadableFailureError, read_snapshot
+from automicro.doctor.source import line_of
 from automicro.pictures import Picture, escape, html_grid, html_page, timeline
 from automicro.units import format_bytes, parse_bytes
 

@@ -1,11 +1,13 @@
 """What a snapshot shows: who holds what, what stayed from earlier rounds, what grew."""
 
 import itertools
+import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from automicro.doctor.history import History, Made, origin_in, up_to_loop
 from automicro.doctor.origins import (
     ACTIVATIONS,
     BACKWARD,
@@ -17,14 +19,24 @@ from automicro.doctor.origins import (
     PARAMETERS,
     TENSORS,
     Origin,
+    is_outside,
     origin_of,
+    told,
 )
 from automicro.doctor.snapshot import Block, Event, Frame, Snapshot, Stack
+from automicro.doctor.source import (
+    line_of,
+    loop_at,
+    name_given,
+    optimized_at,
+    runs_without_grad,
+)
 
 _MOVING = frozenset((ACTIVATIONS, BACKWARD, BATCH, TENSORS))  # what comes and goes with a step
 _LEAST_GROWTH = 2.0  # the last round of the first
 _SMALL = 1 << 20  # bytes, as the allocator has it
-_MOST_KEEPING = 0.4  # of the lines of a loop
+_JOINS = re.compile(r"\b(cat|concat|concatenate|hstack|vstack|stack|pad|append|expand|repeat)\(")
+_STEPS = ("_multi_tensor", "_single_tensor", "_fused")  # an optimizer's, after its state is there
 _MOST_MOMENTS = 400  # of a timeline
 EARLIER_LABEL = "made before the recording began"
 
@@ -40,16 +52,27 @@ class Holder:
         count: of tensors.
         largest_bytes: of one tensor.
         where: the line that made most of it.
-        caller: the line outside of all modules that led there.
+        chain: the lines that led to most of what the last round made, the innermost first.
+        callers: lines outside of modules that led there, each with its bytes of the last round.
+        part: of what most of a model's or its optimizer's bytes are, such as an embedding.
+        temporary_bytes: of an optimizer: what is no state, and goes when its step ends.
         kept_bytes: what of it is left from earlier rounds.
-        kept_count: of how many tensors.
+        kept_line_bytes: of one line alone.
         kept_rounds: from how many.
-        grew: bytes in the first and in the last round, where each took as much as the one before
-            or more.
+        kept_chain: the lines that led to most of them, to that in the loop of rounds.
+        kept_loop: that loop.
+        grew: bytes of its largest tensor in the first and in the last round, where each took as
+            much as the one before or more.
+        grown_by: the line that makes it grow, by joining tensors; None where none does.
         usual_bytes: of the largest tensor in earlier rounds; None where there were none.
         failed_bytes: the request that failed, if it was this one's.
-        is_trained: of parameters: whether gradients or optimizer state belong to them; None where
-            nothing tells.
+        is_trained: of parameters: whether optimizer state belongs to them; None where nothing
+            tells.
+        is_once: whether its line ran before the first round ended, and no more.
+        is_followed: of a forward: whether a backward came after it, or will as the source has it;
+            None where nothing tells.
+        is_without_grad: whether it runs under ``no_grad``, as the source has it.
+        is_driven: whether a library called the program's lines.
     """
 
     kind: str
@@ -58,172 +81,78 @@ class Holder:
     count: int = 0
     largest_bytes: int = 0
     where: Frame | None = None
-    caller: Frame | None = None
+    chain: Stack = ()
+    callers: dict[Frame, int] = field(default_factory=dict)
+    part: str = ""
+    temporary_bytes: int = 0
     kept_bytes: int = 0
-    kept_count: int = 0
+    kept_line_bytes: int = 0
     kept_rounds: int = 0
+    kept_chain: Stack = ()
+    kept_loop: Frame | None = None
     grew: tuple[int, int] | None = None
+    grown_by: Frame | None = None
     usual_bytes: int | None = None
     failed_bytes: int = 0
     is_trained: bool | None = None
+    is_once: bool = False
+    is_followed: bool | None = None
+    is_without_grad: bool = False
+    is_driven: bool = False
+
+    @property
+    def caller(self) -> Frame | None:
+        """The line outside of all modules that led there."""
+        return next((each for each in self.chain if is_outside(each)), self.where)
 
 
 @dataclass
-class _Made:
-    """One allocation of the history."""
+class _Tally:
+    """What is counted of one holder, in bytes."""
 
-    stack: Stack
-    origin: Origin
-    size: int
-    round: int
-    event: int
+    holder: Holder
+    lines: Counter[Frame] = field(default_factory=Counter)
+    origins: Counter[Origin] = field(default_factory=Counter)
+    kept: Counter[Origin] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
+    kept_rounds: set[int] = field(default_factory=set)
 
-
-@dataclass(kw_only=True)
-class History:
-    """What the events tell: the rounds of a loop, and when each block that is held was made.
-
-    Attributes:
-        made: of blocks that are held, by address.
-        rounds: how often the loop came round; 0 where none shows.
-        first_loop_round: the round in which the last backward ended.
-        in_backward: whether the last thing that happened was a backward.
-        trains: whether there was any.
-        sizes: per line, the bytes that each round asked for.
-        singles: per line, the largest request of each round.
-    """
-
-    made: dict[int, _Made] = field(default_factory=dict)
-    rounds: int = 0
-    first_loop_round: int = 0
-    in_backward: bool = False
-    trains: bool = False
-    sizes: dict[Frame, dict[int, int]] = field(default_factory=dict)
-    singles: dict[Frame, dict[int, int]] = field(default_factory=dict)
-
-
-def read_history(snapshot: Snapshot) -> History:
-    """Play the events once."""
-    rounds, is_loop = _rounds(snapshot)
-    history = _play(snapshot, rounds)
-    # A loop within one forward looks like one of many forwards. Of many, most lines let go.
-    if is_loop and _share_that_keeps(history) > _MOST_KEEPING:
-        rounds, _ = _rounds(snapshot, with_loops=False)
-        history = _play(snapshot, rounds)
-    return history
-
-
-def _share_that_keeps(history: History) -> float:
-    """Of the lines that allocated in earlier rounds, the share with something that is left."""
-    youngest = history.rounds - 1
-    first = history.first_loop_round
-    active = {
-        frame
-        for frame, totals in history.sizes.items()
-        if any(first <= number < youngest for number in totals)
-    }
-    keeping = {
-        made.origin.where for made in history.made.values() if first <= made.round < youngest
-    }
-    return len(active & keeping) / max(len(active), 1)
-
-
-def _play(snapshot: Snapshot, rounds: Sequence[int]) -> History:
-    history = History()
-    sizes: defaultdict[Frame, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
-    singles: defaultdict[Frame, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for index, event in enumerate(snapshot.events):
-        if event.action == "free":
-            history.made.pop(event.address, None)
-            continue
-        origin = _origin(event.stack, snapshot)
-        number = rounds[index]
+    def count(self, block: Block, origin: Origin, part: Origin | None) -> None:
+        self.holder.num_bytes += block.size
+        self.holder.count += 1
+        self.holder.largest_bytes = max(self.holder.largest_bytes, block.size)
         if origin.where is not None:
-            sizes[origin.where][number] += event.size
-            singles[origin.where][number] = max(singles[origin.where][number], event.size)
-        if event.action == "alloc":
-            history.made[event.address] = _Made(event.stack, origin, event.size, number, index)
-        if origin.kind == BACKWARD:
-            history.trains = history.in_backward = True
-            history.first_loop_round = number
-        elif origin.kind == ACTIVATIONS:
-            history.in_backward = False
-    history.rounds = rounds[-1] + 1 if rounds and rounds[-1] else 0
-    history.sizes = {frame: dict(each) for frame, each in sizes.items()}
-    history.singles = {frame: dict(each) for frame, each in singles.items()}
-    return history
+            self.lines[origin.where] += block.size
+        if part is not None and part.chain:
+            what = f"the {part.part}" if part.part else "a tensor"
+            self.parts[f"{what} at {told(part.chain[0])}"] += block.size
 
+    def count_kept(self, block: Block, origin: Origin, number: int) -> None:
+        self.holder.kept_bytes += block.size
+        self.kept_rounds.add(number)
+        self.kept[origin] += block.size
 
-def _origin(stack: Stack, snapshot: Snapshot) -> Origin:
-    """Whose it is; without a stack, while others have one, it is of autograd's own thread."""
-    if not stack and snapshot.records_stacks:
-        return Origin(BACKWARD, "the backward")
-    known: Origin | None = snapshot.origins.get(
-        id(stack)
-    )  # each stack is there once, and as long as these
-    if known is not None:
-        return known
-    origin = origin_of(stack)
-    if origin.kind == BACKWARD:
-        origin = Origin(BACKWARD, "the backward", origin.where)
-    snapshot.origins[id(stack)] = origin
-    return origin
-
-
-def _rounds(snapshot: Snapshot, *, with_loops: bool = True) -> tuple[list[int], bool]:
-    """The round of the training loop, or of another one, in which each event came.
-
-    A round of training ends where a backward begins. Without any, or after the last, a loop shows
-    in the outermost function whose lines go back to where they were. Returns whether one did.
-    """
-    kinds = [
-        None if event.action == "free" else _origin(event.stack, snapshot).kind
-        for event in snapshot.events
-    ]
-    last = max((index for index, kind in enumerate(kinds) if kind == BACKWARD), default=-1)
-    starts: set[int] = set()
-    if with_loops:
-        stacks = [tuple(reversed(event.stack)) for event in snapshot.events]
-        starts = _starts(stacks, [index for index in range(last + 1, len(kinds)) if kinds[index]])
-    rounds, number, was_backward = [], 0, False
-    for index, kind in enumerate(kinds):
-        if kind == BACKWARD and not was_backward:
-            number, was_backward = number + 1, True
-        elif kind == ACTIVATIONS:
-            was_backward = False
-        number += index in starts
-        rounds.append(number)
-    return rounds, bool(starts)
-
-
-def _starts(stacks: Sequence[Stack], chosen: Sequence[int]) -> set[int]:
-    """The events with which a loop begins anew: where lines of one function jump back."""
-    depth = 0
-    while chosen:
-        at_depth = [index for index in chosen if len(stacks[index]) > depth]
-        if not at_depth:
-            return set()
-        places = Counter(stacks[index][depth] for index in at_depth)
-        (file, _, name), _ = places.most_common(1)[0]
-        here = [
-            index
-            for index in at_depth
-            if stacks[index][depth].file == file and stacks[index][depth].name == name
-        ]
-        jumps: defaultdict[int, set[int]] = defaultdict(set)
-        for before, after in itertools.pairwise(here):
-            line = stacks[after][depth].line
-            if line < stacks[before][depth].line:
-                jumps[line].add(after)
-        often = [line for line, events in jumps.items() if len(events) >= 2]
-        if often:
-            return jumps[min(often)]
-        if name == "forward":  # what loops inside it is no loop of rounds
-            return set()
-        most = places.most_common(1)[0][0]
-        chosen = [index for index in at_depth if stacks[index][depth] == most]
-        depth += 1
-    return set()
+    def tell(self, history: History) -> None:
+        """Note on the holder what most of its bytes are."""
+        holder = self.holder
+        for where, _ in self.lines.most_common(1):
+            holder.where = where
+        for origin, _ in self.origins.most_common(1):
+            holder.chain, holder.is_driven = origin.chain, origin.is_driven
+        for part, num_bytes in self.parts.most_common(1):
+            holder.part = part if num_bytes >= 0.5 * holder.num_bytes else ""
+        for origin, num_bytes in self.origins.items():
+            if origin.caller is not None:
+                holder.callers[origin.caller] = holder.callers.get(origin.caller, 0) + num_bytes
+        chain: Stack = ()
+        for origin, holder.kept_line_bytes in self.kept.most_common(1):
+            chain = origin.chain
+        holder.kept_chain = up_to_loop(chain or history.loss_chain, history.loop)
+        if holder.kept_chain:
+            holder.kept_loop = loop_at(holder.kept_chain[-1], history.loop_lines)
+        holder.kept_rounds = len(self.kept_rounds)
+        if holder.kept_rounds < 2 and holder.kind in (TENSORS, BATCH):  # once, for all rounds
+            holder.kept_bytes = holder.kept_rounds = 0
 
 
 def find_holders(snapshot: Snapshot, history: History) -> list[Holder]:
@@ -233,53 +162,50 @@ def find_holders(snapshot: Snapshot, history: History) -> list[Holder]:
         snapshot: what is held.
         history: of its events.
     """
-    holders: dict[tuple[str, str], Holder] = {}
-    lines: defaultdict[tuple[str, str], Counter[Frame]] = defaultdict(Counter)
-    kept: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
-    parameters = Counter(
-        block.requested for block in snapshot.blocks if origin_of(block.stack).kind == PARAMETERS
-    )
+    tallies: dict[tuple[str, str], _Tally] = {}
+    made_of = [(block.requested, origin_of(block.stack)) for block in snapshot.blocks]
+    weights = {size: origin for size, origin in made_of if origin.kind == PARAMETERS}
+    parameters = Counter(size for size, origin in made_of if origin.kind == PARAMETERS)
     youngest = history.rounds - 1 - (1 if history.in_backward else 0)
     nobody = -1  # made before the history: the oldest
     ages = {address: made.event for address, made in history.made.items()}
     computed = _computed_sizes(snapshot, parameters)
     youngest_first = sorted(snapshot.blocks, key=lambda each: -ages.get(each.address, nobody))
+    failed = failed_request(snapshot)
+    in_step = failed is not None and origin_in(failed.stack, snapshot).kind == OPTIMIZER
     for block in youngest_first:
         made = history.made.get(block.address)
         origin = _whose(block, made, snapshot, parameters)
         if origin.kind == BACKWARD:
             origin = computed.get(block.requested, origin)
-        key = (origin.kind, origin.owner)
-        holder = holders.setdefault(key, Holder(kind=origin.kind, owner=origin.owner))
-        holder.num_bytes += block.size
-        holder.count += 1
-        holder.largest_bytes = max(holder.largest_bytes, block.size)
-        holder.caller = holder.caller or origin.caller
-        if origin.where is not None:
-            lines[key][origin.where] += block.size
+        holder = Holder(kind=origin.kind, owner=origin.owner)
+        tally = tallies.setdefault((origin.kind, origin.owner), _Tally(holder))
+        is_of_weights = origin.kind in (PARAMETERS, GRADIENTS, OPTIMIZER)
+        tally.count(block, origin, weights.get(block.requested) if is_of_weights else None)
         if made is not None and origin.kind in _MOVING and made.round < youngest:
-            holder.kept_bytes += block.size
-            holder.kept_count += 1
-            kept[key].add(made.round)
-    for key, holder in holders.items():
-        holder.kept_rounds = len(kept[key])
-        if lines[key]:
-            holder.where = lines[key].most_common(1)[0][0]
+            tally.count_kept(block, origin, made.round)
+        else:
+            tally.origins[origin] += block.size
+        if in_step and made is not None and made.round == history.rounds - 1:
+            tally.holder.temporary_bytes += block.size * origin.part.startswith(_STEPS)
+    for tally in tallies.values():
+        tally.tell(history)
+    holders = {key: tally.holder for key, tally in tallies.items()}
     _note_request(snapshot, holders, computed)
+    growing = _growing_lines(history)
     for holder in holders.values():
-        _note_rounds(holder, history)
+        _note_rounds(holder, history, growing)
+        _note_backward(holder, history)
     _note_training(snapshot, holders)
     return sorted(holders.values(), key=lambda holder: -holder.num_bytes)
 
 
-def _whose(
-    block: Block, made: _Made | None, snapshot: Snapshot, parameters: Counter[int]
-) -> Origin:
+def _whose(block: Block, made: Made | None, snapshot: Snapshot, parameters: Counter[int]) -> Origin:
     """Whose a block is. Each parameter has one gradient, the last of its size: others are kept."""
     if made is not None:
         origin = made.origin
     elif block.stack:
-        origin = _origin(block.stack, snapshot)
+        origin = origin_in(block.stack, snapshot)
     else:
         return Origin(EARLIER, EARLIER_LABEL)
     if origin.kind == BACKWARD and parameters[block.requested]:
@@ -310,42 +236,70 @@ def _note_request(
     failed = failed_request(snapshot)
     if failed is None:
         return
-    origin = _origin(failed.stack, snapshot)
+    origin = origin_in(failed.stack, snapshot)
     if origin.kind == BACKWARD:
         origin = computed.get(failed.size, origin)
     key = (origin.kind, origin.owner)
     holder = holders.setdefault(key, Holder(kind=origin.kind, owner=origin.owner))
     holder.failed_bytes = failed.size
     if holder.where is None or failed.size > holder.num_bytes:
-        holder.where, holder.caller = origin.where, origin.caller
+        holder.where = origin.where
+    if not holder.chain or failed.size > holder.num_bytes:
+        holder.chain, holder.is_driven = origin.chain, origin.is_driven
 
 
-def _note_rounds(holder: Holder, history: History) -> None:
-    """How a holder's line did in earlier rounds."""
-    if holder.where is None or history.rounds < 3 or holder.kind not in (*_MOVING, COPY):
-        return
-    totals = history.sizes.get(holder.where, {})
-    amounts = [totals[number] for number in sorted(totals)]
-    if len(amounts) >= 4:
+def _growing_lines(history: History) -> dict[Frame, tuple[int, int]]:
+    """Lines of which the largest tensor grows, with its bytes in the first and the last round."""
+    found = {}
+    for frame, singles in history.singles.items():
+        amounts = [singles[number] for number in sorted(singles)]
         whole = list(itertools.pairwise(amounts[:-1]))  # the last round was cut short
         rises = sum(after > before for before, after in whole)
         falls = sum(after < before for before, after in whole)
         if falls == 0 and rises >= 3 and amounts[-2] >= _LEAST_GROWTH * amounts[0]:
-            holder.grew = (amounts[0], max(amounts))
+            found[frame] = (amounts[0], max(amounts))
+    return found
+
+
+def _note_rounds(
+    holder: Holder, history: History, growing: Mapping[Frame, tuple[int, int]]
+) -> None:
+    """How a holder's line did in earlier rounds."""
+    if holder.where is None or holder.kind not in (*_MOVING, COPY):
+        return
+    is_first = set(history.singles.get(holder.where, {})) <= {0} and not holder.failed_bytes
+    holder.is_once = is_first and (history.rounds > 1 or not any(map(loop_at, holder.chain)))
+    holder.grew = growing.get(holder.where)
+    if holder.grew is not None:
+        joining = [frame for frame in growing if _JOINS.search(line_of(frame))]
+        holder.grown_by = holder.where if holder.where in joining else (*joining, None)[0]
     singles = history.singles.get(holder.where, {})
     earlier = [size for number, size in singles.items() if number < max(singles)]
     if len(earlier) >= 2:
         holder.usual_bytes = int(statistics.median(earlier))
 
 
+def _note_backward(holder: Holder, history: History) -> None:
+    """Whether what a forward keeps is for a backward."""
+    chain = holder.chain or holder.kept_chain
+    if holder.kind not in (ACTIVATIONS, TENSORS) or not chain:
+        return
+    holder.is_without_grad = runs_without_grad(chain)
+    holder.is_followed = history.is_followed(chain, is_driven=holder.is_driven)
+
+
 def _note_training(snapshot: Snapshot, holders: dict[tuple[str, str], Holder]) -> None:
-    """Which parameters have optimizer state or gradients of their sizes."""
+    """Which parameters have optimizer state of their sizes; before any, as the source has it."""
     trained: Counter[int] = Counter()
     for block in snapshot.blocks:
         if origin_of(block.stack).kind == OPTIMIZER:
             trained[block.requested] += 1
     models = [holder for holder in holders.values() if holder.kind == PARAMETERS]
     if not trained:
+        for holder in models:
+            names = set() if holder.where is None else optimized_at(holder.where)
+            if names and holder.where is not None:
+                holder.is_trained = name_given(holder.where) in names
         return
     for holder in models:
         sizes = [
@@ -419,7 +373,7 @@ def _from_before(snapshot: Snapshot) -> Iterator[tuple[int, str, int]]:
 
 
 def _label(stack: Stack, size: int, snapshot: Snapshot, parameters: set[int]) -> str:
-    origin = _origin(stack, snapshot)
+    origin = origin_in(stack, snapshot)
     if origin.kind == BACKWARD and size in parameters:
         return "gradients"
     return _LABELS.get(origin.kind, origin.owner)

@@ -5,13 +5,13 @@ A stack holds functions and lines and no objects. That a line is a module's comp
 engine; of which class a ``forward`` is, and what a line says, is read in the file itself.
 """
 
-import ast
 import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from automicro.doctor.snapshot import Frame, Stack
+from automicro.doctor.source import class_at, line_of
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, BACKWARD, COPY = "activations", "backward", "copy"
@@ -27,7 +27,6 @@ _MODULE = "torch/nn/modules/module.py"
 # Methods of a module that allocate parameters and buffers.
 _MOVES = {"to", "cuda", "xpu", "half", "float", "double", "bfloat16", "type", "to_empty"}
 _MOVES |= {"load_state_dict"}
-_MOST_SOURCE = 4 << 20  # bytes: no source is larger
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,28 @@ class Origin:
         kind: what it is, one of the names of this module.
         owner: who has it: a module's class, a line, an optimizer.
         where: the line nearest to the allocation that is neither torch's nor Python's own.
-        caller: the line outside of all modules and constructors that led there.
+        chain: the program's lines that led there, the innermost first.
+        part: of a model or its optimizer, what of it: the class of torch that was made, or the
+            function of the optimizer.
+        is_driven: whether a library called the program's lines, and may do more with them.
     """
 
     kind: str
     owner: str
     where: Frame | None = None
-    caller: Frame | None = None
+    chain: Stack = ()
+    part: str = ""
+    is_driven: bool = False
+
+    @property
+    def callers(self) -> Stack:
+        """The lines of the chain that are outside of all modules and constructors."""
+        return tuple(each for each in self.chain if is_outside(each))
+
+    @property
+    def caller(self) -> Frame | None:
+        """The innermost of them."""
+        return next(iter(self.callers), self.where)
 
 
 @functools.cache
@@ -58,18 +72,23 @@ def origin_of(stack: Stack) -> Origin:
     """
     frames = tuple(each for each in stack if not _is_native(each))
     where = next((each for each in frames if not _is_plumbing(each)), None)
-    caller = next((each for each in frames if _is_outside(each)), where)
+    chain = tuple(each for each in frames if _is_program(each))
+    caller = next((each for each in chain if is_outside(each)), where)
+    part = ""
     kind = _kind(stack, frames, where)
     if kind == ACTIVATIONS:
         owner = module_of(frames)
     elif kind == OPTIMIZER:
-        owner = next(_stem(each.file) for each in frames if _OPTIMIZER.search(each.file))
+        part, owner = next((each.name, _stem(each.file)) for each in frames if _is_optimizer(each))
+        if owner == "optimizer" and where is not None:  # a class of the program
+            part, owner = where.name, class_at(where) or owner
     elif kind in (PARAMETERS, COPY):
+        part = next((_class_of(each) for each in frames if _is_layer(each)), "")
         where = caller
         owner = told(caller)
     else:
         owner = told(where)
-    return Origin(kind, owner, where, caller)
+    return Origin(kind, owner, where, chain, part, _is_driven(frames, chain))
 
 
 def _kind(stack: Stack, frames: Stack, where: Frame | None) -> str:
@@ -77,9 +96,11 @@ def _kind(stack: Stack, frames: Stack, where: Frame | None) -> str:
         return EARLIER
     names = {each.name for each in frames}
     files = [each.file.replace("\\", "/") for each in frames]
-    if any(_OPTIMIZER.search(each.file) and each.name != "zero_grad" for each in frames):
+    step = next((index for index, each in enumerate(frames) if _is_optimizer(each)), None)
+    if step is not None and not {each.name for each in frames[:step]} & {"forward", "closure"}:
         return OPTIMIZER
-    if names & {"deepcopy", "__deepcopy__"} or any("swa_utils" in file for file in files):
+    copies = ("torch/optim/swa_utils.py", "torch/serialization.py")
+    if names & {"deepcopy", "__deepcopy__"} or any(file.endswith(copies) for file in files):
         return COPY
     recomputes = any(file.endswith("torch/utils/checkpoint.py") for file in files)
     if (
@@ -123,10 +144,7 @@ def module_of(frames: Stack) -> str:
 
 
 def _class_of(frame: Frame) -> str:
-    for begin, end, name in _classes(frame.file):
-        if begin <= frame.line <= end:
-            return name
-    return f"{_stem(frame.file)}.{frame.name}"
+    return class_at(frame) or f"{_stem(frame.file)}.{frame.name}"
 
 
 def told(frame: Frame | None) -> str:
@@ -138,94 +156,6 @@ def told(frame: Frame | None) -> str:
     if frame is None:
         return "a place that nobody wrote down"
     return f"{_base(frame.file)}:{frame.line} ({frame.name})"
-
-
-def line_of(frame: Frame) -> str:
-    """What the source says there; empty where there is no source.
-
-    >>> line_of(Frame("/nowhere/train.py", 30, "main"))
-    ''
-    """
-    lines = _source(frame.file)
-    return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
-
-
-def keepers_near(frame: Frame) -> list[tuple[int, str]]:
-    """Lines of the same function that may keep a tensor: appended, added up, a graph retained.
-
-    Args:
-        frame: in the function.
-    """
-    lines = _source(frame.file)
-    try:
-        tree = ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    found = set()
-    for scope in ast.walk(tree):
-        if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
-            continue
-        begin, end = getattr(scope, "lineno", 1), getattr(scope, "end_lineno", len(lines))
-        is_it = getattr(scope, "name", "<module>") == frame.name and begin <= frame.line <= end
-        for node in ast.walk(scope) if is_it else ():
-            if _may_keep(node):
-                found.add(node.lineno)  # type: ignore[attr-defined]
-    return [(line, lines[line - 1].strip()) for line in sorted(found)]
-
-
-def _may_keep(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        retains = any(
-            each.arg in ("retain_graph", "create_graph")
-            and isinstance(each.value, ast.Constant)
-            and each.value.value is True
-            for each in node.keywords
-        )
-        keeps = name in ("append", "extend", "appendleft", "add", "setdefault", "put")
-        return retains or (keeps and not _lets_go(node))
-    if isinstance(node, ast.AugAssign):
-        return not _lets_go(node) and not isinstance(node.value, ast.Constant)
-    if not isinstance(node, ast.Assign) or _lets_go(node):
-        return False
-    target = node.targets[0]
-    if isinstance(target, ast.Name):  # total = total + loss
-        return isinstance(node.value, ast.BinOp) and target.id in {
-            each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)
-        }
-    return isinstance(target, ast.Subscript | ast.Attribute)
-
-
-def _lets_go(node: ast.AST) -> bool:
-    names = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-    return bool(names & {"item", "tolist", "numpy"})
-
-
-@functools.cache
-def _classes(file: str) -> list[tuple[int, int, str]]:
-    """Classes of a file, the inner ones first."""
-    try:
-        tree = ast.parse("\n".join(_source(file)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    found = [
-        (node.lineno, node.end_lineno or node.lineno, node.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    ]
-    return sorted(found, key=lambda each: each[1] - each[0])
-
-
-@functools.cache
-def _source(file: str) -> list[str]:
-    path = Path(file)
-    try:
-        # A snapshot may come from anybody, and shall not have other files shown.
-        if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _MOST_SOURCE:
-            return []
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except (OSError, ValueError):
-        return []
 
 
 def _base(file: str) -> str:
@@ -240,11 +170,34 @@ def _is_native(frame: Frame) -> bool:
     return "::" in frame.name or frame.file.endswith((".cpp", ".h", ".c", ".cu", "??"))
 
 
-def _is_outside(frame: Frame) -> bool:
+def is_outside(frame: Frame) -> bool:
     """Whether it is a line of a program, and of no module that computes or is made."""
     inside = ("forward", "__init__", "__call__", "<genexpr>", "<listcomp>", "<dictcomp>")
-    is_theirs = _is_plumbing(frame) or _INSTALLED.search(frame.file)
-    return not is_theirs and frame.name not in inside
+    return _is_program(frame) and frame.name not in inside
+
+
+def _is_program(frame: Frame) -> bool:
+    return not _is_plumbing(frame) and not _INSTALLED.search(frame.file)
+
+
+def _is_driven(frames: Stack, chain: Stack) -> bool:
+    """Whether between lines of the program stands a library that is not torch."""
+    if not chain:
+        return False
+    between = frames[frames.index(chain[0]) : frames.index(chain[-1])]
+    return any(
+        each.file.startswith(_OWN)
+        or (_INSTALLED.search(each.file) and not _TORCH.search(each.file))
+        for each in between
+    )
+
+
+def _is_optimizer(frame: Frame) -> bool:
+    return bool(_OPTIMIZER.search(frame.file)) and frame.name != "zero_grad"
+
+
+def _is_layer(frame: Frame) -> bool:
+    return frame.name == "__init__" and "torch/nn/modules/" in frame.file.replace("\\", "/")
 
 
 def _is_plumbing(frame: Frame) -> bool:

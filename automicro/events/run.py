@@ -28,6 +28,7 @@ class Sizes:
     num_rows: int
     microbatch_size: int
     num_microbatches: int
+    unit: str = "rows"
 
     @classmethod
     def of(cls, result: StepResult | EvalResult) -> "Sizes":
@@ -36,10 +37,13 @@ class Sizes:
             num_rows=result.num_samples,
             microbatch_size=result.microbatch_size,
             num_microbatches=result.num_microbatches,
+            unit=result.microbatch_unit,
         )
 
     def __str__(self) -> str:
-        return describe_cut(self.num_rows, self.microbatch_size, self.num_microbatches)
+        return describe_cut(
+            self.num_rows, self.microbatch_size, self.num_microbatches, unit=self.unit
+        )
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
 from automicro.transaction.transaction import Transaction
+
+Mode: TypeAlias = Literal["train", "eval", "predict"]
+"""Which forward: with a loss, with one perhaps, without."""
 
 _depth = 0
 
@@ -162,8 +165,14 @@ class ExtraPasses:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def losses(self, rows: Any, *, evaluates: bool = False) -> Output:
-        """The losses of these rows, from the state that the first pass began with."""
+    def losses(self, rows: Any, *, evaluates: bool = False, mode: Mode = "train") -> Output:
+        """The losses of these rows, from the state that the first pass began with.
+
+        Args:
+            rows: a batch of them.
+            evaluates: whether the forward is that of evaluation.
+            mode: which forward it is, where it is none of these two.
+        """
         assert self._again is not None
         self._again.roll_back()
         self._again.begin()
@@ -174,9 +183,12 @@ class ExtraPasses:
         moved = next(iter(on_device([rows], self.computation.device, isolate=True)))
         convention, model = self.computation.convention, self.computation.modules[0]
         with self.silence:
-            return (
-                convention.evaluate(model, moved) if evaluates else convention.train(model, moved)
-            )
+            if mode == "predict":
+                holds_rows = self.computation.layout.holds_rows
+                return Output(None, {}, convention.predict(model, moved, holds_rows=holds_rows))
+            if evaluates or mode == "eval":
+                return convention.evaluate(model, moved)
+            return convention.train(model, moved)
 
     def run(
         self,

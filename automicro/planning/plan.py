@@ -30,7 +30,7 @@ from automicro.options import (
 from automicro.planning.devices import find_device, read_memory
 from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, repeated_blocks
 from automicro.planning.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
-from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, samples_of
+from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, parts_of, samples_of
 
 # Of what comes and goes in a step, and of an accelerator's all, what a plan may be wrong by.
 _ERROR = 0.03
@@ -435,6 +435,7 @@ def _report(
         margin_bytes=margin,
         breakdown=by_kind(trace.breakdown()),
         modules=by_module(trace.breakdown()),
+        parts=parts_of(trace, planner.steps.model),
         points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
         remedies=tuple(planner.remedies(told, limit_bytes) if remedies else ()),
         num_parameters=sum(p.numel() for p in planner.steps.model.parameters()),

@@ -148,7 +148,7 @@ class CoordinatedRanks:
         with self._between_steps():
             agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
         try:
-            if agreement.max_rows:
+            if agreement.max_extent:
                 with own_collectives():
                     self._warm_up.run()
                     for guard in self._guards:

@@ -35,7 +35,7 @@ class Ballot(NamedTuple):
         lowest_count: of the agreements that the ranks have made.
         highest_count: the same.
         flag: whether any rank raised its flag, whose meaning depends on the point.
-        max_rows: of a batch.
+        max_extent: the largest of a batch: its rows, or what they cost.
         min_rows: of a batch.
         num_rows: of all batches.
         size: the smallest proposed.
@@ -52,7 +52,7 @@ class Ballot(NamedTuple):
     lowest_count: float = math.inf
     highest_count: float = -math.inf
     flag: float = 0.0
-    max_rows: float = 0.0
+    max_extent: float = 0.0
     min_rows: float = math.inf
     num_rows: float = 0.0
     size: float = math.inf
@@ -150,7 +150,7 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
         lowest_count=min(one.lowest_count, other.lowest_count),
         highest_count=max(one.highest_count, other.highest_count),
         flag=max(one.flag, other.flag),
-        max_rows=max(one.max_rows, other.max_rows),
+        max_extent=max(one.max_extent, other.max_extent),
         min_rows=min(one.min_rows, other.min_rows),
         num_rows=one.num_rows + other.num_rows,
         size=min(one.size, other.size),

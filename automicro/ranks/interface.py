@@ -57,10 +57,11 @@ class Proposal:
 
     Attributes:
         num_rows: of this rank's batch, or of all that count as one; 0 where its data have run out.
-        microbatch_size: rows that its policy proposes.
+        microbatch_size: that its policy proposes.
         denominators: what each loss of its batch is divided by, by name.
         num_batches: that count as one.
-        max_rows: rows of the largest of them; ``num_rows`` unless given.
+        max_extent: what sizes are shares of, of the largest of them: its rows, or what they cost as
+            one slice; ``num_rows`` unless given.
         cost: of one row, None where it is not known.
         wants_to_stop: whether somebody asked this rank to end the run.
         training: whether gradients will be computed.
@@ -71,7 +72,7 @@ class Proposal:
     microbatch_size: int
     denominators: Mapping[str, float] = field(default_factory=dict)
     num_batches: int = 1
-    max_rows: int | None = None
+    max_extent: int | None = None
     cost: float | None = None
     wants_to_stop: bool = False
     training: bool = True
@@ -79,8 +80,8 @@ class Proposal:
 
     @property
     def largest(self) -> int:
-        """Rows of the largest batch."""
-        return self.num_rows if self.max_rows is None else self.max_rows
+        """Rows of the largest batch, or what they cost."""
+        return self.num_rows if self.max_extent is None else self.max_extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,8 @@ class Agreement:
     """What all ranks together bring to a step; the same on every one of them.
 
     Attributes:
-        microbatch_size: the smallest that a rank proposed, at most `max_rows`.
-        max_rows: rows of the largest batch.
+        microbatch_size: the smallest that a rank proposed, at most `max_extent`.
+        max_extent: rows of the largest batch, or what they cost as one slice.
         min_rows: rows of the smallest batch.
         num_rows: of all batches.
         denominators: summed over ranks.
@@ -100,7 +101,7 @@ class Agreement:
     """
 
     microbatch_size: int
-    max_rows: int
+    max_extent: int
     min_rows: int
     num_rows: int
     denominators: Mapping[str, float]
@@ -117,7 +118,7 @@ class Agreement:
         >>> agreement.num_microbatches
         3
         """
-        return max(1, -(-self.max_rows // self.microbatch_size))
+        return max(1, -(-self.max_extent // self.microbatch_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +273,7 @@ class OneRank:
     def agree(self, proposal: Proposal) -> Agreement:
         return Agreement(
             microbatch_size=max(1, min(proposal.microbatch_size, proposal.largest)),
-            max_rows=proposal.largest,
+            max_extent=proposal.largest,
             min_rows=proposal.num_rows,
             num_rows=proposal.num_rows,
             denominators=proposal.denominators,

@@ -207,7 +207,7 @@ class Votes:
         point = f"{asker}: {point}" if asker else point
         values = [float(proposal.denominators[name]) for name in names]
         own = healthy(point, self._agreements, flag=proposal.wants_to_stop)._replace(
-            max_rows=float(proposal.largest),
+            max_extent=float(proposal.largest),
             min_rows=float(proposal.num_rows),
             num_rows=float(proposal.num_rows),
             size=_proposed_size(proposal),
@@ -216,10 +216,10 @@ class Votes:
         together, sums = self._add_up(own, values, point)
         self._agreements += 1
         self._trained += proposal.training
-        max_rows = int(together.max_rows)
+        max_extent = int(together.max_extent)
         return Agreement(
-            microbatch_size=max(1, int(min(together.size, max_rows))),
-            max_rows=max_rows,
+            microbatch_size=max(1, int(min(together.size, max_extent))),
+            max_extent=max_extent,
             min_rows=int(together.min_rows),
             num_rows=int(together.num_rows),
             denominators=dict(zip(names, sums, strict=False)),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from automicro.errors import RollbackError, add_note, describe_error, text_of
+from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import peak_bytes
 from automicro.memory.meter import Measured
 from automicro.memory.oom import (
@@ -160,7 +160,7 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
     try:
         transaction.begin()
         if narrator is not None:
-            narrator.begin(plan.cuts, is_measuring=plan.is_measuring)
+            narrator.begin(plan.cuts, unit=plan.unit, is_measuring=plan.is_measuring)
         if meter is not None:
             meter.begin(waits=times)
         result = work.attempt(plan)
@@ -212,7 +212,8 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
         if not ranks.is_alone:
             measured = measured_by_all(ranks.told, measured)
         if narrator is not None:
-            narrator.fail(first_line(failure), peak_bytes=peak_bytes(device))
+            reports = narrator.fail(first_line(failure), peak_bytes=peak_bytes(device))
+            remember(failure, reports=tuple(reports))
         return Tried(verdict=Verdict.OUT_OF_MEMORY, failure=failure, measured=measured)
     finally:
         del failure  # it holds this frame: a cycle

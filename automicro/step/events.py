@@ -1,7 +1,7 @@
 """What a step tells of itself while it runs: its attempts, and each microbatch of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -18,9 +18,10 @@ class Attempt:
         phase: ``"train"`` or ``"eval"``.
         number: 1 for the first.
         num_rows: of the whole batch.
-        microbatch_size: rows of the largest microbatch.
+        microbatch_size: of the largest microbatch: its rows, or in another unit what it costs.
         num_microbatches: into how many the batch is cut.
         is_measuring: whether it is cut smaller than fits, only to measure what its rows need.
+        unit: what sizes are counted in, in the plural.
     """
 
     phase: str
@@ -29,6 +30,7 @@ class Attempt:
     microbatch_size: int
     num_microbatches: int
     is_measuring: bool = False
+    unit: str = "rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +58,14 @@ class OutOfMemory:
         attempt: that failed.
         message: of the error.
         peak_bytes: the most that was allocated on the device, None where nobody counts.
+        reports: files that tell more of it. A callback that writes one adds its path, and the
+            error names it if no size fits.
     """
 
     attempt: Attempt
     message: str
     peak_bytes: int | None
+    reports: list[str] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +75,16 @@ class Resize:
     Attributes:
         phase: ``"train"`` or ``"eval"``.
         num_rows: of the batch.
-        before: rows of the largest microbatch.
+        before: size of the largest microbatch.
         after: the same from now on.
+        unit: what sizes are counted in, in the plural.
     """
 
     phase: str
     num_rows: int
     before: int
     after: int
+    unit: str = "rows"
 
 
 def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
@@ -135,7 +142,7 @@ class Narrator:
         >>> told = []
         >>> narrator = Narrator(lambda event, subject: told.append((event, subject)), "train")
         >>> narrator.begin([Cut([4, 4])])
-        >>> narrator.fail("CUDA out of memory", peak_bytes=None)
+        >>> reports = narrator.fail("CUDA out of memory", peak_bytes=None)
         >>> narrator.begin([Cut([2, 2, 2, 2])])
         >>> [event for event, _ in told]
         ['attempt_start', 'oom', 'resize', 'attempt_start']
@@ -162,7 +169,7 @@ class Narrator:
                 blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
             raise
 
-    def begin(self, cuts: Sequence[Cut], *, is_measuring: bool = False) -> None:
+    def begin(self, cuts: Sequence[Cut], *, unit: str = "rows", is_measuring: bool = False) -> None:
         """An attempt begins, with these cuts of each batch."""
         earlier = self._attempt
         attempt = Attempt(
@@ -172,6 +179,7 @@ class Narrator:
             microbatch_size=max(cut.largest for cut in cuts),
             num_microbatches=sum(len(cut.sizes) for cut in cuts),
             is_measuring=is_measuring,
+            unit=unit,
         )
         if earlier is not None and earlier.microbatch_size != attempt.microbatch_size:
             resize = Resize(
@@ -179,6 +187,7 @@ class Narrator:
                 num_rows=attempt.num_rows,
                 before=earlier.microbatch_size,
                 after=attempt.microbatch_size,
+                unit=unit,
             )
             self._observer("resize", resize)
         self._attempt = attempt
@@ -189,11 +198,13 @@ class Narrator:
         assert self._attempt is not None
         self._observer("attempt_end", self._attempt)
 
-    def fail(self, message: str, *, peak_bytes: int | None) -> None:
-        """The attempt ran out of memory and was undone."""
-        if self._attempt is not None:  # else memory ran out before it could begin
-            failure = OutOfMemory(attempt=self._attempt, message=message, peak_bytes=peak_bytes)
-            self._observer("oom", failure)
+    def fail(self, message: str, *, peak_bytes: int | None) -> list[str]:
+        """The attempt ran out of memory and was undone; the files that were written of it."""
+        if self._attempt is None:  # memory ran out before it could begin
+            return []
+        failure = OutOfMemory(attempt=self._attempt, message=message, peak_bytes=peak_bytes)
+        self._observer("oom", failure)
+        return failure.reports
 
     def microbatch(self, index: int, batch: Any) -> Tell:
         """What tells of the events of one microbatch."""

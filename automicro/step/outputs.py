@@ -17,6 +17,8 @@ from automicro.errors import BatchError, Bystander, LossError
 from automicro.loss.conventions import Carried, Output, outputs_with_rows
 from automicro.memory.budget import active_budget
 from automicro.step.events import Microbatch, blame
+from automicro.step.plan import Cut
+from automicro.step.unit import order_of, with_padding
 
 Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
@@ -95,8 +97,11 @@ class Kept:
                 self._read_carry(self._layout, output.carry, num_rows)
             self._carries.append(map_tensors(output.carry, _copied))
 
-    def join(self) -> None:
-        """Put all rows together.
+    def join(self, cuts: Sequence[Cut]) -> None:
+        """Put all rows together, in the order of their batches.
+
+        Args:
+            cuts: of these batches.
 
         Raises:
             BatchError: what the forward gave cannot be joined.
@@ -105,14 +110,16 @@ class Kept:
         try:
             with on_host() if is_at_home else contextlib.nullcontext():
                 if self._outputs:
-                    self.outputs = concat_rows(self._outputs)
+                    whole = with_padding(self._outputs, cuts)
+                    self.outputs = concat_rows(whole, order=order_of(cuts))
+                    del whole
         except Exception as error:
             if not is_at_home:
                 what = "outputs of all rows (return_outputs='host')"
                 blame(error, Bystander(kind="joining of", name=what), f"while joining {what}")
             raise
         if self._carries:
-            self.carry = concat_rows(self._carries, self._row_dims)
+            self.carry = concat_rows(self._carries, self._row_dims, order=order_of(cuts))
         self._outputs, self._carries = [], []
 
     def _find_home(self, batch: list[Tensor]) -> torch.device | None:

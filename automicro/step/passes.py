@@ -135,6 +135,8 @@ class Passes:
 
     def _cut_one(self, batch: Any, cut: Cut) -> CutBatch:
         microbatches = self.layout.split(batch, cut.sizes) if cut.is_split else [batch]
+        if cut.packing is not None:
+            microbatches = cut.packing.cut(microbatches, cut.sizes)
         return CutBatch(batch=batch, microbatches=microbatches, sizes=cut.sizes)
 
     def weights(

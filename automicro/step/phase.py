@@ -24,6 +24,7 @@ from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize, RunKey
 from automicro.step.events import Narrator, Observer
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
+from automicro.step.unit import ROWS
 from automicro.torch_private import is_uninitialized
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
@@ -135,7 +136,7 @@ class Recollection:
         size, self._size = self._size, finished.microbatch_size
         if self._memory is None or not finished.is_committed or not finished.cuts:
             return
-        if finished.plan.is_measuring:
+        if finished.plan.is_measuring or finished.plan.unit != ROWS:
             return
         with self._going_on():
             self._take_down(self._memory, finished, size)
@@ -247,11 +248,13 @@ class Phase:
         policy: proposes sizes.
         shared: with the other phase.
         strict_divisible: whether a batch must be a multiple of the size.
+        unit: what sizes are counted in, in the plural.
         recollection: of sizes that earlier runs found; None for none.
 
     Attributes:
         policy: as given.
-        size: rows of the largest microbatch of the last batch; None before the first.
+        size: of the largest microbatch of the last batch, in rows or the unit of sizes; None before
+            the first.
         rule: turns sizes into slices.
         device: where the modules compute.
         ranks: that run steps together.
@@ -267,11 +270,12 @@ class Phase:
         shared: Shared,
         *,
         strict_divisible: bool = False,
+        unit: str = ROWS,
         recollection: Recollection | None = None,
     ) -> None:
         self.policy = policy
         self.size: int | None = None
-        self.rule = CutRule(strict_divisible=strict_divisible)
+        self.rule = CutRule(strict_divisible=strict_divisible, unit=unit)
         self.device, self.ranks = shared.device, shared.ranks
         self.reach, self.spare = shared.reach, shared.spare
         self.is_training = name == "train"
@@ -290,7 +294,7 @@ class Phase:
         self._inputs = InputGuard()
 
     def __repr__(self) -> str:
-        size = "" if self.size is None else f", last {self.size} rows"
+        size = "" if self.size is None else f", last {self.size} {self.rule.unit}"
         return f"microbatch_size={self.policy!r}{size}, device={str(self.device)!r}"
 
     @property
@@ -300,19 +304,37 @@ class Phase:
 
     @property
     def meter(self) -> Meter | None:
-        """What measures attempts, where sizes may change."""
-        return self._meter if self.adapts else None
+        """What measures attempts, where anything may follow from that."""
+        return self._meter if self.adapts or self.fits_overhead else None
+
+    @property
+    def fits_overhead(self) -> bool:
+        """Whether seconds are measured for what a slice costs whatever it holds."""
+        if self.rule.unit == ROWS or self.is_repeatable:
+            return False
+        return self.rule.overhead.wants_seconds
 
     def state_dict(self) -> dict[str, Any]:
         """What was found, as plain values."""
-        return {"policy": self.policy.state_dict(), "min_rows": self.rule.min_rows}
+        state = {"policy": self.policy.state_dict(), "min_rows": self.rule.min_rows}
+        if self.rule.unit != ROWS:
+            state |= {"unit": self.rule.unit, "overhead": self.rule.overhead.state_dict()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what was found earlier.
 
         Raises:
-            ValueError: a state of another policy.
+            ValueError: a state of another policy, or of sizes in another unit.
         """
+        unit = state.get("unit", ROWS)
+        if unit != self.rule.unit:
+            raise ValueError(
+                f"the sizes of this state are {unit}, and those of this run {self.rule.unit}; "
+                "give the microbatch_unit that it was saved with, or leave the state out"
+            )
+        if "overhead" in state:
+            self.rule.overhead.load_state_dict(state["overhead"])
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
         self.rule.min_rows = state["min_rows"]
@@ -386,5 +408,19 @@ class Phase:
     def end(self, finished: Finished[Any]) -> None:
         """It is done: learn from it."""
         self.size = finished.microbatch_size
+        self._learn_overhead(finished)
         if self._recollection is not None and self.adapts:
             self._recollection.take_down(finished)
+
+    def _learn_overhead(self, finished: Finished[Any]) -> None:
+        measured = finished.measured
+        if not self.fits_overhead or measured is None or not measured.has_waited:
+            return
+        if finished.attempts > 1 or not finished.cuts:
+            return  # memory that was given back is asked for anew
+        packed = [(cut.packing, cut.sizes) for cut in finished.cuts if cut.packing is not None]
+        self.rule.overhead.record(
+            seconds=measured.seconds,
+            slices=finished.plan.num_microbatches,
+            padded=sum(packing.padded(sizes) for packing, sizes in packed),
+        )

@@ -8,9 +8,11 @@ from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
 from automicro.errors import BatchError
 from automicro.memory.meter import Measured
+from automicro.policy.packing import Overhead
 from automicro.policy.policy import Exploration, Policy
 from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
 from automicro.step.results import Counts
+from automicro.step.unit import ROWS, Packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +24,19 @@ class ReadBatch:
         num_rows: of it.
         cost: elements of one row, on average; None where it is not known.
         contents: its tensors, and what else it is made of.
+        packing: its rows, where they are sorted by cost; None where they are as they came.
     """
 
     batch: Any
     num_rows: int
     cost: float | None = None
     contents: Contents = field(default_factory=lambda: Contents(()))
+    packing: Packing | None = None
+
+    @property
+    def extent(self) -> int:
+        """What a policy takes it for: its rows, or what they cost as one slice."""
+        return self.num_rows if self.packing is None else self.packing.extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,7 @@ class Step:
         wants_to_stop: whether this rank asks for the end of the run.
         raw: the batches as the caller gave them.
         rows: of each batch.
+        extents: what a policy takes each batch for.
         costs: of one row of each batch.
     """
 
@@ -51,12 +61,14 @@ class Step:
 
     raw: list[Any] = field(init=False)
     rows: list[int] = field(init=False)
+    extents: list[int] = field(init=False)
     costs: list[float | None] = field(init=False)
 
     def __post_init__(self) -> None:
         batches = self.batches
         object.__setattr__(self, "raw", [each.batch for each in batches])
         object.__setattr__(self, "rows", [each.num_rows for each in batches])
+        object.__setattr__(self, "extents", [each.extent for each in batches])
         object.__setattr__(self, "costs", [each.cost for each in batches])
 
 
@@ -67,6 +79,8 @@ class CutRule:
     Attributes:
         strict_divisible: whether all slices must have the same number of rows.
         min_rows: the fewest rows of a slice; 2 where BatchNorm refuses a single row.
+        unit: what sizes are counted in, in the plural.
+        overhead: what a slice costs whatever it holds, where rows have costs.
 
     >>> CutRule().cut(10, 4), CutRule().cut(50, 16, multiple_of=8)
     ([4, 3, 3], [16, 16, 16, 2])
@@ -74,6 +88,21 @@ class CutRule:
 
     strict_divisible: bool = False
     min_rows: int = 1
+    unit: str = ROWS
+    overhead: Overhead = field(default_factory=Overhead)
+
+    def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> "Cut":
+        """How a batch is cut into slices of at most a size.
+
+        Raises:
+            BatchError: as `cut`.
+        """
+        packing = batch.packing
+        if packing is None:
+            return Cut(self.cut(batch.num_rows, size, multiple_of=multiple_of), batch.cost)
+        overhead = self.overhead.of(packing.average)
+        sizes = packing.pack(size, overhead=overhead, min_rows=self.min_rows)
+        return Cut(sizes, batch.cost, packing)
 
     def cut(self, num_rows: int, size: int, *, multiple_of: int = 1) -> list[int]:
         """The rows of each slice, the largest first.
@@ -121,8 +150,9 @@ class Cut:
     """How one batch is cut: into slices of neighbouring rows.
 
     Attributes:
-        sizes: rows of each slice, in order; the first is the largest.
+        sizes: rows of each slice, in order; the first is the largest, unless they are packed.
         row_cost: of one row, on average; None where it is not known.
+        packing: the rows, where they are sorted by cost; None where they are as they came.
 
     >>> cut = Cut([4, 3, 3], 10.0)
     >>> cut.num_rows, cut.largest, cut.is_split, cut.leaves_one_alone
@@ -131,6 +161,7 @@ class Cut:
 
     sizes: Sequence[int]
     row_cost: float | None = None
+    packing: Packing | None = None
 
     @property
     def num_rows(self) -> int:
@@ -139,8 +170,13 @@ class Cut:
 
     @property
     def largest(self) -> int:
-        """Rows of the largest slice."""
-        return self.sizes[0]
+        """The size of the largest slice: its rows, or what it costs."""
+        return self.sizes[0] if self.packing is None else self.packing.largest(self.sizes)
+
+    @property
+    def extent(self) -> int:
+        """What a policy takes the batch for: its rows, or what they cost as one slice."""
+        return self.num_rows if self.packing is None else self.packing.extent
 
     @property
     def is_split(self) -> bool:
@@ -149,8 +185,8 @@ class Cut:
 
     @property
     def leaves_one_alone(self) -> bool:
-        """Whether the last of several slices has a single row."""
-        return self.is_split and self.sizes[-1] == 1
+        """Whether one of several slices has a single row."""
+        return self.is_split and min(self.sizes) == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +195,14 @@ class Plan:
 
     Attributes:
         cuts: of each batch of this rank; none where no rank has any row.
-        size: rows of the largest slice, of any rank.
+        size: of the largest slice, of any rank, in the unit of sizes.
         num_microbatches: that every rank runs.
-        num_rows: of the batch that speaks for the step: the one with the largest slice, or of
-            several ranks, the largest batch.
-        cost: of one row of it; None where it is not known.
+        extent: what the policy takes the batch for that speaks for the step: the one with the
+            largest slice, or of several ranks, the largest batch.
+        cost: of one row of it; None where it is not known, or sizes are costs.
         num_global_rows: of the batches of all ranks.
         stops: whether any rank asks for the end of the run.
+        unit: of sizes.
         is_measuring: whether it is smaller than fits, and only there to measure what rows need.
         agreement: with the other ranks; None where there are none.
     """
@@ -173,10 +210,11 @@ class Plan:
     cuts: list[Cut]
     size: int
     num_microbatches: int
-    num_rows: int
+    extent: int
     cost: float | None
     num_global_rows: int
     stops: bool
+    unit: str = ROWS
     is_measuring: bool = False
     agreement: Agreement | None = None
 
@@ -224,7 +262,7 @@ class Finished(Generic[T]):
 
     @property
     def microbatch_size(self) -> int:
-        """Rows of the largest slice."""
+        """Of the largest slice, in the unit of sizes."""
         return self.plan.size
 
     @property
@@ -235,6 +273,7 @@ class Finished(Generic[T]):
             "num_samples": sum(cut.num_rows for cut in plan.cuts),
             "num_global_samples": plan.num_global_rows,
             "microbatch_size": plan.size,
+            "microbatch_unit": plan.unit,
             "num_microbatches": plan.num_microbatches,
             "attempts": self.attempts,
             "failed_sizes": self.failed_sizes,
@@ -256,19 +295,20 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     unit = policy.multiple_of
     if len(step.batches) == 1:
         [batch] = step.batches
-        sizes = rule.cut(batch.num_rows, _propose(batch, policy, rule), multiple_of=unit)
+        cut = rule.cut_batch(batch, _propose(batch, policy, rule), multiple_of=unit)
         return Plan(
-            cuts=[Cut(sizes, batch.cost)],
-            size=sizes[0],
-            num_microbatches=len(sizes),
-            num_rows=batch.num_rows,
+            cuts=[cut],
+            size=cut.largest,
+            num_microbatches=len(cut.sizes),
+            extent=batch.extent,
             cost=batch.cost,
             num_global_rows=batch.num_rows,
             stops=step.wants_to_stop,
-            is_measuring=policy.is_measuring(batch.num_rows, batch.cost),
+            unit=rule.unit,
+            is_measuring=policy.is_measuring(batch.extent, batch.cost),
         )
     cuts = [
-        Cut(rule.cut(each.num_rows, _propose(each, policy, rule), multiple_of=unit), each.cost)
+        rule.cut_batch(each, _propose(each, policy, rule), multiple_of=unit)
         for each in step.batches
     ]
     # The batch with the largest slice, in elements, speaks for the step.
@@ -277,11 +317,12 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         cuts=cuts,
         size=max(cut.largest for cut in cuts),
         num_microbatches=sum(len(cut.sizes) for cut in cuts),
-        num_rows=widest.num_rows,
+        extent=widest.extent,
         cost=widest.row_cost,
         num_global_rows=sum(step.rows),
         stops=step.wants_to_stop,
-        is_measuring=any(map(policy.is_measuring, step.rows, step.costs)),
+        unit=rule.unit,
+        is_measuring=any(map(policy.is_measuring, step.extents, step.costs)),
     )
 
 
@@ -295,15 +336,15 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
         lacks_rows: whether it has no rows, not even for fillers.
     """
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
-    largest = max(step.rows, default=0)
+    largest = max(step.extents, default=0)
     # A batch that goes whole says nothing of the size of others.
-    cut = [size for size, rows in zip(sizes, step.rows, strict=True) if size < rows]
+    cut = [size for size, extent in zip(sizes, step.extents, strict=True) if size < extent]
     return Proposal(
         num_rows=sum(step.rows),
         microbatch_size=min(cut, default=max(largest, 1)),
         denominators=step.denominators,
         num_batches=len(step.batches),
-        max_rows=largest,
+        max_extent=largest,
         cost=max((cost for cost in step.costs if cost is not None), default=None),
         wants_to_stop=step.wants_to_stop,
         training=training,
@@ -319,32 +360,36 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
     """
     policy, size = step.policy, agreement.microbatch_size
     unit = policy.multiple_of
-    if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_rows:
+    if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_extent:
         raise BatchError(
-            f"strict_divisible=True: ranks have from {agreement.min_rows} to {agreement.max_rows} "
-            "rows, so their microbatches cannot all be alike; give every rank as many rows "
-            "(drop_last=True in the data loader), or leave strict_divisible out: uneven rows are "
-            "exact"
+            f"strict_divisible=True: ranks have from {agreement.min_rows} to "
+            f"{agreement.max_extent} rows, so their microbatches cannot all be alike; give every "
+            "rank as many rows (drop_last=True in the data loader), or leave strict_divisible out: "
+            "uneven rows are exact"
         )
-    if agreement.num_batches <= 1:
-        widest = rule.cut(agreement.max_rows, size, multiple_of=unit)
+    if agreement.num_batches <= 1 and rule.unit == ROWS:
+        widest = rule.cut(agreement.max_extent, size, multiple_of=unit)
         size, count = widest[0], len(widest)
         if unit > 1 or rule.strict_divisible:
             slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
             slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
+        cuts = list(map(Cut, slices, step.costs))
     else:
-        slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
-        count = int(ranks.most(sum(map(len, slices))))
+        cuts = [rule.cut_batch(each, size, multiple_of=unit) for each in step.batches]
+        count = int(ranks.most(sum(len(cut.sizes) for cut in cuts)))
+        if rule.unit != ROWS:
+            size = int(ranks.most(max((cut.largest for cut in cuts), default=1)))
     return Plan(
-        cuts=list(map(Cut, slices, step.costs)),
+        cuts=cuts,
         size=size,
         num_microbatches=count,
-        num_rows=agreement.max_rows,
+        extent=max(agreement.max_extent, size),
         cost=agreement.cost,
         num_global_rows=agreement.num_rows // ranks.copies,
         stops=agreement.stops,
-        is_measuring=policy.is_measuring(agreement.max_rows, agreement.cost),
+        unit=rule.unit,
+        is_measuring=policy.is_measuring(agreement.max_extent, agreement.cost),
         agreement=agreement,
     )
 
@@ -356,7 +401,7 @@ def nothing_to_run(*, stops: bool) -> Plan:
     0
     """
     return Plan(
-        cuts=[], size=0, num_microbatches=0, num_rows=0, cost=None, num_global_rows=0, stops=stops
+        cuts=[], size=0, num_microbatches=0, extent=0, cost=None, num_global_rows=0, stops=stops
     )
 
 
@@ -365,10 +410,12 @@ def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
 
 
 def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
-    num_rows = batch.num_rows
-    size = policy.propose(num_rows) if batch.cost is None else policy.propose(num_rows, batch.cost)
+    extent = batch.extent
+    size = policy.propose(extent) if batch.cost is None else policy.propose(extent, batch.cost)
     if not size >= 1:
-        raise ValueError(f"{policy!r} proposed {size} rows; a policy must propose at least one")
+        raise ValueError(
+            f"{policy!r} proposed {size} {rule.unit}; a policy must propose at least one"
+        )
     if rule.strict_divisible and policy.adapts:
-        size = rule.largest_divisor(num_rows, min(size, num_rows))
+        size = rule.largest_divisor(extent, min(size, extent))
     return size

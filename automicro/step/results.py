@@ -15,6 +15,7 @@ class Counts(TypedDict):
     num_samples: int
     num_global_samples: int
     microbatch_size: int
+    microbatch_unit: str
     num_microbatches: int
     attempts: int
     failed_sizes: tuple[int, ...]
@@ -41,7 +42,9 @@ class StepResult:
             where there is one rank.
         num_samples: rows of the batch, on several ranks of this one's.
         num_global_samples: rows of the batches of all ranks.
-        microbatch_size: rows of the largest microbatch used, on any rank.
+        microbatch_size: of the largest microbatch used, on any rank: its rows, or in another
+            unit what it cost with its padding.
+        microbatch_unit: what that is counted in: ``"rows"``, ``"tokens"``, …
         num_microbatches: microbatches of the attempt that succeeded, as many on every rank.
         attempts: attempts that were made; all but the last were rolled back.
         failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
@@ -68,6 +71,7 @@ class StepResult:
     num_microbatches: int
     attempts: int
     failed_sizes: tuple[int, ...] = ()
+    microbatch_unit: str = "rows"
     is_committed: bool = True
     recalled_size: int | None = None
     is_measuring: bool = False
@@ -99,7 +103,8 @@ class EvalResult:
             they were asked for.
         num_samples: rows of the batch.
         num_global_samples: as in `StepResult`.
-        microbatch_size: rows of the largest microbatch used.
+        microbatch_size: as in `StepResult`.
+        microbatch_unit: as in `StepResult`.
         num_microbatches: microbatches of the attempt that succeeded.
         attempts: attempts that were made; all but the last were rolled back.
         failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
@@ -122,6 +127,7 @@ class EvalResult:
     num_microbatches: int
     attempts: int
     failed_sizes: tuple[int, ...] = ()
+    microbatch_unit: str = "rows"
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
     recalled_size: int | None = None
     is_measuring: bool = False
@@ -143,7 +149,9 @@ def _one_line(result: StepResult | EvalResult) -> str:
     """A result without its tensors but the loss, whose value is waited for."""
     loss = "None" if result.loss is None else f"{float(result.loss):.6g}"
     words = [f"loss={loss}", f"{result.num_samples} samples"]
-    words.append(f"{result.num_microbatches} × {result.microbatch_size} rows")
+    up_to = "" if result.microbatch_unit == "rows" else "up to "
+    size = f"{result.microbatch_size} {result.microbatch_unit}"
+    words.append(f"{result.num_microbatches} × {up_to}{size}")
     if result.ooms:
         words.append(f"out of memory with {', '.join(map(str, result.failed_sizes))}")
     if result.is_measuring:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from automicro.batch.layout import describe_cut
-from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note
+from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note, facts_of
 from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import empty_cache, first_line
 from automicro.memory.residents import ResidentMemory
@@ -25,6 +25,7 @@ from automicro.step.plan import (
     plan_together,
     propose_to,
 )
+from automicro.step.unit import ROWS
 from automicro.units import format_bytes
 
 _LESS_BESIDE = (
@@ -33,8 +34,13 @@ _LESS_BESIDE = (
 )
 
 
-def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
+def give_up_fixed(failure: BaseException, plan: Plan, size: int) -> NoReturn:
     """Raise the out-of-memory error of a size that never changes, with what would.
+
+    Args:
+        failure: the error.
+        plan: of the attempt.
+        size: that it had.
 
     Raises:
         BaseException: the failure.
@@ -43,28 +49,42 @@ def give_up_fixed(failure: BaseException, num_rows: int, size: int) -> NoReturn:
     if isinstance(failure, PeerStoppedError):
         who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
         raise SampleTooLargeError(
-            f"the microbatch size is fixed, and {size} rows of {num_rows} do not fit on {who}; "
+            f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
             'microbatch_size="auto" would try smaller ones. The state is as before the step.'
+            f"{_reports(failure)}"
         ) from failure
     beside = bystander(failure)
     if beside is not None:
         add_note(
             failure,
-            f"automicro: memory ran out in {beside}, while {size} rows of {num_rows} were "
-            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}.",
+            f"automicro: memory ran out in {beside}, while {_of(size, plan)} were "
+            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}."
+            f"{_reports(failure)}",
         )
         raise failure
-    what = f"the whole batch of {num_rows} rows does" if size == num_rows else None
+    is_whole = size == plan.extent
+    what = f"the whole batch of {plan.extent} {plan.unit} does" if is_whole else None
     add_note(
         failure,
-        f"automicro: the microbatch size is fixed, and {what or f'{size} rows of {num_rows} do'} "
-        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.',
+        f"automicro: the microbatch size is fixed, and {what or f'{_of(size, plan)} do'} "
+        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.'
+        f"{_reports(failure)}",
     )
     raise failure
 
 
+def _reports(failure: BaseException) -> str:
+    """A sentence on the files that were written of a failure; empty where there is none."""
+    written = facts_of(failure).reports
+    return f" More in {', '.join(written)} (automicro doctor reads it)." if written else ""
+
+
+def _of(size: int, plan: Plan) -> str:
+    return f"{size} {plan.unit} of {plan.extent}"
+
+
 def why_nothing_fits(
-    num_rows: int,
+    plan: Plan,
     tried: Sequence[int],
     min_rows: int,
     residents: ResidentMemory | None,
@@ -75,7 +95,7 @@ def why_nothing_fits(
     """What there is to say where the smallest size ran out of memory.
 
     Args:
-        num_rows: of the batch.
+        plan: of the last attempt.
         tried: sizes, in order.
         min_rows: the fewest rows of a slice.
         residents: what lies on the device at any size.
@@ -84,11 +104,12 @@ def why_nothing_fits(
     """
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
-    text = f"a microbatch of {tried[-1]} of {num_rows} rows does not fit, and "
+    unit, extent = plan.unit, plan.extent
+    text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit, and "
     state = "The state is as before the step. What helps:"
     if who is not None:
         return (
-            f"memory ran out in {who}, with every size {listed} of {num_rows} rows, so that fewer "
+            f"memory ran out in {who}, with every size {listed} of {extent} {unit}, so that fewer "
             f"rows do not help. {state} {_LESS_BESIDE}."
         )
     less_state = "an optimizer with less state, " if _has_state(residents) else ""
@@ -101,7 +122,8 @@ def why_nothing_fits(
             f"{less_shared}{less_state}a smaller model, a higher limit, a larger device."
         )
     floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
-    text += f"there is no smaller one{floor} {listed}."
+    alone = "" if unit == ROWS else ": it has a single row"
+    text += f"there is no smaller one{floor}{alone} {listed}."
     peak, allocated = peak_bytes(device), allocated_bytes(device)
     if peak is not None:
         text += f" Peak memory on {device} was {format_bytes(peak)}."
@@ -165,9 +187,9 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if failure is not None and size >= tried[-1]:
             try:
                 if not policy.adapts:
-                    give_up_fixed(failure, plan.num_rows, tried[-1])
+                    give_up_fixed(failure, plan, tried[-1])
                 text = why_nothing_fits(
-                    plan.num_rows,
+                    plan,
                     tried,
                     rule.min_rows,
                     work.residents(),
@@ -175,7 +197,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                     who=bystander(failure),
                 )
                 raise SampleTooLargeError(
-                    f"{text} The last failure: {first_line(failure)}"
+                    f"{text} The last failure: {first_line(failure)}{_reports(failure)}"
                 ) from failure
             finally:
                 failure = None  # it holds this frame: a cycle
@@ -187,8 +209,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 "out of memory, microbatch size %d → %d %s (%s)",
                 tried[-1],
                 size,
-                "row" if size == 1 else "rows",
-                describe_cut(sum(step.rows), size, plan.num_microbatches),
+                plan.unit.removesuffix("s") if size == 1 else plan.unit,
+                describe_cut(sum(step.rows), size, plan.num_microbatches, unit=plan.unit),
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
         attempts += 1
@@ -203,7 +225,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             phase,
             # On several ranks the rows of a slice are not what somebody fixed.
             can_recut=rule.min_rows == 1 and (policy.adapts or not ranks.is_alone),
-            times=not phase.is_repeatable and policy.compares_seconds,
+            times=not phase.is_repeatable and (policy.compares_seconds or phase.fits_overhead),
         )
         if done.verdict in (Verdict.NEEDS_TWO_ROWS, Verdict.STRAYED):
             if done.verdict is Verdict.NEEDS_TWO_ROWS:
@@ -242,7 +264,7 @@ def _plan(step: Step, phase: Phase) -> Plan:
         lacks_rows = spare is not None and spare.is_lacking
         proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
     agreement = ranks.agree(proposal)
-    if agreement.max_rows == 0:
+    if agreement.max_extent == 0:
         return nothing_to_run(stops=agreement.stops)
     if agreement.donor is not None and spare is not None:
         spare.pass_on(agreement.donor)
@@ -253,7 +275,7 @@ def _plan(step: Step, phase: Phase) -> Plan:
 def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
     took = done.measured
     return Outcome(
-        num_rows=plan.num_rows,
+        num_rows=plan.extent,
         microbatch_size=plan.size,
         fits=done.verdict is not Verdict.OUT_OF_MEMORY,
         cost=plan.cost,

@@ -154,17 +154,18 @@ class SplitGuard:
             "microbatch_size=None or batchnorm='disable'"
         )
 
-    def could_split(self, policy: Policy, rows: Sequence[int]) -> bool:
+    def could_split(self, policy: Policy, rows: Sequence[int], *, by_cost: bool = False) -> bool:
         """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
 
-        Several are split in any case. Called before each step, for layers are frozen and thawed: it
-        keeps a policy from cutting a batch smaller only to measure, where layers average over it.
-        Exploring is what the caller asked for, so that "ignore" allows it.
+        Several are split in any case, and so are rows with costs, to save padding. Called before
+        each step, for layers are frozen and thawed: it keeps a policy from cutting a batch smaller
+        only to measure, where layers average over it. Exploring is what the caller asked for, so
+        that "ignore" allows it.
         """
         if policy.wants_to_measure:
             accepts = policy.explores and self._mode == "ignore"
             policy.may_measure = accepts or not self._batchnorm_names()
-        if len(rows) != 1:
+        if len(rows) != 1 or by_cost:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]
 
@@ -200,7 +201,7 @@ class SplitGuard:
         if not self._has_warned:
             names = self._batchnorm_names()
             if names:
-                warn(batchnorm_message(names, sizes[0], sum(sizes)), BatchNormWarning)
+                warn(batchnorm_message(names, max(sizes), sum(sizes)), BatchNormWarning)
             self._warn_of_buffers(buffers.changed_names(), len(sizes))
             self._has_warned = True
             return

@@ -24,8 +24,9 @@ from automicro.step.metrics import MetricGuard
 from automicro.step.outputs import Kept
 from automicro.step.passes import Keep, Losses, Passes
 from automicro.step.phase import Phase
-from automicro.step.plan import Plan, Step
+from automicro.step.plan import Cut, Plan, Step
 from automicro.step.split_guard import SplitGuard
+from automicro.step.unit import ROWS, order_of
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.surroundings import ChangingState
@@ -164,8 +165,10 @@ class _Work:
         self._passes = setup.passes
         self._ranks = phase.ranks
         self._metrics, self._kept = metrics, kept
-        self._updated: list[Part] = [] if metrics is None else [phase.metrics(metrics)]
+        self._counted = None if metrics is None else phase.metrics(metrics)
+        self._updated: list[Part] = [] if self._counted is None else [self._counted]
         self._updated += phase.state()
+        self._cuts: Sequence[Cut] = ()
         self._keeps = [] if kept.is_nothing else [kept]
         self._watch = phase.watch([each.contents for each in step.batches])
         self._buffers = phase.buffers()
@@ -177,8 +180,15 @@ class _Work:
         return [ChangingState(changing)] if changing else []
 
     def _cut(self, plan: Plan) -> list[CutBatch]:
+        self._cuts = plan.cuts
         self._setup.metric_guard.expect(self._metrics, plan.cuts)
         return self._passes.cut(self._step.raw, plan.cuts, sizes_change=self._phase.adapts)
+
+    def _spares(self, cuts: Sequence[CutBatch]) -> list[Any]:
+        """Batches to take the rows of fillers from: where they are sorted, the shortest."""
+        if self._phase.rule.unit == ROWS:
+            return self._step.raw
+        return [cuts[0].microbatches[-1]] if cuts else []
 
     def _shared_inputs(self) -> list[Tensor]:
         """What lies on the device with every microbatch: of several batches, the most of one."""
@@ -213,7 +223,9 @@ class _Work:
             if tell is not None:
                 tell("microbatch_end")
         if self._keeps:
-            self._kept.join()
+            self._kept.join(self._cuts)
+        if self._counted is not None and self._phase.rule.unit != ROWS:
+            self._counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in self._cuts])
 
     def _keeping(self, cuts: Sequence[CutBatch]) -> Callable[[int], Keep] | None:
         """What keeps the output of a microbatch, by its index; None where nothing is kept."""
@@ -286,11 +298,12 @@ class TrainingWork(_Work):
         weights = passes.weights(cuts, plan.totals)
         if plan.totals:
             passes.check_counts(weights, self._step.denominators)
-        fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
+        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
         gradients.expect(plan.num_microbatches)
         losses: list[Losses] = []
         is_alone = ranks.is_alone  # one process pays for nothing that several need
         listens = self.narrator is not None or self._keeps or self._watch.compares
+        listens = listens or (self._counted is not None and self._phase.rule.unit != ROWS)
         if is_alone and not listens:  # the usual case, with nothing around a microbatch
             every = [each for cut in cuts for each in cut.microbatches]
             moved = on_device(every, passes.device, isolate=self._watch.isolate)
@@ -402,7 +415,7 @@ class EvaluationWork(_Work):
         passes, ranks = self._passes, self._ranks
         forward = passes.predict if self._predicts else passes.evaluate
         cuts = self._cut(plan)
-        fillers = self._setup.spare.fillers(plan, self._step.raw, self._phase)
+        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
         weights: BatchWeights | None = None
         losses: list[Losses] = []
         for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):

@@ -23,6 +23,9 @@ class TrainerConfig:
     batch_layout: Any = 0
     microbatch_size: Any = "auto"
     eval_microbatch_size: Any = "auto"
+    microbatch_unit: Any = "rows"
+    padding: Any = None
+    cut_padding: Any = "auto"
     strict_divisible: bool = False
     memory_limit: int | float | str | None = None
     loss_average: Any = "auto"

@@ -362,7 +362,8 @@ def batch_status(
         line.append(f"{share:.0%} done")
     if left is not None:
         line.append(f"{describe_seconds(left)} left")
-    size = f"{cut.num_microbatches} × {cut.microbatch_size}{measuring}"
+    unit = "" if cut.unit == "rows" else f" {cut.unit}"
+    size = f"{cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}"
     return StatusLine(
         line=SEPARATOR.join(line),
         parts=[loss, str(speed), f"microbatches {size}", *memory, where, *rate, whole],
@@ -400,7 +401,7 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     >>> recovery_line("train", result)
     'train: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)'
     """
-    size = count_of(result.microbatch_size, "row")
+    size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
     return (
         f"{phase}: out of memory, microbatch size {result.failed_sizes[0]} → {size} "
         f"({Sizes.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
@@ -454,7 +455,7 @@ def growth_line(phase: str, result: StepResult | EvalResult) -> str:
     >>> growth_line("train", result)
     'train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)'
     """
-    size = count_of(result.microbatch_size, "row")
+    size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
     return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Sizes.of(result)})"
 
 

@@ -32,11 +32,12 @@ class FitSummary:
             the largest, and the average.
         train_ooms: attempts in training that ran out of memory and were rolled back.
         eval_ooms: the same in evaluation.
-        microbatch_size: settled on, in rows: that of the last of the largest batches, and not of
-            one that was cut smaller to measure.
+        microbatch_size: settled on: that of the last of the largest batches, and not of one that
+            was cut smaller to measure.
+        microbatch_unit: what it is counted in.
         num_microbatches: how many of them made up that batch.
         batch_size: rows of that batch, of several devices on that of rank 0.
-        eval_microbatch_size: settled on, in rows; None without an evaluation.
+        eval_microbatch_size: settled on, in the same; None without an evaluation.
         train_loss: of the last batch.
         stop_reason: why training ended before ``max_duration``; None where it did not.
         loss_average_is: how sure it is what the loss averages over; see `StepResult`.
@@ -60,6 +61,7 @@ class FitSummary:
     num_microbatches: int
     batch_size: int
     eval_microbatch_size: int | None
+    microbatch_unit: str = "rows"
     train_loss: float
     stop_reason: str | None = None
     loss_average_is: str = "unchecked"
@@ -88,6 +90,7 @@ class FitSummary:
             num_rows=self.batch_size,
             microbatch_size=self.microbatch_size,
             num_microbatches=self.num_microbatches,
+            unit=self.microbatch_unit,
         )
 
     def _repr_html_(self) -> str:
@@ -133,8 +136,9 @@ class FitSummary:
 
     def _memory_lines(self) -> tuple[str, str]:
         share = "" if self.global_batch.num_devices == 1 else " on each device"
-        rows_word = "row" if self.microbatch_size == 1 else "rows"
-        final = f"{self.microbatch_size} {rows_word} ({self.cut}{share}) in train"
+        unit = self.microbatch_unit
+        word = unit.removesuffix("s") if self.microbatch_size == 1 else unit
+        final = f"{self.microbatch_size} {word} ({self.cut}{share}) in train"
         if self.eval_microbatch_size is not None:
             final += f", {self.eval_microbatch_size} in eval"
         return (
@@ -184,6 +188,7 @@ def summarize(
         eval_ooms=state.eval.ooms,
         microbatch_size=cut.microbatch_size,
         num_microbatches=cut.num_microbatches,
+        microbatch_unit=cut.unit,
         batch_size=cut.num_rows,
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,

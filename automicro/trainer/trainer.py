@@ -17,6 +17,7 @@ from automicro.loss.averages import LossAverage
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
+from automicro.step.unit import Cost
 from automicro.trainer.composer import (
     missing_attribute,
     model_metrics,
@@ -108,6 +109,12 @@ class Trainer:
         microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
             whole batch), or a policy.
         eval_microbatch_size: the same for evaluation, found on its own.
+        microbatch_unit: what microbatch sizes are counted in: ``"rows"``, ``"tokens"``,
+            ``"seconds"`` or a function from a row to its cost, by which the rows of each batch are
+            then sorted and packed.
+        padding: where the lengths of padded tensors are, by their paths.
+        cut_padding: whether each microbatch is cut to its longest row: ``"auto"`` for where that
+            changes nothing.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"`` (targets that are
             not ignored), ``"none"`` (a sum), or a callable that counts what the loss was divided
             by.
@@ -183,6 +190,9 @@ class Trainer:
         accumulate_batches: int = 1,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
+        microbatch_unit: str | Cost = "rows",
+        padding: Mapping[str, Any] | None = None,
+        cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
         batchnorm: str = "warn",
         memory_limit: str | int | float | None = None,
@@ -263,6 +273,9 @@ class Trainer:
                 "precision": precision,
                 "gradient_sums": gradient_sums,
                 "batch_layout": batch_layout,
+                "microbatch_unit": microbatch_unit,
+                "padding": padding,
+                "cut_padding": cut_padding,
                 "update_metric": update_metric,
                 "probe": probe,
                 "remember_sizes": _remembers(remember_sizes, seed, deterministic),

@@ -1,9 +1,10 @@
 """Metrics: what a failed attempt counted is uncounted."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from automicro.torch_private import children_of
@@ -33,6 +34,7 @@ class Metrics:
         self._growth = growth or Growth()
         self._remembered: Remembered | None = None
         self._ungrouped: list[tuple[Any, Any]] = []
+        self._grown: list[tuple[list[Any], int]] = []  # each with its elements before the batch
 
     def begin(self) -> None:
         """Remember them.
@@ -43,10 +45,12 @@ class Metrics:
         if not self._metrics:
             return
         remembered = self._remembered = Remembered(self._growth)
+        self._grown = []
         for metric in self._metrics:
             try:
                 for values in _growing_states(metric):
                     remembered.add_growing(values)
+                    self._grown.append((values, len(values)))
                 remembered.add_attributes(metric, apart_from=_CONSTANT_ATTRIBUTES)
             except CannotRememberError as error:
                 name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
@@ -64,6 +68,27 @@ class Metrics:
         ]
         for metric, _ in self._ungrouped:
             metric._enable_compute_groups = False
+
+    def sort(self, cuts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Put the rows that lists of states have gained into the order of their batches.
+
+        An update appends a tensor with an entry for each row, or something else, whose order then
+        says nothing.
+
+        Args:
+            cuts: of each batch, the rows of every slice, and of each of its rows the place among
+                the rows of all slices.
+        """
+        updates = sum(len(sizes) for sizes, _ in cuts)
+        for values, before in {id(values): (values, n) for values, n in self._grown}.values():
+            gained = values[before:]
+            if len(gained) != updates:
+                continue
+            ordered: list[Any] = []
+            for sizes, order in cuts:
+                own, gained = gained[: len(sizes)], gained[len(sizes) :]
+                ordered += [_in_order(own, order)] if _has_rows(own, sizes) else own
+            values[before:] = ordered
 
     def prepare(self) -> None:
         for metric, enabled in self._ungrouped:
@@ -83,6 +108,18 @@ class Metrics:
         if self._remembered is not None:
             self._remembered.put_back()
         self._remembered = None
+
+
+def _has_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    return all(
+        isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
+        for value, size in zip(values, sizes, strict=True)
+    ) and all(value.shape[1:] == values[0].shape[1:] for value in values)
+
+
+def _in_order(values: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    joined = torch.cat(list(values))
+    return joined.index_select(0, torch.as_tensor(order, device=joined.device))
 
 
 def _growing_states(metric: Any) -> list[list[Any]]:

@@ -71,9 +71,25 @@ def test_an_evaluation_that_runs_out_of_memory_has_a_report_too(tmp_path: Path) 
 
 
 def test_what_does_not_fit_at_all_has_a_report_without_a_next_size(tmp_path: Path) -> None:
-    with pytest.raises(SampleTooLargeError):
+    with pytest.raises(SampleTooLargeError) as raised:
         run_out_of_memory(OutOfMemoryReport(tmp_path), memory_limit="80KiB")
     assert reports(tmp_path)[-1]["microbatch_size"] == {"before": 1, "after": None}
+    last = max(tmp_path.glob("*.json"))
+    assert str(raised.value).endswith(f" More in {last} (automicro doctor reads it).")
+
+
+def test_the_error_of_a_fixed_size_names_the_report(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run_out_of_memory(OutOfMemoryReport(tmp_path), microbatch_size=128)
+    (only,) = tmp_path.glob("*.json")
+    assert f"More in {only} (automicro doctor reads it)." in "\n".join(raised.value.__notes__)
+
+
+def test_a_report_that_was_not_written_is_not_named(tmp_path: Path) -> None:
+    report = OutOfMemoryReport(tmp_path, max_reports=1)
+    with pytest.raises(SampleTooLargeError) as raised:
+        run_out_of_memory(report, memory_limit="80KiB")
+    assert "oom-" not in str(raised.value)
 
 
 def test_there_are_at_most_so_many_reports_in_a_run(tmp_path: Path) -> None:

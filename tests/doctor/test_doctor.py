@@ -19,8 +19,10 @@ import automicro.doctor
 from automicro.cli import main
 from automicro.doctor import Diagnosis, UnreadableFailureError, diagnose
 from automicro.doctor.causes import Device
-from automicro.doctor.origins import keepers_near, line_of, origin_of
+from automicro.doctor.keepers import find_keepers, reaches_backward
+from automicro.doctor.origins import origin_of
 from automicro.doctor.snapshot import Frame, read_snapshot
+from automicro.doctor.source import line_of
 from tests.doctor.recorder import Recorder
 
 MIB = 1 << 20
@@ -49,6 +51,21 @@ PLANTED: dict[str, tuple[int, set[str]]] = {
     "sum_of_losses": (30, {"kept"}),
     "swa": (40, {"copy"}),
     "whole_data": (50, {"tensors", "batch"}),
+    # Written after twelve programs by somebody else had shown what it missed.
+    "answers": (24, {"kept"}),
+    "cached_samples": (24, {"kept"}),
+    "evaluation": (30, {"activations"}),
+    "long_sequence": (44, {"activations"}),
+    "pairs": (48, {"tensors"}),
+    "remembered_bias": (44, {"kept"}),
+    "rollouts": (24, {"kept"}),
+    "running_total": (24, {"kept"}),
+    "sampling": (24, {"kept"}),
+    "table": (36, {"gradients", "parameters", "optimizer"}),
+    "teacher_with_graph": (24, {"second model"}),
+    "tracebacks": (24, {"kept"}),
+    "validation": (24, {"kept"}),
+    "wide_step": (30, {"optimizer"}),
 }
 PYTHON_ONLY = {"bank", "gradients", "logits", "hooks"}  # the others have C++ frames, too
 
@@ -84,6 +101,8 @@ def names_the_culprit(name: str, diagnosis: Diagnosis) -> bool:
         return True  # no line is to blame
     if name == "long_batch":
         return cause.owner == "Attention" and "larger or longer" in cause.text
+    if name == "long_sequence":
+        return cause.owner == "GRUCell"
     line = culprit_of(name)
     said = f"{cause.where} {cause.text}"
     return f"{name}.py:{line} " in said or f"line {line}: " in said
@@ -104,6 +123,177 @@ def test_the_planted_culprit_is_named(name: str, tmp_path: Path) -> None:
     assert 1 <= len(diagnosis.remedies) <= 3
     saved = [remedy.saved_bytes for remedy in diagnosis.remedies]
     assert saved == sorted(saved, reverse=True)
+
+
+# What has to be among the remedies, and what must not be.
+REMEDIES = {
+    "evaluation": ("no backward ever follows the forward at evaluation.py:13", "recompute"),
+    "memory_of_steps": ("detach() what the next round begins with", "loss.item()"),
+    "pairs": ("compute pairs.py:8 (spread) in pieces", "let go"),
+    "remembered_bias": ("bound the cache at remembered_bias.py:9", "loss.item()"),
+    "table": ("sparse=True", "zero_grad"),
+    "teacher_with_graph": (
+        "run teacher_with_graph.py:15 (main) under torch.no_grad()",
+        "recompute",
+    ),
+    "tracebacks": ("keep str(error) at tracebacks.py:28", "loss.item()"),
+    "wide_step": ("foreach=False or fused=True", "zero_grad"),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_remedy_is_against_its_cause(name: str, tmp_path: Path) -> None:
+    diagnosis = diagnose(dump(fail(name), tmp_path))
+    wanted, unwanted = REMEDIES[name]
+    remedies = [remedy.text for remedy in diagnosis.remedies]
+    assert any(wanted in text for text in remedies), remedies
+    assert not any(unwanted in text for text in remedies), remedies
+    assert "0 bytes in" not in str(diagnosis)
+
+
+# In each, the line that makes a tensor is marked, and so is the one that keeps it, if one does.
+PROGRAMS = {
+    "a list": """
+def f(model, data):
+    kept = []
+    for x in data:
+        y = model(x)  # makes
+        loss = y.mean()
+        kept.append(loss)  # keeps
+""",
+    "numbers": """
+def f(model, data):
+    kept, total = [], 0.0
+    for x in data:
+        y = model(x)  # makes
+        kept.append(y.mean().item())
+        total += float(y.sum())
+        right = (y.argmax(1) == x).sum()
+        total = total + right
+""",
+    "copies on the host": """
+def f(model, data):
+    kept = []
+    for x in data:
+        y = model(x)  # makes
+        kept.append(y.detach().cpu())
+""",
+    "copies on the host, whose graph is not": """
+def f(model, data):
+    kept = []
+    for x in data:
+        y = model(x)  # makes
+        kept.append(y.cpu())  # keeps
+""",
+    "a list that each round makes anew": """
+def f(model, data):
+    for x in data:
+        parts = []
+        for piece in x.chunk(4):
+            parts.append(piece)
+        y = model(x)  # makes
+        parts.append(y)
+""",
+    "through a local list": """
+def f(model, data):
+    kept = {}
+    for number, x in enumerate(data):
+        parts = []
+        y = model(x)  # makes
+        parts.append(y)
+        kept[number] = tuple(parts)  # keeps
+""",
+    "a sum": """
+def f(model, data):
+    total = 0.0
+    for x in data:
+        loss = model(x).mean()  # makes
+        total = total + loss  # keeps
+""",
+    "a sum of what is detached": """
+def f(model, data):
+    total = 0.0
+    for x in data:
+        loss = model(x).mean()  # makes
+        total += loss.detach()
+""",
+    "another function": """
+def note(where, step, loss):
+    where[step] = loss  # keeps
+
+def f(model, data, where):
+    for step, x in enumerate(data):
+        loss = model(x)  # makes
+        note(where, step, loss)
+""",
+    "a hook": """
+def f(model, data, seen):
+    model.register_forward_hook(lambda module, given, made: seen.append(made))  # keeps
+    for x in data:
+        model(x).sum().backward()  # makes
+""",
+    "an exception": """
+def f(model, data, failed):
+    for x in data:
+        try:
+            model(x)  # makes
+        except ValueError as error:
+            failed.append((x, error))  # keeps
+""",
+    "a state": """
+def f(model, data, state):
+    for x in data:
+        y, state = model(x, state)  # makes keeps
+        y.sum().backward()
+""",
+    "a graph that is retained": """
+def f(model, data):
+    for x in data:
+        loss = model(x).sum()  # makes
+        loss.backward(retain_graph=True)  # keeps
+""",
+    "an expression": """
+def f(model, data):
+    return [model(x) for x in data]  # makes keeps
+""",
+    "a module": """
+kept = []
+for x in data:
+    kept.append(model(x))  # makes keeps
+""",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_value_is_followed_to_the_line_that_keeps_it(name: str, tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text(PROGRAMS[name])
+    lines = PROGRAMS[name].splitlines()
+    (made,) = (number for number, line in enumerate(lines, start=1) if "# makes" in line)
+    keeping = [number for number, line in enumerate(lines, start=1) if line.endswith("keeps")]
+    found = find_keepers([Frame(str(code), made, "f")])
+    assert [keeper.frame.line for keeper in found] == keeping
+
+
+@pytest.mark.parametrize(
+    ("after", "reaches"),
+    [
+        ("loss = made.mean(); loss.backward()", True),
+        ("scaler.scale(made).backward()", True),
+        ("gradients = torch.autograd.grad(made, weights)", True),
+        ("step(made)", True),
+        ("self.loss = made.mean(); self.loss.backward()", True),
+        ("print(made.mean().item()); other.backward()", False),
+        ("right = made.argmax(1); right.backward()", False),
+    ],
+)
+def test_whether_a_backward_comes_shows_in_the_source(
+    after: str, reaches: bool, tmp_path: Path
+) -> None:
+    code = tmp_path / "code.py"
+    code.write_text(f"def step(x):\n    x.backward()\nmade = model(x)\n{after}\n")
+    assert reaches_backward([Frame(str(code), 3, "<module>")]) is reaches
+    assert reaches_backward([Frame("/nowhere.py", 3, "<module>")]) is None
 
 
 @pytest.fixture(scope="module")
@@ -397,12 +587,24 @@ def test_of_files_that_a_snapshot_names_only_python_is_shown(tmp_path: Path) -> 
     secret.write_text("do not tell")
     assert line_of(Frame(str(secret), 1, "f")) == ""
     code = tmp_path / "code.py"
-    code.write_text("def f(kept, loss):\n    kept.append(loss)\n    kept.append(loss.item())\n")
-    assert line_of(Frame(str(code), 2, "f")) == "kept.append(loss)"
-    assert keepers_near(Frame(str(code), 2, "f")) == [(2, "kept.append(loss)")]
+    code.write_text("def f(kept, x):\n    kept.append(x + 1)\n    kept.append(x.item())\n")
+    frame = Frame(str(code), 2, "f")
+    assert line_of(frame) == "kept.append(x + 1)"
+    assert [keeper.text for keeper in find_keepers([frame])] == [line_of(frame)]
     broken = tmp_path / "broken.py"
     broken.write_text("def f(")
-    assert keepers_near(Frame(str(broken), 1, "f")) == []
+    assert find_keepers([Frame(str(broken), 1, "f")]) == []
+    deep = tmp_path / "deep.py"
+    deep.write_text("kept.append(" + "1 + " * 3000 + "x())")
+    assert find_keepers([Frame(str(deep), 1, "<module>")]) == []
+
+
+def test_lines_that_a_library_calls_are_told_apart() -> None:
+    library = "/usr/lib/python3.12/site-packages/light/loops.py"
+    own = ("/p/model.py", "training_step"), ("/p/train.py", "main")
+    assert not origin_of(frames(*own)).is_driven
+    assert origin_of(frames(own[0], (library, "run"), own[1])).is_driven
+    assert not origin_of(frames(*own, (library, "run"))).is_driven
 
 
 def test_the_command_prints_a_page_and_writes_html_and_json(

@@ -54,7 +54,7 @@ def test_an_agreement_is_the_same_on_every_rank(world_size: int, local: int) -> 
     agreement: Agreement = agreements[0]
     rows = [8 + rank % 3 for rank in range(world_size)]
     assert agreement.num_rows == sum(rows)
-    assert (agreement.max_rows, agreement.min_rows) == (max(rows), min(rows))
+    assert (agreement.max_extent, agreement.min_rows) == (max(rows), min(rows))
     assert agreement.denominators[""] == pytest.approx(0.1 * sum(range(world_size)), abs=1e-12)
     assert agreement.num_microbatches == -(-max(rows) // 4)
 

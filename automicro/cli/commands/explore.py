@@ -77,13 +77,21 @@ def _make(
     recipe: "Recipe", arguments: argparse.Namespace, loader: str
 ) -> "Callable[[], ExploreReport]":
     """Make what takes part, and return what measures it."""
+    from automicro.errors import ConfigError
     from automicro.exploring import explore
     from automicro.options import check_model
+    from automicro.step.unit import ROWS
     from automicro.trainer.device import choose_device
     from automicro.trainer.evaluators import read_evaluators
     from automicro.trainer.surroundings import noting
 
     config = recipe.config
+    if config.microbatch_unit != ROWS:
+        raise ConfigError(
+            f"microbatch_unit={config.microbatch_unit}: explore measures numbers of rows, and "
+            "slices of a budget are packed for the least time already; leave the size to "
+            "microbatch_size=auto, or explore with microbatch_unit=rows"
+        )
     device = choose_device(config.device)
     model = recipe.make_model()
     check_model(model)

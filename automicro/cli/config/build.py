@@ -83,6 +83,7 @@ class Recipe:
             self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
         self.checkpoint = None if "checkpoint" in without else read_checkpoint(config)
         self.make_loss_average = prepare_value(config.loss_average, "loss_average")
+        self._make_unit = prepare_value(config.microbatch_unit, "microbatch_unit")
         self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
         if config.weights is not None:
             with about("weights"):
@@ -119,6 +120,7 @@ class Recipe:
         """The Trainer of a model, without what was left out of the recipe."""
         plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
         plain["loss_average"] = self.make_loss_average()
+        plain["microbatch_unit"] = self._make_unit()
         plain |= {key: make() for key, make in self._sizes.items()}
         config = asdict(self.config)
         if "optimizer" not in self._makers:

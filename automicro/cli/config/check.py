@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.batch.layout import BatchLayout
+from automicro.batch.padding import Padding
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import (
     KEYS,
@@ -50,7 +51,9 @@ from automicro.options import (
     read_time,
 )
 from automicro.policy.choose import make_policy
+from automicro.step.sorting import check_cut_padding
 from automicro.step.split_guard import BATCHNORM_MODES
+from automicro.step.unit import check_unit
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.optimizer import SCHEDULER_INTERVALS
@@ -58,10 +61,13 @@ from automicro.trainer.parallel import read_parallel
 from automicro.trainer.step import NON_FINITE_MODES
 from automicro.units import parse_bytes, parse_share, read_duration
 
-OF_ANY_TYPE = {
+OF_ANY_TYPE: Mapping[str, tuple[type, ...]] = {
     "batch_layout": (int, Mapping),
     "compile": (bool, Mapping),
+    "cut_padding": (bool, str),
     "loss_average": (str, Mapping),
+    "microbatch_unit": (str, Mapping),
+    "padding": (Mapping, NoneType),
 }
 SIZES = ("microbatch_size", "eval_microbatch_size")
 
@@ -451,6 +457,11 @@ def _check_seed(seed: int) -> None:
         raise ConfigError(f"seed={seed} is outside of 0 to {2**32 - 1}: give one such as 0")
 
 
+def _check_unit(value: Any) -> None:
+    if not is_node(value):
+        check_unit(value)
+
+
 def _check_loss_average(value: Any) -> None:
     if is_node(value):
         return
@@ -510,6 +521,9 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "batch_layout": BatchLayout,
     "microbatch_size": _check_size,
     "eval_microbatch_size": _check_size,
+    "microbatch_unit": _check_unit,
+    "padding": Padding,
+    "cut_padding": check_cut_padding,
     "memory_limit": _check_limit,
     "loss_average": _check_loss_average,
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),

@@ -39,6 +39,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Memory and microbatches": (
         "microbatch_size",
         "eval_microbatch_size",
+        "microbatch_unit",
+        "padding",
+        "cut_padding",
         "memory_limit",
         "strict_divisible",
         "loss_average",

@@ -35,7 +35,14 @@ USUAL = (
     "torchmetrics.classification",
 )
 # Keys for functions that are called later, with what only training knows.
-TAKE_DATA = ("loss_fn", "forward", "update_metric", "count_tokens", "loss_average")
+TAKE_DATA = (
+    "loss_fn",
+    "forward",
+    "update_metric",
+    "count_tokens",
+    "loss_average",
+    "microbatch_unit",
+)
 
 
 def check_node(node: object, key: str) -> None:

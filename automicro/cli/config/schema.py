@@ -168,6 +168,9 @@ def one_of(choices: Iterable[str]) -> str:
 _IN_WORDS = {
     "microbatch_size": "a whole number, auto, explore, a node or null",
     "eval_microbatch_size": "a whole number, auto, explore, a node or null",
+    "microbatch_unit": "rows, tokens, seconds, or a node that gives a function",
+    "padding": "a mapping, or null",
+    "cut_padding": "auto, true or false",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
     "max_duration": "text such as 2ep, 500ba, 10000sp or 1e6tok",
     "eval_interval": "text such as 1ep, 100ba, 10000sp or 1e6tok, or null",

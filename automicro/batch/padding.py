@@ -1,0 +1,408 @@
+"""Which parts of a batch are padded, how long each row really is, and slices without that padding.
+
+What has one length is a *group*: ``input_ids`` with its mask, or audio with its ``audio_lengths``.
+A group is found by the names that models use, or declared. A tensor that has a group's padded
+length and is not known to belong to it is an error that names it: cut or not, something would be
+wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import BatchError
+
+MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
+"""Parts of a batch that are 1 where a row has something and 0 where it is padded."""
+
+_BESIDE_DECODER_MASK = frozenset({"decoder_input_ids", "decoder_inputs_embeds", "labels"})
+_BESIDE_MASK = frozenset(
+    {
+        *("input_ids", "inputs_embeds", "input_values", "position_ids", "token_type_ids"),
+        *("labels", "shift_labels", "mlm_labels", "loss_mask", "label_mask", "completion_mask"),
+        *("special_tokens_mask", "assistant_masks", "global_attention_mask", "bbox", "langs"),
+    }
+)
+_LENGTHS = ("_lengths", "_length", "_lens", "_len")
+_REMEDY = (
+    "say padding={{{path!r}: {example!r}}} if it is padded to the same length, or "
+    "padding={{{path!r}: None}} if it is not and has to stay whole"
+)
+
+Declared = Mapping[str, str | tuple[str, int] | None]
+
+
+@dataclass
+class Group:
+    """Parts of a batch that are padded to one length.
+
+    Attributes:
+        name: of the part that tells the lengths.
+        padded: length of the batch's tensors.
+        starts: where each row begins; as ``stops``, int64 of (rows,).
+        stops: where each row ends.
+        parts: the dimension of the length, by the path of each tensor.
+    """
+
+    name: str
+    padded: int
+    starts: "np.ndarray[Any, Any]"
+    stops: "np.ndarray[Any, Any]"
+    parts: dict[str, int]
+
+    @property
+    def lengths(self) -> "np.ndarray[Any, Any]":
+        """Of each row; at least 1."""
+        lengths: np.ndarray[Any, Any] = np.maximum(self.stops - self.starts, 1)
+        return lengths
+
+    def window(self, rows: Sequence[int] | slice) -> tuple[int, int]:
+        """The first and one past the last position that any of some rows has."""
+        start, stop = int(self.starts[rows].min()), int(self.stops[rows].max())
+        return (start, stop) if stop > start else (0, 1)
+
+    def take(self, order: "np.ndarray[Any, Any]") -> "Group":
+        """The same for rows in another order."""
+        return Group(self.name, self.padded, self.starts[order], self.stops[order], self.parts)
+
+
+class Padding:
+    """Reads how long the rows of a batch are.
+
+    Args:
+        declared: by the path of a tensor, where its lengths are: the path of a tensor of one
+            number per row or of a mask, or a pair of that path and the dimension that is padded (1
+            unless given); None for a tensor that is never cut.
+        ignore_index: the label that counts for nothing.
+
+    Raises:
+        TypeError: what was declared is no such mapping.
+
+    >>> padding = Padding()
+    >>> batch = {
+    ...     "input_ids": torch.tensor([[5, 6, 0, 0], [7, 8, 9, 0]]),
+    ...     "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]),
+    ... }
+    >>> [group] = padding.read(batch, num_rows=2)
+    >>> group.lengths.tolist(), group.padded
+    ([2, 3], 4)
+    >>> first = {name: tensor[:1] for name, tensor in batch.items()}
+    >>> cut_padding(first, [group], slice(0, 1))["input_ids"]
+    tensor([[5, 6]])
+    """
+
+    def __init__(self, declared: Declared | None = None, *, ignore_index: int = -100) -> None:
+        self._declared = _check(declared)
+        self._sources = {
+            each[0] if isinstance(each, tuple) else each for each in self._declared.values()
+        }
+        self._ignore_index = ignore_index
+        # Tensors that once had another length than a group whose length they have now.
+        self._apart: set[tuple[str, str]] = set()
+        self._dims: dict[str, int] = {}  # of audio and the like, as earlier batches showed
+        self._decoded: set[str] = set()  # labels that are padded apart from inputs
+        self.counts_in_padding: str | None = None
+        """The labels that were seen to count where the mask says padding; None for none."""
+
+    def read(self, batch: Any, num_rows: int) -> list[Group]:
+        """The groups of a batch; none where nothing tells lengths.
+
+        Reading lengths that lie on a device waits for it.
+
+        Args:
+            batch: with its rows in dimension 0.
+            num_rows: of it.
+
+        Raises:
+            BatchError: a declared path is not there, or a tensor may or may not be padded.
+        """
+        leaves = {
+            path: tensor
+            for path, tensor in tensor_leaves(batch)
+            if tensor.layout is torch.strided and not tensor.is_nested
+        }
+        named = {path: _last(path, batch) for path in leaves}
+        taken = set(self._declared)
+        groups = self._read_masks(leaves, named, taken, num_rows)
+        groups += self._read_lengths(leaves, named, taken, num_rows)
+        self._add_declared(groups, leaves, num_rows)
+        self._refuse_unknown(leaves, groups)
+        return groups
+
+    def _add_declared(
+        self, groups: list[Group], leaves: Mapping[str, Tensor], num_rows: int
+    ) -> None:
+        found = {group.name: group for group in groups}
+        for path, meaning in self._declared.items():
+            if meaning is None:
+                continue
+            source, dim = meaning if isinstance(meaning, tuple) else (meaning, 1)
+            for each in (path, source):
+                if each not in leaves:
+                    raise BatchError(
+                        f"padding names {each!r}, which is no tensor of the batch; it has "
+                        f"{', '.join(map(repr, leaves))}"
+                    )
+            tensor, told = leaves[path], leaves[source]
+            if not 1 <= dim < tensor.dim():
+                raise BatchError(
+                    f"padding says that dimension {dim} of {path!r} is padded, whose shape is "
+                    f"{tuple(tensor.shape)}; name a dimension after that of the rows, as in "
+                    f"padding={{{path!r}: ({source!r}, 1)}}"
+                )
+            group = found.get(source)
+            if group is None or group.padded != tensor.shape[dim]:
+                group = found[source] = _group(source, told, tensor.shape[dim], num_rows)
+                groups.append(group)
+            group.parts[path] = dim
+            if told.dim() > 1:
+                group.parts[source] = 1
+
+    def _read_masks(
+        self,
+        leaves: Mapping[str, Tensor],
+        named: Mapping[str, str],
+        taken: set[str],
+        num_rows: int,
+    ) -> list[Group]:
+        groups = []
+        for path, mask in leaves.items():
+            if named[path] not in MASKS or path in taken or not _is_mask(mask, num_rows):
+                continue
+            group = _group(path, mask, mask.shape[1], num_rows)
+            is_decoder = named[path].startswith("decoder")
+            beside = _BESIDE_DECODER_MASK if is_decoder else _BESIDE_MASK
+            for other, tensor in leaves.items():
+                if other in taken or other == path or named[other] not in beside:
+                    continue
+                if tensor.dim() > 1 and tensor.shape[:2] == mask.shape:
+                    group.parts[other] = 1
+                    self._add_labels(group, other, tensor, named[other])
+            group.parts[path] = 1
+            groups.append(group)
+            taken |= group.parts.keys()
+        for path, tensor in leaves.items():
+            # Of a decoder that makes its inputs from them.
+            if path in taken or named[path] != "labels" or not groups or tensor.dim() != 2:
+                continue
+            if tensor.shape[0] != num_rows or tensor.is_floating_point():
+                continue
+            own = [
+                other
+                for other in leaves.keys() - taken
+                if named[other] in _BESIDE_DECODER_MASK and leaves[other].shape[:2] == tensor.shape
+            ]
+            if len(own) > 1 or bool((tensor == self._ignore_index).any()):
+                self._decoded.add(path)  # else they may be several labels for each row
+            if path in self._decoded:
+                group = _whole(path, tensor.shape[1], num_rows)
+                group.stops[:] = 0
+                self._add_labels(group, path, tensor, "labels")
+                group.parts = dict.fromkeys(own, 1)
+                groups.append(group)
+                taken |= group.parts.keys()
+        return groups
+
+    def _add_labels(self, group: Group, path: str, tensor: Tensor, name: str) -> None:
+        """Let no row end before a label that counts."""
+        if not name.endswith("labels") or tensor.dim() != 2 or tensor.is_floating_point():
+            return
+        starts, stops = _extents(tensor != self._ignore_index)
+        is_empty = stops == 0
+        before = group.stops.copy()
+        np.maximum(group.stops, stops, out=group.stops)
+        np.minimum(group.starts, np.where(is_empty, group.starts, starts), out=group.starts)
+        if before.any() and (group.stops > before).any():
+            self.counts_in_padding = path
+
+    def _read_lengths(
+        self,
+        leaves: Mapping[str, Tensor],
+        named: Mapping[str, str],
+        taken: set[str],
+        num_rows: int,
+    ) -> list[Group]:
+        groups = []
+        for path, lengths in leaves.items():
+            stem = _stem(named[path])
+            if stem is None or path in taken or lengths.shape != (num_rows,):
+                continue
+            if lengths.is_floating_point() or lengths.dtype == torch.bool:
+                continue
+            wanted = {stem, f"{stem}s", *(f"{stem}_{end}" for end in ("ids", "values", "features"))}
+            partners = [
+                other
+                for other in leaves
+                if named[other] in wanted and other not in taken and leaves[other].dim() > 1
+            ]
+            if not partners and path in self._sources:
+                continue
+            if not partners:
+                raise BatchError(
+                    f"{path!r} looks like the lengths of rows, and no tensor of the batch has "
+                    f"that name; say which one is padded to them, as in padding={{'audio': "
+                    f"{path!r}}}, or padding={{{path!r}: None}} if they are no such lengths"
+                )
+            for other in partners:
+                tensor = leaves[other]
+                dim = self._padded_dim(other, tensor, path, int(lengths.max()))
+                group = _group(path, lengths, tensor.shape[dim], num_rows)
+                group.parts[other] = dim
+                groups.append(group)
+                taken.add(other)
+        return groups
+
+    def _padded_dim(self, path: str, tensor: Tensor, lengths: str, longest: int) -> int:
+        if tensor.dim() == 2:
+            return 1
+        exact = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == longest]
+        if len(exact) == 1:
+            self._dims[path] = exact[0]
+        if path in self._dims:
+            return self._dims[path]
+        raise BatchError(
+            f"{lengths!r} tells lengths of up to {longest}, and which dimension of {path!r} of "
+            f"shape {tuple(tensor.shape)} is padded to them cannot be told; say it, as in "
+            f"padding={{{path!r}: ({lengths!r}, 1)}}"
+        )
+
+    def _refuse_unknown(self, leaves: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
+        known = {part for group in groups for part in group.parts} | self._declared.keys()
+        for path, tensor in leaves.items():
+            for group in groups:
+                if path in known:
+                    continue
+                pair = (path, group.name)
+                if group.padded not in tensor.shape[tensor.dim() > 1 :]:
+                    self._apart.add(pair)
+                elif pair not in self._apart and group.padded > 1:
+                    raise BatchError(
+                        f"{path!r} of shape {tuple(tensor.shape)} may be padded as "
+                        f"{next(iter(group.parts))!r} is, to {group.padded}, or have that size by "
+                        "chance: " + _REMEDY.format(path=path, example=group.name)
+                    )
+
+
+def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
+    """A microbatch without the padding that all of its rows have.
+
+    Args:
+        microbatch: its rows.
+        groups: of the batch that the rows were taken from.
+        rows: which of that batch they are.
+    """
+    leaves = dict(tensor_leaves(microbatch))
+    shorter: dict[int, Tensor] = {}
+    for group in groups:
+        start, stop = group.window(rows)
+        if start == 0 and stop >= group.padded:
+            continue
+        for path, dim in group.parts.items():
+            tensor = leaves[path]
+            # Models call view() on their inputs.
+            shorter[id(tensor)] = tensor.narrow(dim, start, stop - start).contiguous()
+    if not shorter:
+        return microbatch
+    return map_tensors(microbatch, lambda tensor: shorter.get(id(tensor), tensor))
+
+
+def restore_padding(tensor: Tensor, dims: Mapping[int, tuple[int, int]]) -> Tensor:
+    """A tensor with zeros where padding was cut.
+
+    Args:
+        tensor: of the rows of a microbatch.
+        dims: by dimension, where what is there begins, and the length with padding.
+
+    >>> restore_padding(torch.ones(1, 2), {1: (1, 4)})
+    tensor([[0., 1., 1., 0.]])
+    """
+    for dim, (start, padded) in dims.items():
+        shape = list(tensor.shape)
+        shape[dim] = padded
+        whole = tensor.new_zeros(shape)
+        whole.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
+        tensor = whole
+    return tensor
+
+
+def _check(declared: Declared | None) -> dict[str, str | tuple[str, int] | None]:
+    if declared is None:
+        return {}
+    if not isinstance(declared, Mapping):
+        raise TypeError(
+            f"padding is a {type(declared).__name__} and not a mapping; say which tensor has its "
+            "lengths where, as in padding={'audio': 'audio_lengths'}"
+        )
+    found: dict[str, str | tuple[str, int] | None] = {}
+    for path, meaning in declared.items():
+        if meaning is None or isinstance(meaning, str):
+            found[str(path)] = meaning
+            continue
+        pair: Any = meaning
+        if isinstance(pair, tuple | list) and list(map(type, pair)) == [str, int]:
+            found[str(path)] = (pair[0], pair[1])
+            continue
+        raise TypeError(
+            f"padding[{path!r}] is {meaning!r}; give the path of its lengths or of its mask, "
+            "('audio_lengths', 2) with the dimension that is padded, or None for what is never cut"
+        )
+    return found
+
+
+def _last(path: str, batch: Any) -> str:
+    """The name of a tensor; the second of a pair are labels."""
+    if path == "1" and isinstance(batch, tuple | list) and len(batch) == 2:
+        return "labels"
+    return path.rpartition(".")[2]
+
+
+def _stem(name: str) -> str | None:
+    """What lengths are of, by their name."""
+    return next((name.removesuffix(each) for each in _LENGTHS if name.endswith(each)), None)
+
+
+def _is_mask(mask: Tensor, num_rows: int) -> bool:
+    return mask.dim() == 2 and mask.shape[0] == num_rows
+
+
+def _whole(name: str, padded: int, num_rows: int) -> Group:
+    starts, stops = np.zeros(num_rows, np.int64), np.full(num_rows, padded, np.int64)
+    return Group(name, padded, starts, stops, {})
+
+
+def _group(name: str, told: Tensor, padded: int, num_rows: int) -> Group:
+    """The lengths that a mask or a tensor of lengths tells."""
+    group = _whole(name, padded, num_rows)
+    if told.dim() == 1:
+        group.stops = told.detach().cpu().numpy().astype(np.int64)
+        if len(group.stops) != num_rows or (group.stops > padded).any() or (group.stops < 0).any():
+            raise BatchError(
+                f"{name!r} tells lengths of up to {int(group.stops.max())} for {len(group.stops)} "
+                f"rows, and what is padded to them has {padded} places for {num_rows} rows; check "
+                "the collate function, or name other lengths with padding=…"
+            )
+        return group
+    if told.shape[:2] != (num_rows, padded):
+        raise BatchError(
+            f"{name!r} of shape {tuple(told.shape)} is no mask of {num_rows} rows of length "
+            f"{padded}; name other lengths with padding=…"
+        )
+    group.starts, group.stops = _extents(told.reshape(num_rows, padded, -1)[..., 0] != 0)
+    return group
+
+
+def _extents(mask: Tensor) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+    """Where rows begin and end. All on one side unless all rows are padded on the left."""
+    found = mask.detach().cpu().numpy()
+    padded = found.shape[1]
+    has_any = found.any(1)
+    stops = np.where(has_any, padded - found[:, ::-1].argmax(1), 0)
+    starts = np.where(has_any, found.argmax(1), 0)
+    if not (stops[has_any] == padded).all():
+        starts = np.zeros_like(starts)
+    return starts.astype(np.int64), stops.astype(np.int64)

@@ -1,0 +1,154 @@
+"""Batches whose rows are sorted by cost, and whether their padding may be cut."""
+
+from collections.abc import Sequence
+
+from automicro.batch.device import on_host
+from automicro.batch.padding import Group
+from automicro.batch.tensors import Contents
+from automicro.errors import PaddingWarning, warn
+from automicro.loss.padding_look import PaddingSeen, Verdict, look_at_padding, most_padded_row
+from automicro.loss.passes import Computation, Mode
+from automicro.memory.oom import once_more
+from automicro.ranks.interface import Ranks
+from automicro.step.plan import ReadBatch
+from automicro.step.unit import MicrobatchUnit, refuse_inputs_with_gradients
+
+_PATIENCE = 4  # looks that could not tell
+_DECLARE = "cut_padding=True cuts it all the same, cut_padding=False says nothing of it"
+
+
+def check_cut_padding(value: object) -> None:
+    """Refuse what says nothing of whether padding is cut.
+
+    Raises:
+        ValueError: neither True, False nor ``"auto"``.
+
+    >>> check_cut_padding("auto")
+    """
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(
+            f"cut_padding={value!r} is not known; use 'auto' (where a row computes the same "
+            "without its padding), True or False"
+        )
+
+
+class RowSorter:
+    """Sorts the rows of batches by cost; cuts padding where a look shows that nothing changes.
+
+    Args:
+        unit: what rows cost.
+        computation: model and loss.
+        ranks: that decide together.
+        cut_padding: ``"auto"``, or True or False for whoever knows.
+
+    Raises:
+        ValueError: none of these.
+    """
+
+    def __init__(
+        self,
+        unit: MicrobatchUnit,
+        computation: Computation,
+        ranks: Ranks,
+        *,
+        cut_padding: bool | str = "auto",
+    ) -> None:
+        check_cut_padding(cut_padding)
+        self._unit = unit
+        self._computation = computation
+        self._ranks = ranks
+        self._is_declared = isinstance(cut_padding, bool)
+        # None: not known yet.
+        self._cuts: bool | None = cut_padding if isinstance(cut_padding, bool) else None
+        self._fruitless = 0
+        self._has_said_labels = False
+
+    def sort(self, batches: Sequence[ReadBatch], mode: Mode) -> list[ReadBatch]:
+        """The same batches, their rows sorted. All ranks call it.
+
+        Args:
+            batches: as they were read.
+            mode: of the forward, which is looked at.
+
+        Raises:
+            BatchError: the lengths or costs of rows cannot be read.
+
+        Warns:
+            PaddingWarning: padding stays, because without it a row would compute something else.
+        """
+        read = [self._unit.groups(each.batch, each.num_rows) for each in batches]
+        if self._cuts is None:
+            self._look(batches, read, mode)
+        self._say_labels()
+        return once_more(
+            lambda: [self._sorted(*each) for each in zip(batches, read, strict=True)],
+            self._computation.device,
+            doing="sorting the rows of the batch",
+        )
+
+    def _sorted(self, batch: ReadBatch, groups: Sequence[Group]) -> ReadBatch:
+        refuse_inputs_with_gradients(batch.batch)
+        cuts = bool(self._cuts)
+        packing = self._unit.packing(batch.batch, groups, batch.num_rows, cuts=cuts)
+        with on_host():
+            rows = self._computation.layout.take_rows(batch.batch, packing.order.tolist())
+        return ReadBatch(
+            batch=rows, num_rows=batch.num_rows, contents=Contents(rows), packing=packing
+        )
+
+    def _look(
+        self, batches: Sequence[ReadBatch], read: Sequence[Sequence[Group]], mode: Mode
+    ) -> None:
+        seen = PaddingSeen(verdict=Verdict.UNKNOWN)
+        padded = [
+            (each.batch, groups)
+            for each, groups in zip(batches, read, strict=True)
+            if most_padded_row(groups) is not None
+        ]
+        if padded and self._ranks.communicates_in_forward:
+            seen = PaddingSeen(
+                verdict=Verdict.UNKNOWN,
+                why="the forward communicates with other ranks, and one rank alone cannot look",
+            )
+            self._fruitless = _PATIENCE
+        elif padded:
+            with self._ranks.looking_alone():
+                seen = look_at_padding(self._computation, *padded[0], mode)
+        verdict = Verdict(int(self._ranks.most(float(seen.verdict))))
+        self._unit.output_dims.update(seen.output_dims)
+        self._fruitless += bool(seen.why) and verdict is Verdict.UNKNOWN
+        if verdict is Verdict.SAME:
+            self._cuts = True
+            return
+        gives_up = self._ranks.most(float(self._fruitless)) >= _PATIENCE
+        if verdict is Verdict.UNKNOWN and not gives_up:
+            return
+        self._cuts = False
+        if seen.why:
+            warn(_message(verdict, seen.why), PaddingWarning)
+
+    def _say_labels(self) -> None:
+        path = self._unit.padding.counts_in_padding
+        if path is None or self._has_said_labels:
+            return
+        self._has_said_labels = True
+        warn(
+            f"labels in {path!r} count where the mask says that rows are padded, so rows are taken "
+            "for as long as their labels; set them to the loss's ignore_index (-100) there, which "
+            "is what padding means",
+            PaddingWarning,
+        )
+
+
+def _message(verdict: Verdict, why: str) -> str:
+    if verdict is Verdict.UNKNOWN:
+        return (
+            f"padding is not cut, because nothing shows that this changes nothing ({why}): slices "
+            f"keep the batch's padding, and save no time. {_DECLARE}"
+        )
+    return (
+        f"the model computes something else without padding ({why}), so slices keep the batch's "
+        "padding, and save no time. What helps: a mask in all that looks along the length "
+        "(attention, pooling, convolutions), position_ids beside texts that are padded on the "
+        f"left, labels of -100 where there is padding; {_DECLARE}"
+    )

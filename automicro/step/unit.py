@@ -1,0 +1,421 @@
+"""What the size of a microbatch is counted in: rows, or what rows of varying length cost.
+
+Where rows have costs, those of a batch are sorted by them, packed into slices (`policy.packing`),
+and each slice is cut to its own longest row (`batch.padding`). A policy then proposes a budget:
+what a slice may cost with its padding, in whole units, takes the place of its rows.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from automicro.batch.layout import BatchLayout
+from automicro.batch.padding import Declared, Group, Padding, cut_padding, restore_padding
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import BatchError
+from automicro.policy.packing import (
+    Array,
+    Combine,
+    pack,
+    pack_lengths,
+    without_lonely_rows,
+)
+from automicro.policy.policy import Policy
+
+Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
+"""What a row costs, from a batch of this one row; several lengths stand for their product."""
+
+ROWS, TOKENS, SECONDS = "rows", "tokens", "seconds"
+_DURATIONS = ("seconds", "duration", "durations", "duration_seconds")
+_ACCEPTED = (
+    "give 'rows', 'tokens' (of padded texts), 'seconds' (of a tensor of that name, or "
+    "'durations'), or a function from a batch of one row to what it costs"
+)
+
+
+def _sum(lengths: Array) -> Array:
+    total: Array = lengths.sum(-1)
+    return total
+
+
+def _product(lengths: Array) -> Array:
+    total: Array = lengths.prod(-1)
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The rows of one batch, sorted by cost.
+
+    Attributes:
+        order: of the batch that the caller gave, the index of each row here.
+        lengths: of each row here, as (rows, lengths).
+        combine: the cost of a row from its lengths.
+        groups: what is padded, of the rows here; none where padding stays.
+        output_dims: by the path of an output, which of its dimensions have the length of which
+            group, by its name, as a look has shown.
+    """
+
+    order: Array
+    lengths: Array
+    combine: Combine
+    groups: Sequence[Group]
+    output_dims: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the batch."""
+        return len(self.order)
+
+    @property
+    def extent(self) -> int:
+        """What the whole batch costs as one slice, in whole units."""
+        return self._units([self.num_rows])[0]
+
+    @property
+    def average(self) -> float:
+        """Cost of a row."""
+        return float(self.combine(self.lengths).mean())
+
+    def pack(self, budget: int, *, overhead: float, min_rows: int = 1) -> list[int]:
+        """The rows of each slice, none of which costs more than a budget.
+
+        A row that costs more by itself is alone.
+
+        Args:
+            budget: in whole units.
+            overhead: what a slice costs whatever it holds.
+            min_rows: the fewest rows of a slice, which may then cost more.
+        """
+        if self.lengths.shape[1] == 1:
+            costs = self.combine(self.lengths).tolist()
+            sizes = pack(costs, budget, overhead=overhead)
+        else:
+            sizes = pack_lengths(self.lengths, self.combine, budget, overhead=overhead)
+        return sizes if min_rows == 1 else without_lonely_rows(sizes)
+
+    def largest(self, sizes: Sequence[int]) -> int:
+        """What the costliest of these slices costs, in whole units."""
+        return max(self._units(sizes))
+
+    def padded(self, sizes: Sequence[int]) -> float:
+        """What all slices cost together."""
+        return sum(self._costs(sizes))
+
+    def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Microbatches of these rows, each without the padding that all of its rows have."""
+        if not self.groups:
+            return list(microbatches)
+        return [
+            cut_padding(microbatch, self.groups, rows)
+            for microbatch, rows in zip(microbatches, slices_of(sizes), strict=True)
+        ]
+
+    def _costs(self, sizes: Sequence[int]) -> list[float]:
+        return [
+            size * float(self.combine(self.lengths[rows].max(0)))
+            for size, rows in zip(sizes, slices_of(sizes), strict=True)
+        ]
+
+    def _units(self, sizes: Sequence[int]) -> list[int]:
+        return [max(1, math.ceil(cost - 1e-6)) for cost in self._costs(sizes)]
+
+
+def slices_of(sizes: Sequence[int]) -> list[slice]:
+    """Neighbouring rows, as many as these.
+
+    >>> slices_of([2, 3])
+    [slice(0, 2, None), slice(2, 5, None)]
+    """
+    stops = np.cumsum(sizes).tolist()
+    return [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+class Packed(Protocol):
+    """How a batch was cut."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Rows of each slice."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """The rows, where they are sorted."""
+
+
+def order_of(cuts: Sequence[Packed]) -> list[int] | None:
+    """Of each row of some batches, its place among the rows of all slices; None: in order."""
+    if all(cut.packing is None for cut in cuts):
+        return None
+    order: list[int] = []
+    for cut in cuts:
+        assert cut.packing is not None
+        order += (np.argsort(cut.packing.order) + len(order)).tolist()
+    return order
+
+
+def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed]) -> list[Any]:
+    """Outputs of all slices, padded with zeros to what the whole batch would have given.
+
+    What has the length of its slice in every slice is taken for padded where slices have several
+    lengths, or where a look has shown it.
+    """
+    found, remaining = [], list(outputs)
+    for cut in cuts:
+        own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
+        packing = cut.packing
+        found += own if packing is None or not packing.groups else _padded(own, cut.sizes, packing)
+    return found
+
+
+def _padded(outputs: Sequence[Any], sizes: Sequence[int], packing: Packing) -> list[Any]:
+    rows = slices_of(sizes)
+    windows = {g.name: [g.window(each) for each in rows] for g in packing.groups}
+    padded = {group.name: group.padded for group in packing.groups}
+    leaves = [tensor_leaves(output) for output in outputs]
+    dims: list[dict[str, dict[int, str]]] = []
+    for column in zip(*leaves, strict=False):
+        path = column[0][0]
+        tensors = [tensor for _, tensor in column]
+        dims.append({path: _length_dims(tensors, windows, packing.output_dims.get(path, {}))})
+    by_path = {path: each for table in dims for path, each in table.items()}
+    whole = []
+    for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
+        restored: dict[int, Tensor] = {}
+        for path, tensor in own:
+            places = {
+                dim: (windows[name][index][0], padded[name])
+                for dim, name in by_path.get(path, {}).items()
+                if tensor.shape[dim] < padded[name]
+            }
+            if places:
+                restored[id(tensor)] = restore_padding(tensor, places)
+        whole.append(_replaced(output, restored))
+    return whole
+
+
+def _replaced(output: Any, others: Mapping[int, Tensor]) -> Any:
+    return map_tensors(output, lambda tensor: others.get(id(tensor), tensor))
+
+
+def _length_dims(
+    tensors: Sequence[Tensor],
+    windows: Mapping[str, Sequence[tuple[int, int]]],
+    shown: Mapping[int, str],
+) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for dim in range(1, min(tensor.dim() for tensor in tensors)):
+        own = [tensor.shape[dim] for tensor in tensors]
+        for name, spans in windows.items():
+            lengths = [stop - start for start, stop in spans]
+            if own == lengths and (len(set(own)) > 1 or shown.get(dim) == name):
+                found.setdefault(dim, name)
+    return found
+
+
+def check_unit(unit: object) -> None:
+    """Refuse what sizes cannot be counted in.
+
+    Raises:
+        TypeError: neither a word nor a function.
+        ValueError: an unknown word.
+
+    >>> check_unit("tokens")
+    """
+    if isinstance(unit, str):
+        if unit not in (ROWS, TOKENS, SECONDS):
+            raise ValueError(f"microbatch_unit={unit!r} is not known: {_ACCEPTED}")
+    elif not callable(unit):
+        raise TypeError(f"microbatch_unit={unit!r} is no unit: {_ACCEPTED}")
+
+
+class MicrobatchUnit:
+    """What microbatch sizes are counted in, and how rows are sorted by it.
+
+    Args:
+        unit: ``"rows"``, ``"tokens"``, ``"seconds"``, or the cost of a row.
+        layout: where batches have their rows.
+        padding: where the lengths of padded tensors are; see `Padding`.
+        ignore_index: the label that counts for nothing.
+
+    Attributes:
+        name: in the plural.
+        is_rows: whether rows are as they come.
+        padding: reads the lengths of rows.
+        output_dims: see `Packing`; filled by whoever looks.
+
+    Raises:
+        TypeError: not a unit.
+        ValueError: an unknown word.
+
+    >>> unit = MicrobatchUnit("tokens", layout=BatchLayout())
+    >>> batch = {"input_ids": torch.arange(8).view(2, 4),
+    ...          "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])}
+    >>> packing = unit.packing(batch, unit.groups(batch, 2), 2, cuts=True)
+    >>> packing.order.tolist(), packing.extent, packing.pack(3, overhead=0)
+    ([1, 0], 6, [1, 1])
+    """
+
+    def __init__(
+        self,
+        unit: str | Cost,
+        *,
+        layout: BatchLayout,
+        padding: Declared | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        check_unit(unit)
+        self.name = unit if isinstance(unit, str) else "units of cost"
+        self._cost = None if isinstance(unit, str) else unit
+        self.is_rows = unit == ROWS
+        if self.is_rows and padding is not None:
+            raise ValueError(
+                "padding=… says how rows are cut to their own lengths, which microbatch_unit='rows'"
+                " never does; give microbatch_unit='tokens', 'seconds' or a cost, or leave it out"
+            )
+        self._layout = layout
+        self.output_dims: dict[str, dict[int, str]] = {}
+        self.padding = Padding(padding, ignore_index=ignore_index)
+
+    def refuse(self, *, carries: bool, strict_divisible: bool) -> None:
+        """Refuse what rows that are sorted cannot have.
+
+        Raises:
+            ValueError: state goes from batch to batch, or slices must have the same rows.
+        """
+        for name, is_on in (("carry_layout", carries), ("strict_divisible=True", strict_divisible)):
+            if is_on and not self.is_rows:
+                raise ValueError(
+                    f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them "
+                    f"into unequal slices, which does not go with {name}; leave one of them out"
+                )
+
+    def refuse_policy(self, policy: Policy, argument: str) -> None:
+        """Refuse a policy that is about rows.
+
+        Raises:
+            ValueError: it looks for the fastest number of them, or for multiples.
+        """
+        if self.is_rows:
+            return
+        if policy.explores:
+            raise ValueError(
+                f"{argument}='explore' looks for the fastest number of rows, and slices of "
+                f"{self.name} are packed for the least time already; say {argument}='auto'"
+            )
+        if policy.multiple_of > 1:
+            raise ValueError(
+                f"{argument} has multiple_of={policy.multiple_of}, a number of rows, and sizes are "
+                f"{self.name}; leave it out"
+            )
+
+    def groups(self, batch: Any, num_rows: int) -> list[Group]:
+        """What is padded in a batch; see `Padding.read`.
+
+        Raises:
+            BatchError: it cannot be told, or tokens are counted and nothing tells their number.
+        """
+        groups = self.padding.read(batch, num_rows)
+        if self.name == TOKENS and not groups:
+            raise BatchError(
+                "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
+                "tells them: it has no attention_mask and no tensor of lengths; name one, as in "
+                "padding={'tokens': 'token_lengths'}, give a function from a batch of one row to "
+                "its cost, or count 'rows'"
+            )
+        return groups
+
+    def packing(self, batch: Any, groups: Sequence[Group], num_rows: int, *, cuts: bool) -> Packing:
+        """The rows of a batch, sorted.
+
+        Args:
+            batch: of the caller.
+            groups: what is padded in it.
+            num_rows: of it.
+            cuts: whether padding is cut.
+
+        Raises:
+            BatchError: the cost of a row is no positive number.
+        """
+        combine: Combine = _sum
+        if self.name == TOKENS:
+            lengths = [group.lengths if cuts else _all(group.padded, num_rows) for group in groups]
+            table = np.stack(lengths, axis=1).astype(np.float64)
+        elif self.name == SECONDS:
+            table = self._seconds(batch, num_rows)[:, None]
+        else:
+            table, combine = self._costs(batch, num_rows)
+        # Rows of equal cost stay in their order.
+        order = np.argsort(-combine(table), kind="stable")
+        return Packing(
+            order=order,
+            lengths=table[order],
+            combine=combine,
+            groups=[group.take(order) for group in groups] if cuts else [],
+            output_dims=self.output_dims,
+        )
+
+    def _seconds(self, batch: Any, num_rows: int) -> Array:
+        for path, tensor in tensor_leaves(batch):
+            if path.rpartition(".")[2] in _DURATIONS and tensor.shape == (num_rows,):
+                found: Array = tensor.detach().cpu().double().numpy()
+                return _checked(found, "the batch's " + repr(path))
+        raise BatchError(
+            "microbatch_unit='seconds' reads how long each row is from a tensor called 'seconds' "
+            "or 'durations', and the batch has none of one number per row; let the collate "
+            "function give it, or give a function of your own, as in microbatch_unit=lambda row: "
+            "row['audio_lengths'].item() / 16_000"
+        )
+
+    def _costs(self, batch: Any, num_rows: int) -> tuple[Array, Combine]:
+        assert self._cost is not None
+        found = [self._cost(row) for row in self._layout.split(batch, [1] * num_rows)]
+        rows = [each if isinstance(each, tuple | list) else (each,) for each in found]
+        try:
+            table = np.array([[float(each) for each in row] for row in rows])
+        except (TypeError, ValueError) as error:
+            raise BatchError(
+                f"microbatch_unit gave {found[0]!r} for a row; return a number, or a tuple of as "
+                "many lengths for every row, whose product is the cost"
+            ) from error
+        table = _checked(table, "microbatch_unit")
+        costliest = float(_product(table).max())
+        if costliest < 1:
+            raise BatchError(
+                f"microbatch_unit gave {costliest:.3g} for the costliest row of a batch, and "
+                "budgets are whole numbers; return the cost in a smaller unit, 1000 times as much, "
+                "say"
+            )
+        return table, _product
+
+
+def _checked(costs: Array, who: str) -> Array:
+    wrong = costs[~(np.isfinite(costs) & (costs > 0))]
+    if wrong.size:
+        raise BatchError(
+            f"{who} tells a cost of {wrong.flat[0]} for a row; every row costs a positive, finite "
+            "number"
+        )
+    return costs
+
+
+def _all(length: int, num_rows: int) -> Array:
+    return np.full(num_rows, length)
+
+
+def refuse_inputs_with_gradients(batch: Any) -> None:
+    """Refuse what cannot be sorted: each slice's backward would go through the sorting again.
+
+    Raises:
+        BatchError: a tensor of the batch gathers a gradient.
+    """
+    for path, tensor in tensor_leaves(batch):
+        if tensor.requires_grad:
+            raise BatchError(
+                f"{path or 'the batch'!r} gathers a gradient of its own, and rows that are sorted "
+                "by cost are copies; count 'rows' with microbatch_unit, or detach it"
+            )

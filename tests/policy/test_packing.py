@@ -1,0 +1,152 @@
+"""Slices of the least cost, compared with dynamic programming over all cuts."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automicro.policy import packing
+from automicro.policy.packing import Overhead, pack, pack_lengths, without_lonely_rows
+
+COSTS = st.lists(st.integers(1, 300) | st.floats(0.5, 300), min_size=1, max_size=24)
+BUDGETS = st.floats(1, 4000)
+OVERHEADS = st.sampled_from([0.0, 1.0, 30.0, 500.0])
+
+
+def total(costs: list[float], sizes: list[int], overhead: float) -> float:
+    begins = np.cumsum([0, *sizes])[:-1]
+    return sum(overhead + n * costs[int(i)] for n, i in zip(sizes, begins, strict=True))
+
+
+def least(costs: list[float], budget: float, overhead: float) -> float:
+    """Of every cut into neighbours, one row alone whatever it costs."""
+    best = [0.0] + [math.inf] * len(costs)
+    for end in range(1, len(costs) + 1):
+        for begin in range(end):
+            padded = (end - begin) * costs[begin]
+            if padded <= budget or end - begin == 1:
+                best[end] = min(best[end], best[begin] + overhead + padded)
+    return best[-1]
+
+
+@given(COSTS, BUDGETS, OVERHEADS)
+def test_no_cut_is_better(costs: list[float], budget: float, overhead: float) -> None:
+    costs = sorted(map(float, costs), reverse=True)
+    sizes = pack(costs, budget, overhead=overhead)
+    assert sum(sizes) == len(costs)
+    assert all(sizes)
+    begins = np.cumsum([0, *sizes])[:-1]
+    assert all(n == 1 or n * costs[i] <= budget for n, i in zip(sizes, begins, strict=True)), (
+        "a slice costs more than the budget"
+    )
+    assert total(costs, sizes, overhead) == pytest.approx(least(costs, budget, overhead))
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=7), st.integers(1, 900), OVERHEADS)
+def test_no_other_grouping_of_rows_is_better(
+    lengths: list[int], budget: int, overhead: float
+) -> None:
+    """Sorting loses nothing: neighbours in the order of costs are as good as any groups."""
+    costs = sorted(map(float, lengths), reverse=True)
+
+    def best(rows: tuple[int, ...]) -> float:
+        if not rows:
+            return 0.0
+        found = math.inf
+        first, rest = rows[0], rows[1:]
+        for chosen in range(1 << len(rest)):
+            group = [first, *(row for i, row in enumerate(rest) if chosen >> i & 1)]
+            padded = len(group) * costs[first]
+            if padded <= budget or len(group) == 1:
+                left = tuple(row for i, row in enumerate(rest) if not chosen >> i & 1)
+                found = min(found, overhead + padded + best(left))
+        return found
+
+    sizes = pack(costs, budget, overhead=overhead)
+    assert total(costs, sizes, overhead) == pytest.approx(best(tuple(range(len(costs)))))
+
+
+@given(COSTS, BUDGETS, OVERHEADS)
+def test_rows_of_one_length_are_packed_alike(
+    costs: list[float], budget: float, overhead: float
+) -> None:
+    costs = sorted(map(float, costs), reverse=True)
+    sizes = pack_lengths(
+        np.array(costs)[:, None], lambda each: each.sum(-1), budget, overhead=overhead
+    )
+    assert total(costs, sizes, overhead) == pytest.approx(least(costs, budget, overhead))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=20),
+    st.integers(1, 20000),
+)
+def test_slices_of_rows_of_two_lengths_cost_no_more_than_the_budget(
+    lengths: list[tuple[int, int]], budget: int
+) -> None:
+    table = np.array(sorted(lengths, key=lambda each: -each[0] * each[1]))
+    sizes = pack_lengths(table, lambda each: each.prod(-1), budget, overhead=5.0)
+    assert sum(sizes) == len(lengths)
+    begin = 0
+    for size in sizes:
+        longest = table[begin : begin + size].max(0)
+        assert size == 1 or size * longest.prod() <= budget
+        begin += size
+
+
+def test_unsorted_costs_are_refused() -> None:
+    with pytest.raises(ValueError, match="sort them first"):
+        pack([1, 2], 10)
+
+
+def test_the_work_grows_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many comparisons for each row, however many there are."""
+    compare, counted = packing._better_from, 0
+
+    def counting(*arguments: Any) -> int:
+        nonlocal counted
+        counted += 1
+        return compare(*arguments)
+
+    monkeypatch.setattr(packing, "_better_from", counting)
+    per_row = []
+    for num_rows in (100, 1000, 5000):
+        drawn = np.random.default_rng(0).lognormal(4, 1, num_rows)
+        counted = 0
+        pack(sorted(drawn.tolist(), reverse=True), 4096, overhead=64)
+        per_row.append(counted / num_rows)
+    assert 1 <= min(per_row) <= max(per_row) <= 3
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
+def test_no_row_stays_alone(sizes: list[int]) -> None:
+    merged = without_lonely_rows(sizes)
+    assert sum(merged) == sum(sizes)
+    assert sum(sizes) == 1 or min(merged) >= 2
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_overhead_is_fitted_from_steps(noise: float) -> None:
+    drawn = np.random.default_rng(0)
+    overhead = Overhead()
+    assert overhead.of(128.0) == 128.0
+    for step in range(64):
+        slices, padded = int(drawn.integers(1, 12)), float(drawn.integers(500, 2000))
+        seconds = 1e-3 * (72 * slices + padded) * (1 + noise * drawn.standard_normal())
+        seconds += 5.0 * (step < 2)  # it compiles
+        overhead.record(seconds=seconds, slices=slices, padded=padded)
+    assert overhead.of(128.0) == pytest.approx(72, rel=1e-6 if not noise else 0.35)
+    assert not overhead.wants_seconds
+    again = Overhead()
+    again.load_state_dict(overhead.state_dict())
+    assert again.of(1.0) == overhead.of(1.0)
+
+
+def test_steps_that_are_alike_tell_no_overhead() -> None:
+    overhead = Overhead()
+    for _ in range(64):
+        overhead.record(seconds=1.0, slices=4, padded=1000.0)
+    assert overhead.of(128.0) == 128.0

@@ -1,0 +1,390 @@
+"""Rows of varying length: sorted, packed by cost, cut to their own length, and nothing changes."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import (
+    BatchError,
+    Microbatcher,
+    PaddingWarning,
+    SampleTooLargeError,
+)
+from tests.cases import difference, gradients
+from tests.step.texts import IGNORED, Listener, Reader, sounds, texts, transcribe
+
+LENGTHS = [9, 3, 17, 5, 5, 12, 2, 8, 16, 4, 7]
+SIZES: list[Any] = [1, 17, 20, 40, 64, 500, None, "auto"]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def whole(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor | None]:
+    """The gradient of plain torch on the whole batch, which is cleared."""
+    loss().backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> None:
+    model, batch = Reader(), texts(LENGTHS, padded=21, left=left)
+    expected = whole(model, lambda: model(**batch)["loss"])
+    plain = model(**batch)
+    model.seen.clear()
+    microbatcher = Microbatcher(
+        model, microbatch_size=size, microbatch_unit="tokens", loss_average="tokens"
+    )
+    result = microbatcher.backward(batch, return_outputs=True)
+    assert difference(gradients(model), expected) < 1e-9
+    assert float(result.loss) == pytest.approx(float(plain["loss"].detach()), abs=1e-12)
+    assert result.microbatch_unit == "tokens"
+    assert result.num_samples == len(LENGTHS)
+    ran = model.seen[-result.num_microbatches :]
+    assert sum(rows for rows, _ in ran) == len(LENGTHS)
+    assert result.microbatch_size == max(rows * length for rows, length in ran)
+    assert all(length <= 17 for _, length in ran), "padding that nobody needs was computed"
+    if isinstance(size, int):
+        assert all(rows * length <= size or rows == 1 for rows, length in ran)
+    # Outputs are those of the whole batch, in its order and with its padding.
+    real = batch["attention_mask"].bool()
+    assert result.outputs["logits"].shape == plain["logits"].shape
+    assert torch.allclose(result.outputs["logits"][real], plain["logits"][real], atol=1e-12)
+    assert torch.allclose(result.outputs["pooled"], plain["pooled"], atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 30, 100, None, "auto"])
+def test_sounds_with_their_lengths_have_the_gradient_of_the_whole_batch(size: Any) -> None:
+    model, batch = Listener(), sounds(LENGTHS)
+    expected = whole(model, lambda: transcribe(model, batch)[0])
+    microbatcher = Microbatcher(
+        model,
+        forward=transcribe,
+        loss_average="samples",
+        microbatch_size=size,
+        microbatch_unit=lambda row: (int(row["audio_lengths"]), int(row["label_lengths"])),
+    )
+    seen: list[tuple[int, int]] = []
+    model.register_forward_pre_hook(lambda _, given: seen.append((*given[0].shape[:2],)))
+    result = microbatcher.backward(batch, return_outputs=True)
+    assert difference(gradients(model), expected) < 1e-9
+    assert result.microbatch_unit == "units of cost"
+    # Frames times letters, each of the longest row of a slice.
+    ran = seen[-result.num_microbatches :]
+    assert result.microbatch_size >= max(rows * frames for rows, frames in ran)
+    assert len({frames for _, frames in ran}) > 1
+    assert torch.allclose(result.outputs, transcribe(model, batch)[1], atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_inputs_and_targets_of_a_pair(reduction: str) -> None:
+    model = nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)).double()
+    given = texts(LENGTHS)
+    batch = (given["input_ids"], given["labels"], given["attention_mask"])
+
+    class Words(nn.CrossEntropyLoss):
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(logits.flatten(0, 1), targets.flatten())
+
+    loss_fn = Words(reduction=reduction)
+    expected = whole(model, lambda: loss_fn(model(batch[0]), batch[1]))
+    microbatcher = Microbatcher(
+        model,
+        forward=lambda model, each: loss_fn(model(each[0]), each[1]),
+        loss_average="none" if reduction == "sum" else lambda each: (each[1] != IGNORED).sum(),
+        microbatch_size=30,
+        microbatch_unit="tokens",
+        padding={"0": "2", "1": "2"},
+    )
+    microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+
+
+def test_several_batches_count_as_one() -> None:
+    model = Reader()
+    batches = [texts(LENGTHS, padded=30), texts([4, 30, 6])]
+    microbatcher = Microbatcher(
+        model, microbatch_size=40, microbatch_unit="tokens", loss_average="tokens"
+    )
+
+    def loss() -> Tensor:
+        counts = [float((each["labels"] != IGNORED).sum()) for each in batches]
+        losses = [model(**each)["loss"] for each in batches]
+        together: Tensor = sum(n * each for n, each in zip(counts, losses, strict=True))
+        return together / sum(counts)
+
+    expected = whole(model, loss)
+    result = microbatcher.accumulate(batches, return_outputs=True)
+    assert difference(gradients(model), expected) < 1e-9
+    assert result.outputs["pooled"].shape == (14, 8)
+
+
+def test_evaluation_and_prediction_keep_the_order_of_rows() -> None:
+    model, batch = Reader(dropout=0.5), texts(LENGTHS)
+    model.eval()
+    plain = model(**batch)
+    model.train()
+    microbatcher = Microbatcher(
+        model, eval_microbatch_size=24, microbatch_unit="tokens", loss_average="tokens"
+    )
+    result = microbatcher.evaluate(batch, return_outputs=True)
+    real = batch["attention_mask"].bool()
+    assert float(result.loss) == pytest.approx(float(plain["loss"].detach()))  # type: ignore[arg-type]
+    assert torch.allclose(result.outputs["logits"][real], plain["logits"][real])
+    del batch["labels"]
+    predicted = microbatcher.predict(batch)
+    assert torch.allclose(predicted["logits"][real], plain["logits"][real])
+    assert torch.allclose(predicted["pooled"], plain["pooled"])
+
+
+def test_metrics_that_keep_rows_keep_their_order() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    model, batch = Reader(), texts(LENGTHS)
+    microbatcher = Microbatcher(
+        model,
+        eval_microbatch_size=24,
+        microbatch_unit="tokens",
+        loss_average="tokens",
+        update_metric=lambda metric, outputs, each: metric.update(outputs["pooled"].sum(-1)),
+    )
+    kept = torchmetrics.CatMetric()
+    for given in (batch, texts([3, 1, 30])):
+        result = microbatcher.evaluate(given, kept, return_outputs=True)
+        assert result.num_microbatches > 1
+    expected = [model(**given)["pooled"].sum(-1).detach() for given in (batch, texts([3, 1, 30]))]
+    assert torch.allclose(kept.compute().double(), torch.cat(expected), atol=1e-5)
+
+
+def test_a_model_that_sees_padding_keeps_it_and_is_named() -> None:
+    model, batch = Reader(sees_padding=True), texts(LENGTHS)
+    expected = whole(model, lambda: model(**batch)["loss"])
+    microbatcher = Microbatcher(
+        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+    )
+    with pytest.warns(PaddingWarning, match="computes something else without padding"):
+        result = microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+    assert result.num_microbatches == 4, "three rows of 17 each"
+    microbatcher.backward(batch)  # said once
+
+
+def test_texts_that_are_padded_on_the_left_need_their_positions() -> None:
+    model, batch = Reader(), texts(LENGTHS, left=True)
+    del batch["position_ids"]
+    expected = whole(model, lambda: model(**batch)["loss"])
+    microbatcher = Microbatcher(
+        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+    )
+    with pytest.warns(PaddingWarning, match="position_ids"):
+        microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
+    model, batch = Reader(sees_padding=True), texts(LENGTHS)
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=60,
+        microbatch_unit="tokens",
+        loss_average="tokens",
+        cut_padding=declared,
+        probe=False,
+    )
+    result = microbatcher.backward(batch)
+    lengths = {length for _, length in model.seen[-result.num_microbatches :]}
+    assert (lengths == {17}) is not declared
+
+
+def test_labels_that_count_in_padding_are_named_and_kept() -> None:
+    model, batch = Reader(), texts(LENGTHS)
+    batch["labels"] = batch["input_ids"].clone()
+    expected = whole(model, lambda: model(**batch)["loss"])
+    microbatcher = Microbatcher(
+        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+    )
+    with pytest.warns(PaddingWarning, match=r"'labels' count .* ignore_index"):
+        microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+
+
+def test_a_tensor_that_may_be_padded_is_named() -> None:
+    model, batch = Reader(), texts(LENGTHS)
+    batch["weights_of_words"] = torch.ones(11, 17)
+    options: dict[str, Any] = {"microbatch_unit": "tokens", "loss_average": "tokens"}
+    with pytest.raises(BatchError, match=r"'weights_of_words' of shape \(11, 17\) may be padded"):
+        Microbatcher(model, **options).backward(batch)
+    seen: list[tuple[Any, Any]] = []
+
+    def note(_: nn.Module, arguments: Any, given: dict[str, Tensor]) -> None:
+        seen.append((given["weights_of_words"].shape, given["input_ids"].shape))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    for declared, same in (("attention_mask", True), (None, False)):
+        seen.clear()
+        microbatcher = Microbatcher(
+            model, microbatch_size=30, padding={"weights_of_words": declared}, **options
+        )
+        microbatcher.backward(batch)
+        assert all(one == other for one, other in seen[-3:]) is same
+
+
+def test_a_size_that_equals_the_length_by_chance_is_none_once_it_was_another() -> None:
+    model = Reader()
+    microbatcher = Microbatcher(
+        model, microbatch_size=30, microbatch_unit="tokens", loss_average="tokens"
+    )
+    for padded in (20, 17):
+        batch = texts(LENGTHS, padded=padded)
+        batch["features"] = torch.ones(11, 17)
+        microbatcher.backward(batch)
+    assert model.seen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    {
+        "no lengths": (lambda batch: batch.pop("attention_mask"), "nothing in the batch tells"),
+        "lengths of nothing": (
+            lambda batch: batch.update(x_lengths=torch.ones(11).long()),
+            "'x_lengths' looks like the lengths",
+        ),
+        "a gradient": (
+            lambda batch: batch.update(scale=torch.ones(11, 1, requires_grad=True)),
+            "gathers a gradient",
+        ),
+    }.values(),
+)
+def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: str) -> None:
+    model, batch = Reader(), texts(LENGTHS)
+    change(batch)
+    with pytest.raises(BatchError, match=message):
+        Microbatcher(model, microbatch_unit="tokens", loss_average="tokens").backward(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatch_unit": "words"}, "microbatch_unit='words' is not known"),
+        ({"microbatch_unit": 3}, "microbatch_unit=3 is no unit"),
+        ({"microbatch_unit": "tokens", "microbatch_size": "explore"}, "say microbatch_size='auto'"),
+        ({"microbatch_unit": "tokens", "strict_divisible": True}, "does not go with strict_div"),
+        ({"padding": {"a": "b"}}, "microbatch_unit='rows' never does"),
+        ({"microbatch_unit": "tokens", "padding": {"a": 3}}, r"padding\['a'\] is 3"),
+        ({"microbatch_unit": "tokens", "cut_padding": "yes"}, "cut_padding='yes' is not known"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Microbatcher(Reader(), loss_average="tokens", **options)
+
+
+@pytest.mark.parametrize("cost", [0.001, -1, float("nan"), "long", (1, 2, "x")])
+def test_costs_that_are_none(cost: Any) -> None:
+    microbatcher = Microbatcher(Reader(), loss_average="tokens", microbatch_unit=lambda row: cost)
+    with pytest.raises(BatchError, match=r"microbatch_unit (gave|tells)"):
+        microbatcher.backward(texts(LENGTHS))
+
+
+def test_seconds_are_read_from_the_batch() -> None:
+    model, batch = Reader(), texts(LENGTHS)
+    batch["durations"] = torch.tensor(LENGTHS) / 2
+    expected = whole(model, lambda: model(**batch)["loss"])
+    microbatcher = Microbatcher(
+        model, microbatch_size=10, microbatch_unit="seconds", loss_average="tokens"
+    )
+    result = microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+    assert result.microbatch_size <= 10
+    del batch["durations"]
+    with pytest.raises(BatchError, match="called 'seconds' or 'durations'"):
+        microbatcher.backward(batch)
+
+
+def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() -> None:
+    """The same as a run that had the budget from the start, bit for bit, with dropout."""
+
+    def train(size: Any, limit: str | None) -> tuple[list[Any], list[Tensor]]:
+        torch.manual_seed(0)
+        model = Reader(dropout=0.3)
+        optimizer = torch.optim.Adam(model.parameters())
+        microbatcher = Microbatcher(
+            model,
+            microbatch_size=size,
+            microbatch_unit="tokens",
+            loss_average="tokens",
+            memory_limit=limit,
+            optimizer=optimizer,
+            repeatable=True,
+        )
+        results = []
+        for seed in range(4):
+            lengths = torch.randint(2, 40, (32,), generator=torch.Generator().manual_seed(seed))
+            results.append(microbatcher.backward(texts(lengths.tolist())))
+            optimizer.step()
+            optimizer.zero_grad()
+        return results, [p.detach().clone() for p in model.parameters()]
+
+    results, parameters = train("auto", "130KiB")
+    assert sum(each.ooms for each in results) >= 1
+    assert all(each.microbatch_size <= 700 for each in results)
+    sizes = iter([each.microbatch_size for each in results])
+
+    from automicro import Policy
+
+    class Same(Policy):
+        adapts = False
+
+        def propose(self, num_rows: int, cost: float | None = None) -> int:
+            return self.size
+
+        size = 0
+
+    policy = Same()
+    torch.manual_seed(0)
+    model = Reader(dropout=0.3)
+    optimizer = torch.optim.Adam(model.parameters())
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=policy,
+        microbatch_unit="tokens",
+        loss_average="tokens",
+        optimizer=optimizer,
+        repeatable=True,
+    )
+    for seed in range(4):
+        policy.size = next(sizes)
+        lengths = torch.randint(2, 40, (32,), generator=torch.Generator().manual_seed(seed))
+        microbatcher.backward(texts(lengths.tolist()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(parameters, model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_that_is_too_long_says_so_in_tokens() -> None:
+    microbatcher = Microbatcher(
+        Reader(), microbatch_unit="tokens", loss_average="tokens", memory_limit="60KiB"
+    )
+    expected = r"of \d+ tokens does not fit, and .* single row"
+    with pytest.raises(SampleTooLargeError, match=expected):
+        microbatcher.backward(texts([60, 3, 2]))
+
+
+def test_a_state_of_rows_is_refused_by_one_of_tokens() -> None:
+    rows = Microbatcher(Reader(), loss_average="tokens")
+    tokens = Microbatcher(Reader(), loss_average="tokens", microbatch_unit="tokens")
+    tokens.load_state_dict(tokens.state_dict())
+    with pytest.raises(ValueError, match="the sizes of this state are rows"):
+        tokens.load_state_dict(rows.state_dict())
