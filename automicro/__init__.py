@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from automicro.policy.explore import Explore
     from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
+    from automicro.replaying import replay
     from automicro.step.results import EvalResult, StepResult
     from automicro.step.split_guard import find_batchnorm
     from automicro.trainer.evaluators import Evaluator
@@ -114,6 +115,7 @@ _HOMES = {
     "num_rows": "automicro.batch.layout",
     "plan": "automicro.planning.plan",
     "register_batch_type": "automicro.batch.structure",
+    "replay": "automicro.replaying",
     "split_batch": "automicro.batch.layout",
     "verify": "automicro.verification.verify",
 }
@@ -169,6 +171,7 @@ __all__ = [
     "num_rows",
     "plan",
     "register_batch_type",
+    "replay",
     "split_batch",
     "verify",
 ]

@@ -547,6 +547,39 @@ class Microbatcher:
         """
         return evaluation_mode(self._modules)
 
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Batches inside go through, with the optimizer's first state reserved, and leave no trace.
+
+        Each is rolled back at its end: gradients, buffers, random numbers, metrics. What stays is
+        what was learned of sizes; afterwards nothing is tried any more that may fail, unless a
+        costlier batch comes. Observers are told nothing, and no size is remembered for other runs.
+        The result of such a batch is not committed, and has its peak whatever the size.
+
+        Example:
+            >>> model = nn.Linear(8, 2)
+            >>> microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+            >>> longest = torch.randn(64, 8), torch.randint(2, (64,))
+            >>> with microbatcher.rehearsing():
+            ...     result = microbatcher.backward(longest)
+            >>> result.is_committed, model.weight.grad is None
+            (False, True)
+        """
+        with self._train.rehearsing(), self._eval.rehearsing(), self._spare.unchanged():
+            yield
+
+    @property
+    def why_not_reserved(self) -> str | None:
+        """Why no memory is held for the optimizer's first step; None where it is, as far as known.
+
+        Known from the first batch on.
+        """
+        return self._setup.reservation.unknown
+
+    def hold_reservation(self) -> None:
+        """Hold memory for the optimizer's first step now, as a batch does while it runs."""
+        self._setup.reservation.begin()
+
     def release_reservation(self) -> None:
         """Give back the memory that is held for the optimizer's first step.
 

@@ -8,6 +8,7 @@ file beside this one.
 import contextlib
 import operator
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
+    "BACKWARD_OF_FUSED_ATTENTION",
     "DIRICHLET_DRAW",
+    "EFFICIENT_ATTENTION",
+    "FLASH_ATTENTION",
     "GAMMA_DRAW",
     "STEP_HOOKS",
+    "WHOLE_ATTENTION",
     "AnyBatchNorm",
     "FakeTensor",
     "FakeTensorMode",
@@ -43,6 +48,7 @@ __all__ = [
     "compiler_config",
     "compiler_is_loaded",
     "compiler_is_used",
+    "computing_attention",
     "copy_all",
     "dump_memory_snapshot",
     "forget_workers",
@@ -77,6 +83,15 @@ __all__ = [
     "without_modes",
 ]
 
+# Attention by one kernel, and with the whole matrix of scores.
+_ATEN = torch.ops.aten
+FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention.default
+EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention.default
+WHOLE_ATTENTION = _ATEN._scaled_dot_product_attention_math.default
+BACKWARD_OF_FUSED_ATTENTION = (
+    _ATEN._scaled_dot_product_flash_attention_backward.default,
+    _ATEN._scaled_dot_product_efficient_attention_backward.default,
+)
 # Operations under which distributions of torch draw.
 GAMMA_DRAW, DIRICHLET_DRAW = "_standard_gamma", "_sample_dirichlet"
 
@@ -445,6 +460,40 @@ def forget_workers(loader: object) -> None:
     """
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def computing_attention(compute: Callable[..., Tensor | None]) -> Iterator[None]:
+    """Let a function compute this thread's attention, called from Python or from torch itself.
+
+    Not under ``inference_mode``.
+
+    Args:
+        compute: takes what `torch.nn.functional.scaled_dot_product_attention` takes, after
+            autocast; None as its answer leaves the computation to torch.
+
+    >>> x = torch.ones(1, 1, 2, 8)
+    >>> with computing_attention(lambda query, *_, **__: 2 * query):
+    ...     nn.functional.scaled_dot_product_attention(x, x, x).unique()
+    tensor([2.])
+    """
+    thread = threading.get_ident()
+
+    def attend(*args: Any, **options: Any) -> Any:
+        found = compute(*args, **options) if threading.get_ident() == thread else None
+        return _ATTENTION.decompose(*args, **options) if found is None else found
+
+    with _ATTENTION_LOCK:  # there is one table of operations for all threads
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            library.impl("scaled_dot_product_attention", attend, "AutogradCPU")  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            library._destroy()  # type: ignore[no-untyped-call]
+
+
+_ATTENTION = _ATEN.scaled_dot_product_attention.default
+_ATTENTION_LOCK = threading.RLock()
 
 
 def run_backward(

@@ -1,12 +1,13 @@
 """Planned peaks beside real ones: torch's CPU allocator with a count, and the figures of peers.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.plan [--quick | --peers] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.plan [--unseen] [--quick | --peers] [--json FILE]
 
 Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
 the backward, with four optimizers. Each case is planned on tensors without data, then trained for
 real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
 that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
-with its margin is below the real one. It needs a C++ compiler, transformers and torchvision.
+with its margin is below the real one. ``--unseen`` takes twelve other models, on which neither what
+a plan knows of kernels nor its margin was set. It needs a C++ compiler, transformers, torchvision.
 """
 
 import argparse
@@ -56,16 +57,16 @@ class Again(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Tokens to a class, through an LSTM."""
+    """Tokens to a class, through an LSTM or a GRU."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU] = nn.LSTM) -> None:
         super().__init__()
         self.embedding = nn.Embedding(1000, 128)
-        self.lstm = nn.LSTM(128, 256, 2, batch_first=True)
+        self.layers = kind(128, 256, 2, batch_first=True)
         self.head = nn.Linear(256, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0].mean(1))  # type: ignore[no-any-return]
+        return self.head(self.layers(self.embedding(tokens))[0].mean(1))  # type: ignore[no-any-return]
 
 
 class Blocks(nn.Module):
@@ -98,6 +99,58 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class UNet(nn.Module):
+    """Images to images, over three scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(before: int, after: int) -> nn.Module:
+            halves = ((before, after), (after, after))
+            return nn.Sequential(
+                *(
+                    layer
+                    for sizes in halves
+                    for layer in (
+                        nn.Conv2d(*sizes, 3, padding=1),
+                        nn.GroupNorm(4, after),
+                        nn.SiLU(),
+                    )
+                )
+            )
+
+        self.down = nn.ModuleList((block(3, 32), block(32, 64), block(64, 128)))
+        self.up = nn.ModuleList(
+            (nn.ConvTranspose2d(128, 64, 2, 2), nn.ConvTranspose2d(64, 32, 2, 2))
+        )
+        self.joined = nn.ModuleList((block(128, 64), block(64, 32)))
+        self.head = nn.Conv2d(32, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = self.down[0](x)
+        middle = self.down[1](nn.functional.max_pool2d(large, 2))
+        x = self.down[2](nn.functional.max_pool2d(middle, 2))
+        x = self.joined[0](torch.cat([middle, self.up[0](x)], 1))
+        return self.head(self.joined[1](torch.cat([large, self.up[1](x)], 1)))  # type: ignore[no-any-return]
+
+
+class Temporal(nn.Module):
+    """Residual convolutions over time."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(width, width, 5, padding=2), nn.BatchNorm1d(width), nn.GELU())
+            for _ in range(6)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.mean(2))  # type: ignore[no-any-return]
 
 
 def tokens(rows: int, length: int = 128, vocabulary: int = 2000) -> Tensor:
@@ -218,6 +271,71 @@ def subjects() -> dict[str, Subject]:
     }
 
 
+def unseen() -> dict[str, Subject]:
+    """Models that nothing in a plan was set on."""
+    repair_torchvision()
+    vision: Any = importlib.import_module("torchvision").models
+    transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    small: Any = {"vocab_size": 2000, "hidden_size": 128, "num_attention_heads": 4}
+    cross_entropy, sizes = nn.CrossEntropyLoss(), (2, 5, 12)
+
+    def text(name: str, head: str, **options: Any) -> Subject:
+        config = getattr(transformers, f"{name}Config")(**options)
+        return Subject(lambda: getattr(transformers, name + head)(config), language, sizes)
+
+    def seen(make: Callable[..., nn.Module], *sizes: int, convolves: bool = True) -> Subject:
+        return Subject(lambda: make(num_classes=10), images(64), sizes, cross_entropy, convolves)  # type: ignore[arg-type]
+
+    return {
+        "DistilBERT": text(
+            "DistilBert", "ForMaskedLM", vocab_size=2000, dim=128, hidden_dim=512, n_layers=4,
+            n_heads=4,
+        ),
+        "ELECTRA": text(
+            "Electra", "ForMaskedLM", embedding_size=64, num_hidden_layers=4,
+            intermediate_size=512, **small,
+        ),
+        "BART": text(
+            "Bart", "ForConditionalGeneration", vocab_size=2000, d_model=128, encoder_layers=3,
+            decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=512, decoder_ffn_dim=512, max_position_embeddings=128, use_cache=False,
+        ),
+        "Qwen2": text(
+            "Qwen2", "ForCausalLM", num_hidden_layers=4, num_key_value_heads=2,
+            intermediate_size=512, use_cache=False, **small,
+        ),
+        "OPT": text(
+            "OPT", "ForCausalLM", ffn_dim=512, num_hidden_layers=4, max_position_embeddings=128,
+            word_embed_proj_dim=128, use_cache=False, **small,
+        ),
+        "Swin": seen(vision.swin_t, 2, 6, 12, convolves=False),
+        "GRU": Subject(
+            lambda: Recurrent(nn.GRU),
+            lambda rows: (tokens(rows, 32, 1000), torch.randint(0, 10, (rows,))),
+            (8, 24, 64),
+            cross_entropy,
+        ),
+        "U-Net": Subject(
+            UNet,
+            lambda rows: (torch.randn(rows, 3, 32, 32), torch.randn(rows, 3, 32, 32)),
+            (4, 10, 24),
+            nn.MSELoss(),
+            is_convolutional=True,
+        ),
+        "temporal CNN": Subject(
+            Temporal,
+            lambda rows: (torch.randn(rows, 64, 256), torch.randint(0, 10, (rows,))),
+            (4, 10, 24),
+            cross_entropy,
+            is_convolutional=True,
+        ),
+        "DenseNet-121": seen(vision.densenet121, 4, 8, 16),
+        "EfficientNet": seen(vision.efficientnet_b0, 4, 8, 16),
+        "ConvNeXt": seen(vision.convnext_tiny, 2, 5, 10),
+    }  # fmt: skip
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     """The model with its repeated blocks computed again."""
     from automicro.planning.dry_run import repeated_blocks
@@ -293,7 +411,7 @@ def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
     """All cases of a subject: planned, then measured."""
     from tests.real_memory.allocator import CappedAllocator
 
-    subject = subjects()[name]
+    subject = {**subjects(), **unseen()}[name]
     allocator = CappedAllocator(library)
     warnings.simplefilter("ignore")
     found = []
@@ -321,7 +439,7 @@ def peers(library: Path, name: str) -> list[dict[str, Any]]:
     """A whole batch in fp32 with AdamW, as others predict it, and as it was."""
     from tests.real_memory.allocator import CappedAllocator
 
-    subject, allocator = subjects()[name], CappedAllocator(library)
+    subject, allocator = {**subjects(), **unseen()}[name], CappedAllocator(library)
     warnings.simplefilter("ignore")
     rows = subject.sizes[1]
     batch = subject.batch(rows)
@@ -418,6 +536,7 @@ def as_peers_table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one optimizer")
+    parser.add_argument("--unseen", action="store_true", help="models that nothing was set on")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--peers", action="store_true", help="beside what others predict")
     parser.add_argument("--only", help="one model")
@@ -439,7 +558,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(compiler, [source], Path(folder), ["c10"])
         rows: list[dict[str, Any]] = []
-        for name in [arguments.only] if arguments.only else list(subjects()):
+        names = list(unseen() if arguments.unseen else subjects())
+        for name in [arguments.only] if arguments.only else names:
             report = Path(folder) / "report.json"
             command = [sys.executable, "-m", "benchmarks.plan", "--only", name]
             command += ["--quick"] if arguments.quick else []

@@ -47,6 +47,15 @@ def little_for_the_collector() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def batches_that_do_not_fit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let runs keep them with what else tests write."""
+    folder = tmp_path_factory.mktemp("automicro-kept", numbered=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("automicro.trainer.failures.new_folder", lambda: folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     """Start every test from the same random state, whatever ran before."""

@@ -33,7 +33,7 @@ LAYERS = (
     ("loss", "optimizer", "remembered"),
     ("step",),
     ("microbatcher",),
-    ("events", "exploring", "planning", "torture", "verification"),
+    ("events", "exploring", "planning", "replaying", "torture", "verification"),
     ("callbacks", "pytest_plugin"),
     ("integrations", "trainer"),
     ("demo",),
@@ -116,6 +116,7 @@ PUBLIC_NAMES = [
     "num_rows",
     "plan",
     "register_batch_type",
+    "replay",
     "split_batch",
     "verify",
 ]

@@ -352,4 +352,22 @@ def test_plan_tells_the_largest_microbatch_that_fits(capsys: pytest.CaptureFixtu
     assert "a100-80gb" in capsys.readouterr().out
     assert main(["plan", DIGITS, "--device", "a1"]) == 2
     assert "is none of t4" in capsys.readouterr().err
+    assert main(["plan", DIGITS, "--memory", "-5GiB"]) == 2
+    assert "cannot read '-5GiB' as an amount of memory: write a pos" in capsys.readouterr().err
     assert main(["plan", DIGITS, "--rows", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--max-minutes=-1", "--max-minutes -1 is no time: give a number above 0, or leave it out"),
+        ("--max-minutes=nan", "--max-minutes nan is no time"),
+        ("--max-steps=0", "--max-steps 0 is below 1"),
+        ("--max-rows=-3", "--max-rows -3 is below 1"),
+    ],
+)
+def test_explore_refuses_what_means_nothing(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explore", DIGITS, option]) == 2
+    assert words in capsys.readouterr().err

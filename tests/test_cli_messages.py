@@ -11,7 +11,7 @@ from automicro.cli.config.build import SAVE
 from automicro.cli.config.sources import name_override
 from tests.cli_jobs import enter_folder_with_job
 
-ALL = "train, eval, plan, explore, verify, config, torture, doctor, cache, complete"
+ALL = "train, eval, plan, explore, verify, config, torture, doctor, replay, cache, complete"
 DEBUG = "(--debug shows the traceback)"
 
 

@@ -101,6 +101,7 @@ WRONG_OVERRIDES = {
     "1024sp, 1e6tok or 5h",
     "accumulate_batches=many": "accumulate_batches='many' is no size of a batch; give a number of "
     "batches, or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of data)",
+    "rehearse=worse": "rehearse='worse' is not known (did you mean 'worst'?); use one of worst",
     "scheduler_interval=epochs": (
         "scheduler_interval='epochs' is not known (did you mean 'epoch'?); use one of batch, epoch"
     ),

@@ -242,6 +242,7 @@ TRAINER: dict[str, Callable[[], object]] = {
     ),
     "scheduler per plateau": lambda: fit(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
     "interval of the scheduler": lambda: fit(scheduler_interval="step"),
+    "what to rehearse": lambda: fit(rehearse="best"),
     "several loaders without names": lambda: fit(
         eval_dataloader=(DataLoader(ROWS), DataLoader(ROWS))
     ),
@@ -276,7 +277,9 @@ def message(use: Callable[[], object]) -> str:
             use()
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-        return re.sub(r"0x[0-9a-f]+", "0x…", "\n".join(lines))
+        text = re.sub(r"0x[0-9a-f]+", "0x…", "\n".join(lines))
+        # Of a new folder among temporary files, wherever these are.
+        return re.sub(r"\S*/automicro-\w+/failed-batch-\d+", "…/failed-batch-0001", text)
     return "no error"
 
 

@@ -120,6 +120,27 @@ def look_for_files(inputs: Sequence[str], *, command: str) -> None:
             raise no_such_file(path)
 
 
+def look_at_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse options of which there must be at least one.
+
+    Args:
+        arguments: as they were read.
+        names: of options that are whole numbers, or None where they were not given.
+
+    Raises:
+        ConfigError: the first that is less.
+
+    >>> look_at_counts(argparse.Namespace(command="plan", rows=8), "rows")
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{arguments.command}: {option} {value} is below 1: give a number of them"
+            )
+
+
 def no_such_file(path: Path) -> ConfigError:
     """The error for a config that is not there, with what may have been meant.
 

@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    given = list(sys.argv[1:] if argv is None else argv)
+    given: list[str] = []
+    for each in sys.argv[1:] if argv is None else argv:
+        if re.match(r"-\d", each) and given and re.fullmatch(r"--[\w-]+", given[-1]):
+            each = f"{given.pop()}={each}"  # argparse would take -5GiB for an option
+        given.append(each)
     parser, commands = _parsers()
     if given and given[0] == "help":
         given = [*given[1:2], "--help"]

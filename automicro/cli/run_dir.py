@@ -26,6 +26,7 @@ from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
+from automicro.trainer.failures import KEPT
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
 from automicro.trainer.signals import end_told_here
 
@@ -121,7 +122,7 @@ def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: boo
     if path.exists():
         changes = _changes(read_file(path)[0], config)
         # One that failed before it left anything else is in nobody's way.
-        if changes and any(each.name != CONFIG for each in folder.iterdir()):
+        if changes and not all(map(_is_in_nobodys_way, folder.iterdir())):
             saved = folder / "checkpoints"
             go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
             raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}")
@@ -130,6 +131,10 @@ def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: boo
         raise ConfigError(
             f"{where} holds the {' and the '.join(results)} of a run already: {ANOTHER}"
         )
+
+
+def _is_in_nobodys_way(path: Path) -> bool:
+    return path.name == CONFIG or path.name.startswith(KEPT)
 
 
 def _write(folder: Path, name: str, write: Callable[[IO[bytes]], object]) -> None:

@@ -27,14 +27,14 @@ class Callback:
     What an event hands over is to be read and not to be changed; what a callback may ask for is
     in `Run`. An exception ends the run, with a note that names the callback and the event.
 
-    ``fit_start`` · ``epoch_start`` · ``batch_start`` · [``attempt_start`` · [``microbatch_start``
-    · ``forward_start`` · ``forward_end`` · ``loss_start`` · ``loss_end`` · ``backward_start`` ·
-    ``backward_end`` · ``microbatch_end``] for each microbatch · ``attempt_end``] ·
-    ``gradients_ready`` · ``batch_end`` · ``epoch_end`` · ``fit_end``. Gradients are there at
-    ``gradients_ready`` alone; they are cleared before ``batch_end``. Where memory runs out,
-    ``attempt_end`` is missing, ``oom`` and ``resize`` follow, and the next ``attempt_start`` has
-    the number 2. An evaluation is ``eval_start`` · [``eval_batch_start`` · the same attempts, with
-    no backward · ``eval_batch_end``] · ``eval_end``.
+    ``fit_start`` · [``rehearsal_end``] · ``epoch_start`` · ``batch_start`` · [``attempt_start`` ·
+    [``microbatch_start`` · ``forward_start`` · ``forward_end`` · ``loss_start`` · ``loss_end`` ·
+    ``backward_start`` · ``backward_end`` · ``microbatch_end``] for each microbatch ·
+    ``attempt_end``] · ``gradients_ready`` · ``batch_end`` · ``epoch_end`` · ``fit_end``. Gradients
+    are there at ``gradients_ready`` alone; they are cleared before ``batch_end``. Where memory runs
+    out, ``attempt_end`` is missing, ``oom`` and ``resize`` follow, and the next ``attempt_start``
+    has the number 2. An evaluation is ``eval_start`` · [``eval_batch_start`` · the same attempts,
+    with no backward · ``eval_batch_end``] · ``eval_end``.
 
     Inside an attempt, what happens may be undone: count and keep at ``batch_end``. A forward and
     backward of one's own goes through a `Microbatcher` (`Run.microbatcher`), which survives
@@ -53,6 +53,12 @@ class Callback:
 
     def fit_start(self, run: Run) -> None:
         """Training begins, or goes on after an interruption."""
+
+    def rehearsal_end(self, run: Run, report: Any) -> None:
+        """The costliest batches went through; ``report`` is a `RehearsalReport`.
+
+        With ``rehearse="worst"``, before the first epoch. No event tells of the batches themselves.
+        """
 
     def fit_end(self, run: Run) -> None:
         """Training has ended, after the last evaluation. Not called after an error."""
@@ -160,6 +166,7 @@ STEP_EVENTS = (
 
 EVENTS = (
     "fit_start",
+    "rehearsal_end",
     "epoch_start",
     "batch_start",
     *STEP_EVENTS,
@@ -239,6 +246,11 @@ class Callbacks:
             same = sum(each.partition(" ")[0] == name for each in names)
             names.append(f"{name} {same + 1}" if same else name)
         return names
+
+    @property
+    def transforming(self) -> Sequence[Callback]:
+        """Those that put other batches in the place of the loader's."""
+        return [callback for callback, _ in self._listeners["transform"]]
 
     def listens(self, *events: str) -> bool:
         """Whether anybody listens to any of these events."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from automicro.batch.reading import must_hold_rows
 from automicro.batch.tensors import map_tensors
 from automicro.errors import BatchError, LossError
+from automicro.torch_private import FakeTensor
 
 TARGET_KEYS = ("labels", "label", "targets", "target")
 HOW_TO_GIVE_A_LOSS = (
@@ -514,7 +515,7 @@ def _predictions(outputs: Any) -> Any:
 
 def _named(value: Any) -> str:
     """What a value is, briefly: its type, with the keys or the length of a container."""
-    name = type(value).__name__
+    name = "Tensor" if isinstance(value, FakeTensor) else type(value).__name__
     if isinstance(value, Mapping):
         return f"a {name} with the keys {sorted(map(str, value))}"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -107,6 +107,8 @@ class StorageLedger:
                     self._see_tensor(part, changes)
             elif isinstance(value, list | tuple):
                 self.see(value, changes)
+            elif isinstance(value, Mapping):
+                self.see(value.values(), changes)
 
     def _see_tensor(self, tensor: torch.Tensor, changes: list[Change]) -> None:
         try:
@@ -120,11 +122,14 @@ class StorageLedger:
         entry = self._live.get(id(storage))
         if entry is None:
             if storage_bytes:
-                on_host = self._new_on_host or tensor.device.type != "cpu"
-                self._enter(storage, storage_bytes, on_host, changes)
+                self._enter(storage, storage_bytes, self._lies_on_host(tensor), changes)
         elif entry.storage_bytes != storage_bytes:
             entry.storage_bytes = storage_bytes
             self._recount(entry, changes)
+
+    def _lies_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether one that is new does; the CPU's stands for the device's."""
+        return self._new_on_host or tensor.device.type != "cpu"
 
     def _enter(
         self,

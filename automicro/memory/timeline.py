@@ -1,10 +1,19 @@
-"""Who holds how much at each moment of a step that really runs, by module."""
+"""Who holds how much at each moment of a step, by module.
 
+A `Recorder` is the counter of a simulated device that also writes down every storage: when it came
+and went, and whose it is. What it wrote is a `Trace`: played again, as it was or with some owners'
+storages smaller, it tells the peak and what held it. `record_step` does so with a step of the
+caller's.
+"""
+
+import bisect
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -13,11 +22,329 @@ from torch.nn.modules.module import (
 )
 
 from automicro.memory.budget import refuse_compiled, tensors_of
-from automicro.memory.ledger import GRANULE
-from automicro.torch_private import OperationMode, in_backward
+from automicro.memory.ledger import GRANULE, Change, CountingMode, Entry, StorageLedger
+from automicro.torch_private import node_in_backward, num_nodes_made
 
-_BACKWARD, _OUTSIDE = "backward", "outside of modules"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+BUFFERS = "buffers"
+BATCH = "batch"
+ACTIVATIONS = "activations"
+BACKWARD = "temporaries of the backward"
+
+_OUTSIDE = "outside of modules"
+_IN_PICTURES = {OPTIMIZER: "optimizer", BACKWARD: "backward"}
 _MOST_SAMPLES = 1000
+
+T = TypeVar("T")
+
+
+class Owner(NamedTuple):
+    """What a storage is, and the module that made it; ``""`` is the model itself."""
+
+    kind: str
+    module: str = ""
+
+
+class Mark(NamedTuple):
+    """A module begins to compute or ends, before this event of the trace."""
+
+    event: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What came and went in one step.
+
+    Attributes:
+        numbers: of the storage, for each event.
+        deltas: bytes that it came with, or, negative, went with; as they are asked for.
+        owners: by the number of a storage.
+        marks: where modules begin and end.
+    """
+
+    numbers: np.ndarray[Any, np.dtype[np.int64]]
+    deltas: np.ndarray[Any, np.dtype[np.int64]]
+    owners: Sequence[Owner]
+    marks: Sequence[Mark]
+
+    @classmethod
+    def still(cls, held: Mapping[Owner, int]) -> "Trace":
+        """One in which nothing comes or goes."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, (), ()).plus(held)
+
+    @cached_property
+    def _rounded(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The deltas as an allocator counts them."""
+        sizes = -(-np.abs(self.deltas) // GRANULE) * GRANULE
+        return np.asarray(np.sign(self.deltas) * sizes)
+
+    @cached_property
+    def totals(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Bytes held after each event."""
+        return np.asarray(np.cumsum(self._rounded))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that was held at once, every storage rounded up to 512 bytes."""
+        return int(self.totals.max(initial=0))
+
+    @cached_property
+    def peak_event(self) -> int:
+        """After which event it is held; -1 where nothing happens."""
+        return int(self.totals.argmax()) if len(self.deltas) else -1
+
+    def breakdown(self, event: int | None = None) -> dict[Owner, int]:
+        """Bytes by owner at the peak, or after an event."""
+        return next(self.breakdowns([self.peak_event if event is None else event]))
+
+    def breakdowns(self, events: Iterable[int]) -> Iterator[dict[Owner, int]]:
+        """Bytes by owner after each of some events, the earliest first."""
+        places = {owner: place for place, owner in enumerate(dict.fromkeys(self.owners))}
+        place_of = np.array([places[owner] for owner in self.owners], dtype=np.int64)
+        sums = np.zeros(len(places), dtype=np.int64)
+        done = 0
+        for event in events:
+            part = slice(done, event + 1)
+            np.add.at(sums, place_of[self.numbers[part]], self._rounded[part])
+            done = event + 1
+            held = zip(places, sums.tolist(), strict=True)
+            yield {owner: num_bytes for owner, num_bytes in held if num_bytes}
+
+    def highest(self, part: Callable[[Owner], T]) -> dict[T, int]:
+        """The most bytes that each part held at any moment, which need not be the peak's."""
+        known = {owner: part(owner) for owner in dict.fromkeys(self.owners)}
+        codes = {each: code for code, each in enumerate(dict.fromkeys(known.values()))}
+        of_storage = np.array([codes[known[owner]] for owner in self.owners], dtype=np.int64)
+        of_event = of_storage[self.numbers]
+        return {
+            each: int(np.cumsum(self._rounded[of_event == code]).max(initial=0))
+            for each, code in codes.items()
+        }
+
+    def scaled(self, share: Callable[[Owner], float]) -> "Trace":
+        """The same with every owner's storages at a share of their size."""
+        known: dict[Owner, float] = {}
+        for owner in self.owners:
+            if owner not in known:
+                known[owner] = share(owner)
+        shares = np.array([known[owner] for owner in self.owners])[self.numbers]
+        sizes = np.ceil(np.abs(self.deltas) * shares).astype(np.int64)
+        return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners, self.marks)
+
+    def on_line(self, smaller: "Trace", times: float) -> "Trace | None":
+        """What changed from a smaller step to this one, so many times more; None if not alike."""
+        if not np.array_equal(self.numbers, smaller.numbers):
+            return None
+        more = self.deltas + (self.deltas - smaller.deltas) * times
+        return Trace(self.numbers, more.round().astype(np.int64), self.owners, self.marks)
+
+    def until(self, label: str) -> "Trace":
+        """Its part before a mark."""
+        end = next((mark.event for mark in self.marks if mark.label == label), len(self.deltas))
+        marks = [mark for mark in self.marks if mark.event <= end]
+        return Trace(self.numbers[:end], self.deltas[:end], self.owners, marks)
+
+    def plus(self, held: Mapping[Owner, int]) -> "Trace":
+        """The same with something more, from beginning to end."""
+        more = [(owner, num_bytes) for owner, num_bytes in held.items() if num_bytes]
+        first = len(self.owners)
+        numbers = np.arange(first, first + len(more), dtype=np.int64)
+        sizes = np.array([num_bytes for _, num_bytes in more], dtype=np.int64)
+        return Trace(
+            np.concatenate([numbers, self.numbers]),
+            np.concatenate([sizes, self.deltas]),
+            [*self.owners, *(owner for owner, _ in more)],
+            [Mark(mark.event + len(more), mark.label) for mark in self.marks],
+        )
+
+
+class WritingLedger(StorageLedger):
+    """Writes down when each storage comes and goes, and whose it is.
+
+    Attributes:
+        host: the kind of device whose tensors do not count; every device's do unless it is set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = ""
+        self.owner = Owner(ACTIVATIONS)  # of what comes next
+        self.owners: list[Owner] = []
+        self.numbers: list[int] = []
+        self.deltas: list[int] = []
+        self._sizes: list[int] = []  # of each, now
+        self._number_of: dict[int, int] = {}  # of a live storage, by its key
+
+    def _lies_on_host(self, tensor: Tensor) -> bool:
+        return self._new_on_host or tensor.device.type == self.host
+
+    def _recount(self, entry: Entry, changes: list[Change]) -> None:
+        before = entry.counted_bytes
+        super()._recount(entry, changes)
+        if entry.counted_bytes == before:
+            return
+        if entry.key not in self._number_of:
+            self._number_of[entry.key] = self.new(self.owner)
+        number = self._number_of[entry.key]
+        num_bytes = entry.storage_bytes if entry.counted_bytes else 0
+        self.write(number, num_bytes - self._sizes[number])
+
+    def _drop(self, entry: Entry) -> None:
+        super()._drop(entry)
+        number = self._number_of.pop(entry.key, None)
+        if number is not None and self._sizes[number]:
+            self.write(number, -self._sizes[number])
+
+    def new(self, owner: Owner) -> int:
+        """The number of one more storage."""
+        self.owners.append(owner)
+        self._sizes.append(0)
+        return len(self.owners) - 1
+
+    def write(self, number: int, delta: int) -> None:
+        """A storage grows or shrinks."""
+        self._sizes[number] += delta
+        self.numbers.append(number)
+        self.deltas.append(delta)
+
+    def give(self, tensor: Tensor, owner: Owner) -> None:
+        """A tensor turned out to be somebody else's."""
+        with contextlib.suppress(NotImplementedError):
+            number = self._number_of.get(id(tensor.untyped_storage()))
+            if number is not None:
+                self.owners[number] = owner
+
+
+class Recorder(CountingMode):
+    """Counts like a simulated device without a limit, and writes down what it sees.
+
+    Example:
+        >>> recorder = Recorder()
+        >>> with recorder, recorder.owning("batch"):
+        ...     x = torch.zeros(256)
+        >>> del x
+        >>> trace = recorder.trace()
+        >>> trace.peak_bytes, trace.breakdown()
+        (1024, {Owner(kind='batch', module=''): 1024})
+    """
+
+    ledger: WritingLedger
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.ledger = WritingLedger()
+        self._kind = ACTIVATIONS
+        self._inside: list[str] = []
+        self._marks: list[Mark] = []
+        # Which module made the nodes of the backward, from each of these on.
+        self._first_nodes: list[int] = [0]
+        self._makers: list[str] = [""]
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and write down what comes and goes with it."""
+        self.ledger.owner = self._owner_of(func, args)
+        return super().run(func, types, args, kwargs)
+
+    def _owner_of(self, func: Any, args: tuple[Any, ...]) -> Owner:
+        """Whose it is what an operation makes."""
+        if self._kind != ACTIVATIONS:
+            return Owner(self._kind)
+        if self._inside:
+            return Owner(ACTIVATIONS, self._inside[-1])
+        node = node_in_backward()
+        if node is None:
+            return Owner(ACTIVATIONS, _OUTSIDE)
+        return Owner(BACKWARD, self._makers[bisect.bisect_right(self._first_nodes, node) - 1])
+
+    def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for this kind, also those that were seen before."""
+        self.ledger.owner = Owner(kind)
+        for tensor in tensors:
+            self.ledger.see((tensor,), [])
+            self.ledger.give(tensor, Owner(kind))
+
+    @contextlib.contextmanager
+    def owning(self, kind: str) -> Iterator[None]:
+        """Take what comes inside for this kind."""
+        before, self._kind = self._kind, kind
+        self.ledger.owner = Owner(kind)
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    @contextlib.contextmanager
+    def watching(
+        self, modules: Iterable[nn.Module], *, root: Callable[[nn.Module], str] = lambda _: ""
+    ) -> Iterator[None]:
+        """Tell inside which module each storage comes, and which ones are gradients.
+
+        Args:
+            modules: whose parts are called as each of these calls them.
+            root: what the modules themselves are called.
+        """
+        names: dict[int, str] = {}
+        parameters: dict[int, nn.Parameter] = {}
+        for each in modules:
+            parameters |= {id(found): found for found in each.parameters() if found.requires_grad}
+            for name, module in each.named_modules():
+                names.setdefault(id(module), name or root(each))
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if id(module) in names:
+                self._inside.append(names[id(module)])
+                self._turn()
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            if id(module) in names and self._inside:
+                self._left(self._inside.pop())
+                self._turn()
+
+        def accumulated(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self.ledger.give(parameter.grad, Owner(GRADIENTS))
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+            *(
+                each.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+                for each in parameters.values()
+            ),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._inside.clear()
+
+    def _left(self, name: str) -> None:
+        """A module has computed."""
+
+    def _turn(self) -> None:
+        maker = self._inside[-1] if self._inside else ""
+        self.mark(maker)
+        self._first_nodes.append(num_nodes_made())
+        self._makers.append(maker)
+
+    def mark(self, label: str) -> None:
+        """Another part of the step begins."""
+        self._marks.append(Mark(len(self.ledger.numbers), label))
+
+    def trace(self) -> Trace:
+        """What was written down until now."""
+        ledger = self.ledger
+        return Trace(
+            np.array(ledger.numbers, dtype=np.int64),
+            np.array(ledger.deltas, dtype=np.int64),
+            list(ledger.owners),
+            list(self._marks),
+        )
 
 
 def record_step(
@@ -32,7 +359,8 @@ def record_step(
     Every storage is counted once, rounded up to 512 bytes, from the operation that makes it until
     nothing refers to it, saved tensors of autograd included. It is its innermost module's; what
     turns out to be a gradient or optimizer state is that. What kernels take for themselves is not
-    seen. Nothing is changed: the step is the caller's own, and computes what it computes without.
+    seen; nor is host memory where the modules lie on another device. Nothing is changed: the step
+    is the caller's own, and computes what it computes without.
 
     Args:
         step: forward, backward and what else belongs to it, without arguments.
@@ -59,138 +387,33 @@ def record_step(
     modules = list(modules)
     for module in modules:
         refuse_compiled(module)
-    recorder = _Recorder()
-    recorder.own("parameters", (each for module in modules for each in module.parameters()))
-    recorder.own("buffers", (each for module in modules for each in module.buffers()))
-    recorder.own("gradients", _gradients(modules))
-    if optimizer is not None:
-        recorder.own("optimizer", tensors_of([optimizer]))
-    if batch is not None:
-        recorder.own("batch", _tensors_in(batch))
-    with recorder, _watching(modules, recorder.inside), _told_of_gradients(modules, recorder):
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    state = [] if optimizer is None else [optimizer]
+    recorder = Recorder()
+    if parameters and all(each.device.type != "cpu" for each in parameters):
+        recorder.ledger.host = "cpu"
+    recorder.own(PARAMETERS, parameters)
+    recorder.own(BUFFERS, (buffer for module in modules for buffer in module.buffers()))
+    recorder.own(GRADIENTS, (each.grad for each in parameters if each.grad is not None))
+    recorder.own(OPTIMIZER, tensors_of(state))
+    with recorder.owning(BATCH):
+        recorder.ledger.see((batch,), [])
+    with recorder, recorder.watching(modules, root=lambda module: type(module).__name__):
         step()
-    if optimizer is not None:
-        recorder.own("optimizer", tensors_of([optimizer]))
-    return recorder.samples()
-
-
-class _Recorder(OperationMode):
-    """Writes down when each storage comes and goes, and whose it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside: list[str] = []
-        self._events: list[tuple[int, int]] = []  # number of the storage, bytes more or less
-        self._owners: list[str] = []
-        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-
-    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation, and write down what it makes."""
-        output = func(*args, **kwargs)
-        owner = self.inside[-1] if self.inside else _BACKWARD if in_backward() else _OUTSIDE
-        for tensor in _tensors_in(output):
-            self._see(tensor, owner)
-        return output
-
-    def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
-        """Say whose tensors are, also those that were seen already."""
-        for tensor in tensors:
-            self._owners[self._see(tensor, owner)] = owner
-
-    def _see(self, tensor: Tensor, owner: str) -> int:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self._live:
-            number = len(self._owners)
-            num_bytes = -(-storage.nbytes() // GRANULE) * GRANULE
-            self._owners.append(owner)
-            self._events.append((number, num_bytes))
-
-            def forget(_: object) -> None:
-                self._live.pop(key, None)
-                self._events.append((number, -num_bytes))
-
-            self._live[key] = number, weakref.ref(storage, forget)
-        return self._live[key][0]
-
-    def samples(self) -> list[tuple[float, dict[str, int]]]:
-        """Play the events with the owners as they are known in the end."""
-        held: dict[str, int] = {}
-        samples: list[tuple[float, dict[str, int]]] = []
-        width = max(len(self._events) // _MOST_SAMPLES, 1)
-        total, most, fullest = 0, -1, dict(held)
-        for index, (number, delta) in enumerate(list(self._events), start=1):
-            owner = self._owners[number]
-            held[owner] = held.get(owner, 0) + delta
-            total += delta
-            if total > most:
-                most, fullest = total, {each: size for each, size in held.items() if size}
-            if index % width == 0 or index == len(self._events):
-                samples.append((float(index), fullest))
-                most = -1
-        return samples
-
-
-@contextlib.contextmanager
-def _watching(modules: Iterable[nn.Module], inside: list[str]) -> Iterator[None]:
-    """Keep the names of the modules that compute, the innermost last."""
-    names: dict[int, str] = {}
-    for root in modules:
-        for name, module in root.named_modules():
-            names.setdefault(id(module), name or type(module).__name__)
-
-    def enter(module: nn.Module, _: Any) -> None:
-        if id(module) in names:
-            inside.append(names[id(module)])
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        if id(module) in names and inside:
-            inside.pop()
-
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
+    recorder.own(OPTIMIZER, tensors_of(state))
+    trace = recorder.trace()
+    width = max(len(trace.totals) // _MOST_SAMPLES, 1)
+    starts = range(0, len(trace.totals), width)
+    fullest = [start + int(trace.totals[start : start + width].argmax()) for start in starts]
+    return [
+        (float(event + 1), _as_pictured(held))
+        for event, held in zip(fullest, trace.breakdowns(fullest), strict=True)
     ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        inside.clear()
 
 
-@contextlib.contextmanager
-def _told_of_gradients(modules: Iterable[nn.Module], recorder: _Recorder) -> Iterator[None]:
-    """Say of each gradient that it is one, before the step can let go of it."""
-
-    def note(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            recorder.own("gradients", _tensors_in(parameter.grad))
-
-    found = {id(each): each for module in modules for each in module.parameters()}
-    handles = [
-        each.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-        for each in found.values()
-        if each.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _gradients(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from (each.grad for each in module.parameters() if each.grad is not None)
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+def _as_pictured(held: Mapping[Owner, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (kind, module), num_bytes in held.items():
+        name = module if kind == ACTIVATIONS else _IN_PICTURES.get(kind, kind)
+        found[name] = found.get(name, 0) + num_bytes
+    return found

@@ -523,12 +523,17 @@ class OptimizerReservation:
     Args:
         optimizer: the one that builds the state, inside of any wrapper; None where there is
             nothing to reserve for.
+
+    Attributes:
+        unknown: why nothing could be reserved; None where it was, or nothing is needed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.unknown: str | None = None
         if optimizer is not None and not calls_step_hooks(optimizer):
             # Nobody would say when to give the memory back.
-            _say_unknown(optimizer, "its step calls no hooks")
+            self.unknown = "its step calls no hooks"
+            _say_unknown(optimizer, self.unknown)
             optimizer = None
         self._optimizer = optimizer
         self._has_said = False
@@ -611,6 +616,7 @@ class OptimizerReservation:
         if self._needed_for != [id(parameter) for parameter in new]:
             self._needed_for = [id(parameter) for parameter in new]
             self._needed = predict_step_memory(self._optimizer, new)
+            self.unknown = self._needed.unknown
             if self._needed.unknown is not None and not self._has_said:
                 self._has_said = True
                 _say_unknown(self._optimizer, self._needed.unknown)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from automicro.memory.timeline import ACTIVATIONS
 from automicro.planning.report import PlanReport
-from automicro.planning.trace import ACTIVATIONS
 from automicro.units import format_bytes
 from automicro.version import __version__
 

@@ -16,6 +16,7 @@ CONTEXT_BYTES = 600 << 20
 """Assumed, for the driver's context with kernels, cuBLAS and cuDNN loaded."""
 
 
+_BEFORE_AMPERE = ("t4", "v100-16gb", "v100-32gb")
 _ASSUMED = ("a10g", "l4", "a100-40gb", "h200-141gb", "mi250x", "mi300x")
 
 
@@ -34,6 +35,11 @@ class Device:
     what: str
     total_bytes: int
     is_reported: bool = True
+
+    @property
+    def is_before_ampere(self) -> bool:
+        """Whether it has neither flash attention nor attention in bfloat16."""
+        return self.name in _BEFORE_AMPERE
 
     @property
     def usable_bytes(self) -> int:

@@ -24,23 +24,14 @@ from torch.utils.checkpoint import checkpoint
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
-from automicro.errors import UntraceableModelError, describe_error
+from automicro.errors import BatchError, LossError, UntraceableModelError, describe_error
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.passes import extra_pass
+from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Trace
 from automicro.modules import evaluation_mode
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
-from automicro.planning.trace import (
-    BATCH,
-    BUFFERS,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    STEP,
-    Owner,
-    Recorder,
-    Trace,
-)
+from automicro.planning.kernels import STEP, TAIL, StepRecorder
 from automicro.reach import captured_modules
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
@@ -52,7 +43,6 @@ OPTIMIZER_STEP = "optimizer step"
 """What the trace's mark is called where it begins."""
 
 _SMALL_BYTES = 1 << 16  # saved tensors below it are not worth a copy to the host
-_GRADIENT = Owner(GRADIENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +77,7 @@ class Job:
         modules: see there.
         optimizer: one of the model's parameters, or a function (a class) from parameters to one.
         on_accelerator: whether the step is to run on one.
+        before_ampere: whether that is an older one; see `Device`.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -97,6 +88,7 @@ class Job:
     modules: Sequence[nn.Module] = ()
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
     on_accelerator: bool = True
+    before_ampere: bool = False
 
 
 @dataclass
@@ -125,6 +117,7 @@ class DryRun:
     _convention: Convention = field(init=False)
     _step_memory: StepMemory | None = field(default=None, init=False)
     _without_gradient: set[int] | None = field(default=None, init=False)
+    assumptions: set[str] = field(default_factory=set, init=False)
     _traces: dict[tuple[int, bool, Conditions], Trace] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -247,6 +240,7 @@ class DryRun:
 
         Raises:
             UntraceableModelError: it needs data. The message has the model's own line.
+            BatchError, LossError: as a `Microbatcher` raises them.
         """
         asked = (rows, splits, conditions or Conditions())
         if asked not in self._traces:
@@ -258,7 +252,9 @@ class DryRun:
             self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
         self.step_memory()
-        recorder = Recorder(on_accelerator=self.job.on_accelerator)
+        recorder = StepRecorder(
+            on_accelerator=self.job.on_accelerator, before_ampere=self.job.before_ampere
+        )
         with contextlib.ExitStack() as stack:
             for manager in (
                 extra_pass(),
@@ -266,18 +262,20 @@ class DryRun:
                 self._fake(),
                 recorder,
                 recorder.watching(self._modules),
+                recorder.choosing_attention(),
             ):
                 stack.enter_context(manager)
             try:
                 self._step(recorder, microbatch, splits, conditions)
             except Exception as error:
                 self._clear()
-                if not self.is_fake:
+                if not self.is_fake or isinstance(error, BatchError | LossError):
                     raise
                 raise UntraceableModelError(
                     f"the model needs data to be run: {describe_error(error).splitlines()[0]}, "
                     f"{_where(error)}"
                 ) from error
+        self.assumptions |= recorder.assumptions
         return recorder.trace()
 
     def _rows(self, rows: int) -> Any:
@@ -290,7 +288,7 @@ class DryRun:
         )
 
     def _step(
-        self, recorder: Recorder, microbatch: Any, splits: bool, conditions: Conditions
+        self, recorder: StepRecorder, microbatch: Any, splits: bool, conditions: Conditions
     ) -> None:
         recorder.parameters = frozenset(map(id, self.parameters))
         with recorder.owning(PARAMETERS):
@@ -320,7 +318,9 @@ class DryRun:
         recorder.hold(memory.temporary_bytes, STEP)()
         self._clear()
 
-    def _train(self, recorder: Recorder, rows: Any, splits: bool, conditions: Conditions) -> None:
+    def _train(
+        self, recorder: StepRecorder, rows: Any, splits: bool, conditions: Conditions
+    ) -> None:
         wanting = [p for p in self.parameters if p.requires_grad]
         narrow = [
             p
@@ -339,11 +339,10 @@ class DryRun:
         recorder.mark("forward")
         output, loss = self._forward(recorder, rows, conditions)
         recorder.mark("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        del output, loss
-        for parameter in wanting:
-            if parameter.grad is not None:
-                recorder.ledger.give(parameter.grad, _GRADIENT)
+        with recorder.owning(TAIL):
+            first = torch.ones_like(loss)
+        loss.backward(first)  # type: ignore[no-untyped-call]
+        del output, loss, first
         if self._without_gradient is None:
             self._without_gradient = {
                 index for index, parameter in enumerate(wanting) if parameter.grad is None
@@ -355,7 +354,9 @@ class DryRun:
                 with recorder.owning(GRADIENTS):
                     parameter.grad = total.to(parameter.dtype)
 
-    def _forward(self, recorder: Recorder, rows: Any, conditions: Conditions) -> tuple[Any, Tensor]:
+    def _forward(
+        self, recorder: StepRecorder, rows: Any, conditions: Conditions
+    ) -> tuple[Any, Tensor]:
         dtype = PRECISIONS[conditions.precision]
         with contextlib.ExitStack() as stack:
             if dtype is not None:
@@ -370,11 +371,12 @@ class DryRun:
             else:
                 output = self._convention.evaluate(self.model, rows)
                 loss = torch.empty(()) if output.loss is None else output.loss
+            loss = loss * 1.0
         found = [tensor for _, tensor in tensor_leaves(output.outputs)]
         recorder.forward_ended([*found, *output.losses.values()])
-        return output, loss * 1.0
+        return output, loss
 
-    def _moved(self, recorder: Recorder, tensor: Tensor) -> Tensor:
+    def _moved(self, recorder: StepRecorder, tensor: Tensor) -> Tensor:
         if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
             raise UntraceableModelError(
                 f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which has "
@@ -383,7 +385,8 @@ class DryRun:
         recorder.ledger.place(tensor, [], on_host=True)
         if not self.is_fake:
             return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
-        like = torch.empty_like(tensor, device="meta")
+        with recorder.ledger.placing(on_host=True):
+            like = torch.empty_like(tensor, device="meta")
         moved = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
         return moved.requires_grad_() if tensor.requires_grad else moved
 
@@ -442,7 +445,7 @@ def _recomputing(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _offloading(recorder: Recorder, parameters: Sequence[Tensor]) -> Iterator[None]:
+def _offloading(recorder: StepRecorder, parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let what is saved for the backward wait in host memory."""
     staying = {id(parameter.untyped_storage()) for parameter in parameters}
 

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
-from automicro.errors import UntraceableModelError, describe_error, text_of
+from automicro.errors import (
+    BatchError,
+    LossError,
+    UntraceableModelError,
+    describe_error,
+    text_of,
+)
+from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
@@ -20,22 +27,10 @@ from automicro.options import (
     check_unwrapped,
     read_count,
 )
-from automicro.planning.devices import read_memory
+from automicro.planning.devices import find_device, read_memory
 from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, repeated_blocks
+from automicro.planning.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, parts_of, samples_of
-from automicro.planning.trace import (
-    BACKWARD,
-    CASTS,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    STAYING,
-    STEP,
-    TAIL,
-    Owner,
-    Trace,
-)
 
 # Of what comes and goes in a step, and of an accelerator's all, what a plan may be wrong by.
 _ERROR = 0.03
@@ -117,6 +112,7 @@ class _FewRows:
     def __init__(self, job: Job) -> None:
         self._dry_run = DryRun(job, is_fake=False)
         self.model, self.job, self.is_fake = self._dry_run.model, job, False
+        self.assumptions = self._dry_run.assumptions
         self.step_memory = self._dry_run.step_memory
         self._run = self._dry_run.step
 
@@ -323,12 +319,13 @@ def plan(
         forward: see there.
         optimizer: one of the model's parameters, or a function from parameters to one, such as
             ``torch.optim.AdamW``. Its state is counted; None for none.
-        memory: what tensors may take, such as ``"24GiB"``.
+        memory: what tensors may take, such as ``"24GiB"``; of a device of the table, that much.
         device: a name from `DEVICES` such as ``"a100-80gb"``, whose memory is then known;
             ``"cuda"`` for any other accelerator; ``"cpu"``.
         rows: of the optimization batch, on each rank; those of ``batch`` unless given.
         microbatch_size: tell of this size, in rows, in place of the largest that fits.
-        ranks: on which parameters, gradients and optimizer state are sharded (``fully_shard``).
+        ranks: on which parameters, gradients and optimizer state are sharded (``fully_shard``);
+            all figures are then of one of them.
         precision: as in `Microbatcher`, and so ``gradient_sums``.
         gradient_sums: see there.
         recompute: whether repeated blocks are computed again in the backward.
@@ -339,7 +336,8 @@ def plan(
 
     Raises:
         UntraceableModelError: the model can be run neither without data nor on the CPU.
-        BatchError: the batch cannot be cut.
+        BatchError: the batch cannot be cut, or is not what ``loss_fn`` takes.
+        LossError: nothing says how to compute the loss, or it is none.
         TypeError, ValueError: arguments that make no sense, each with its remedy.
 
     Example:
@@ -377,6 +375,7 @@ def plan(
         modules=check_modules(modules),
         optimizer=optimizer,
         on_accelerator=on_accelerator,
+        before_ampere=device not in ("cpu", "cuda") and find_device(device).is_before_ampere,
     )
     num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
     given = None if microbatch_size is None else check_microbatch_size(microbatch_size)
@@ -397,6 +396,8 @@ def plan(
         why = text_of(error)
         try:
             planner, size = planned(_FewRows(job))
+        except (BatchError, LossError):
+            raise
         except Exception as second:
             raise UntraceableModelError(
                 f"{why}. On the CPU a few rows fail, too: {describe_error(second)}"
@@ -420,6 +421,7 @@ def _report(
     trace = planner.trace(told)
     peak_bytes, margin = planner.points[told]
     conditions = planner.conditions
+    assumptions = tuple(sorted(planner.steps.assumptions))  # remedies may need others
     return PlanReport(
         model=type(planner.steps.model).__name__,
         device=device,
@@ -443,6 +445,7 @@ def _report(
         recompute=conditions.recompute,
         is_measured=not planner.steps.is_fake,
         why_measured=why,
+        assumptions=assumptions,
         state_unknown=planner.steps.step_memory().unknown or "",
         samples=samples_of(trace),
     )

@@ -9,11 +9,14 @@ from typing import Any
 from torch import nn
 
 from automicro.batch.layout import describe_cut
+from automicro.memory.timeline import ACTIVATIONS, BACKWARD, Owner, Trace
 from automicro.pictures import Picture, speed_and_memory, timeline
-from automicro.planning.trace import ACTIVATIONS, BACKWARD, KINDS, Owner, Trace
+from automicro.planning.devices import find_device
+from automicro.planning.kernels import KINDS
 from automicro.policy.halving import Halving
 from automicro.units import format_bytes
 
+_PLACES = {"cpu": "on the CPU", "cuda": "as on a GPU"}
 _MOST_MODULES = 6
 _MOST_SAMPLES = 200
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -85,6 +88,7 @@ class PlanReport:
         recompute: whether repeated blocks are computed again in the backward.
         is_measured: whether a few rows ran on the CPU, because the model needs data.
         why_measured: in that case, with the model's own line.
+        assumptions: about the device's kernels, in sentences.
         state_unknown: why the optimizer's state could not be predicted and is not counted.
         samples: bytes by owner, at points in the order of the step from 0 to 1.
     """
@@ -111,6 +115,7 @@ class PlanReport:
     recompute: bool
     is_measured: bool
     why_measured: str
+    assumptions: Sequence[str]
     state_unknown: str
     samples: Sequence[tuple[float, Mapping[str, int]]] = dataclasses.field(repr=False)
 
@@ -157,8 +162,9 @@ class PlanReport:
         for kind, num_bytes in self.breakdown.items():
             lines.append(f"    {format_bytes(num_bytes):>12}  {kind}")
             if kind == ACTIVATIONS:
-                most = list(self.modules.items())[:_MOST_MODULES]
-                lines += [f"    {format_bytes(held):>26}  {name}" for name, held in most]
+                most = dict(list(self.modules.items())[:_MOST_MODULES])
+                most["others"] = num_bytes - sum(most.values())
+                lines += [f"    {format_bytes(n):>26}  {name}" for name, n in most.items() if n]
         if self.margin_bytes:
             lines.append(f"    {format_bytes(self.margin_bytes):>12}  margin, to be left free")
         if self.remedies:
@@ -169,6 +175,9 @@ class PlanReport:
                 f"    {'-' + format_bytes(remedy.saved_bytes):>12}  {remedy.name}: {remedy.how}"
                 f"{then}"
             )
+        if self.remedies and not (self.fits or any(each.fits for each in self.remedies)):
+            lines.append("    none of these alone is enough")
+        lines += [f"  assumed: {each}" for each in self.assumptions]
         if self.is_measured:
             lines.append(f"  measured in a few rows on the CPU, because {self.why_measured}")
         if self.state_unknown:
@@ -180,11 +189,12 @@ class PlanReport:
         limit = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
         need = f"{format_bytes(self.needed_bytes)}{limit}"
         cut = describe_cut(self.num_rows, self.microbatch_size, self.num_microbatches)
+        cut += " rows" if self.ranks == 1 else " rows of each rank"
         if self.limit_bytes is None:
-            return f"{self.model}: {cut} rows need {need} ({how})"
+            return f"{self.model}: {cut} need {need} ({how})"
         if self.fits:
-            return f"{self.model} fits: {cut} rows need {need} ({how})"
-        what = "not even one row fits" if self.largest_size == 0 else f"{cut} rows do not fit"
+            return f"{self.model} fits: {cut} need {need} ({how})"
+        what = "not even one row fits" if self.largest_size == 0 else f"{cut} do not fit"
         return f"{self.model} does not fit: {what}, it needs {need} ({how})"
 
     def _conditions(self) -> str:
@@ -196,9 +206,19 @@ class PlanReport:
         if self.recompute:
             words.append("blocks computed again")
         if self.ranks > 1:
-            words.append(f"sharded over {self.ranks} ranks")
-        words.append(f"on {self.device}")
-        return ", ".join(words)
+            words.append(f"sharded over {self.ranks} ranks (all figures are of one)")
+        return ", ".join([*words, self._place()])
+
+    def _place(self) -> str:
+        if self.device in _PLACES:
+            return _PLACES[self.device]
+        usable_bytes = find_device(self.device).usable_bytes
+        if self.limit_bytes in (None, usable_bytes):
+            return f"on {self.device}"
+        return (
+            f"on {self.device} with the given {format_bytes(self.limit_bytes)} in place of its "
+            f"{format_bytes(usable_bytes)}"
+        )
 
 
 def _shown_number(number: int) -> str:
@@ -266,7 +286,10 @@ def samples_of(trace: Trace) -> list[tuple[float, Mapping[str, int]]]:
     events = sorted({min(mark.event, last) for mark in trace.marks} | {trace.peak_event, last})
     stride = -(-len(events) // _MOST_SAMPLES)
     chosen = sorted({*events[::stride], trace.peak_event})
-    return [(event / max(last, 1), _owners(trace.breakdown(event))) for event in chosen]
+    return [
+        (event / max(last, 1), _owners(held))
+        for event, held in zip(chosen, trace.breakdowns(chosen), strict=True)
+    ]
 
 
 def _owners(held: Mapping[Owner, int]) -> dict[str, int]:

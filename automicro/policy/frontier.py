@@ -132,12 +132,20 @@ class Frontier:
         """Return the most rows that fitted at this cost or a higher one."""
         return max((fit.rows for fit in self._fitted.values() if fit.cost >= cost), default=None)
 
-    def rows_that_fit(self, cost: float) -> int | None:
+    def rows_that_fit(self, cost: float, *, only_down: bool = False) -> int | None:
         """Return the most rows that should fit at a cost; None if nothing fitted at any.
 
         Scaling by rows × cost is safe downwards from a higher cost, where memory grows at least
         with the cost. Upwards it may fail, so it is done from the nearest cost only.
+
+        Args:
+            cost: of a row.
+            only_down: whether costs that are only alike do not count where there is a higher one.
         """
+        if only_down:
+            higher = [fit.elements for fit in self._fitted.values() if fit.cost >= cost]
+            if higher:
+                return max(1, int(max(higher) / cost + ROUNDING))
         elements = self._elements_that_fit(cost)
         return None if elements is None else max(1, int(elements / cost + ROUNDING))
 

@@ -179,6 +179,16 @@ class Halving(Policy):
         self._start = (require_size(rows, name="rows"), cost)
         return True
 
+    def take_rehearsal(self) -> None:
+        """Try no larger sizes: go on with what went through, also at the cost of longer rows.
+
+        >>> policy = Halving()
+        >>> policy.take_rehearsal()
+        >>> policy.propose(64)
+        64
+        """
+        self._patience.take_rehearsal()
+
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         """Return the largest slice of the coarsest cut that should fit.
 
@@ -220,7 +230,8 @@ class Halving(Policy):
             return self._cut(num_rows, cost, self._ceiling), False
         known = self._known_rows(num_rows, cost)
         size = self._cut(num_rows, cost, known)
-        if size == num_rows or not self._frontier.knows_a_fit or not self._patience.may_grow:
+        may_try = self._patience.may_grow and not self._patience.is_rehearsed
+        if size == num_rows or not self._frontier.knows_a_fit or not may_try:
             return size, False
         fails = self._frontier.rows_that_fail(cost)
         most: float = num_rows if fails is None else fails - 1
@@ -271,10 +282,15 @@ class Halving(Policy):
     def _known_rows(self, num_rows: int, cost: float) -> int:
         """Return how many rows to use where no peak predicts that more have room."""
         start = self._starting_rows(num_rows, cost)
-        fits = self._frontier.rows_that_fit(cost)
+        is_rehearsed = self._patience.is_rehearsed
+        fits = self._frontier.rows_that_fit(cost, only_down=is_rehearsed)
         fails = self._frontier.rows_that_fail(cost)
         if fits is None:
             return start if fails is None else min(start, -(-fails // 2))
+        if is_rehearsed:
+            predicted = None if self._has_failed else self._predicted_rows(cost)
+            has_room = predicted is None or predicted >= num_rows
+            return max(start, fits) if has_room and not self._has_failed else fits
         if fails is None and self._predicted_rows(cost) is None and not self._has_failed:
             return max(start, fits)
         return fits
@@ -349,6 +365,8 @@ class Halving(Policy):
 
     def _lift(self, *, fell: bool) -> None:
         """Forget failures that need not repeat."""
+        if self._patience.is_rehearsed:
+            return
         has_room = self._frontier.lift_all() if fell else self._frontier.lift_explained(self._room)
         oldest = self._patience.batches - self._patience.retry
         is_old = self._frontier.lift_unexplained(before=oldest)

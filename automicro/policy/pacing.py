@@ -23,6 +23,8 @@ FIRST_CALM = 32
 # And so many times as many where finding the size has taken all the failures that it may take.
 CAUTIOUS_CALM = 4
 
+_FOR_GOOD = 2**62  # batches
+
 COUNTERS = (
     "batches",
     "wait",
@@ -75,6 +77,11 @@ class Patience:
         return self.batches < self._cautious_until
 
     @property
+    def is_rehearsed(self) -> bool:
+        """Whether nothing larger is tried any more."""
+        return self._cautious_until >= _FOR_GOOD
+
+    @property
     def may_grow(self) -> bool:
         """Whether the wait is over."""
         return self.batches >= self._quiet_until
@@ -96,7 +103,7 @@ class Patience:
         self._last_failure = self.batches
         self._failures = 1 if regressed else self._failures + 1
         if self._failures >= rows.bit_length() + 1:
-            self._cautious_until = self.batches + self.retry
+            self._cautious_until = max(self._cautious_until, self.batches + self.retry)
             self.retry *= 2
         if is_beyond:
             self._calm *= 2
@@ -104,6 +111,10 @@ class Patience:
         if self._is_unsettled:
             self.wait = max(FIRST_WAIT, 2 * self.wait)
             self._quiet_until = max(self._quiet_until, self.batches + self.wait)
+
+    def take_rehearsal(self) -> None:
+        """Wait for good: whatever may fail has been tried before the run."""
+        self._cautious_until = _FOR_GOOD
 
     def lifted(self) -> None:
         """A failure was forgotten: if it repeats, wait."""

@@ -159,6 +159,9 @@ class Policy(abc.ABC):
         """Start from a size that an earlier run found, and return whether it does."""
         return False
 
+    def take_rehearsal(self) -> None:  # noqa: B027
+        """The costliest batches have been tried: from now on nothing is, unless it surely fits."""
+
     def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
         """Whether what it proposes for a batch is smaller than fits, and only there to measure."""
         return False

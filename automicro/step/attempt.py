@@ -168,8 +168,9 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
             measured = meter.end()
         if narrator is not None:
             narrator.end()
+        if phase.is_rehearsing or not ranks.is_alone:
+            transaction.prepare()  # it needs memory as well
         if not ranks.is_alone:
-            transaction.prepare()
             report = Report(sums=work.numbers(result), highs=highs_of(measured))
             told = ranks.vote(report)
             measured = measured_by_all(told.highs, measured)

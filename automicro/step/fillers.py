@@ -69,6 +69,15 @@ class SpareRows:
                 self._kept = map_tensors(chosen, lambda tensor: tensor.detach().cpu())
         return rows
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Keep none of the batches that come meanwhile."""
+        before = self._kept
+        try:
+            yield
+        finally:
+            self._kept = before
+
     @property
     def is_lacking(self) -> bool:
         """Whether this rank has no rows and has never had any."""

@@ -261,6 +261,7 @@ class Phase:
         reach: as shared.
         spare: as shared.
         is_training: whether gradients are computed.
+        is_rehearsing: whether steps leave no trace but what is learned of sizes; see `rehearsing`.
     """
 
     def __init__(
@@ -290,6 +291,7 @@ class Phase:
         self._recollection = recollection
         self._is_new = True
         self._has_run = False
+        self.is_rehearsing = False
         self._growth = Growth()
         self._inputs = InputGuard()
 
@@ -305,7 +307,8 @@ class Phase:
     @property
     def meter(self) -> Meter | None:
         """What measures attempts, where anything may follow from that."""
-        return self._meter if self.adapts or self.fits_overhead else None
+        is_used = self.adapts or self.fits_overhead or self.is_rehearsing
+        return self._meter if is_used else None
 
     @property
     def fits_overhead(self) -> bool:
@@ -338,6 +341,18 @@ class Phase:
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
         self.rule.min_rows = state["min_rows"]
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Roll back every step that goes through, tell nobody, and remember nothing of it."""
+        before, self.size = self.size, None
+        self.is_rehearsing = True
+        try:
+            yield
+            if self.size is not None:  # it ran
+                self.policy.take_rehearsal()
+        finally:
+            self.is_rehearsing, self.size = False, before
 
     def watch(self, batches: Sequence[Contents]) -> InputWatch:
         """Guard the batches of a step against a model that writes into its input."""
@@ -378,7 +393,7 @@ class Phase:
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""
-        observer = self._shared.observer
+        observer = None if self.is_rehearsing else self._shared.observer
         return None if observer is None else Narrator(observer, self._name)
 
     def metrics(self, metrics: Any) -> Metrics:
@@ -393,7 +408,7 @@ class Phase:
     def begin(self, step: Step) -> int | None:
         """A step is about to be attempted; the rows that it starts from, if an earlier run says."""
         recalled: int | None = None
-        if self._recollection is not None and self.adapts:
+        if self._recollection is not None and self.adapts and not self.is_rehearsing:
             first = step.batches[0] if step.batches else None
             recalled = self._recollection.look_up(
                 first, self.policy, is_new=self._is_new, ranks=self.ranks
@@ -402,12 +417,15 @@ class Phase:
             self._has_run = True
             use_libraries(self._shared.devices, self._shared.modules)
         self._is_new = False
-        self.reach.step()
+        if not self.is_rehearsing:  # it counts the batches of the run
+            self.reach.step()
         return recalled
 
     def end(self, finished: Finished[Any]) -> None:
         """It is done: learn from it."""
         self.size = finished.microbatch_size
+        if self.is_rehearsing:
+            return
         self._learn_overhead(finished)
         if self._recollection is not None and self.adapts:
             self._recollection.take_down(finished)

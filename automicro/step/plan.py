@@ -282,6 +282,7 @@ class Finished(Generic[T]):
             "grown_from": self.grown_from,
             "exploration": self.exploration,
             "stops": plan.stops,
+            "peak_bytes": None if self.measured is None else self.measured.peak_bytes,
         }
 
 

@@ -24,6 +24,7 @@ class Counts(TypedDict):
     grown_from: int | None
     exploration: Exploration | None
     stops: bool
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -57,6 +58,8 @@ class StepResult:
         exploration: how far the search for the fastest size has come; None where there is none,
             or it is over since an earlier batch.
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
+        peak_bytes: the most that live tensors held in the attempt that succeeded, on any rank; None
+            where nobody counts, or sizes are fixed.
         loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
             ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
             ``"wrong"`` where a few rows showed that it is another. Ranks other than 0 do not look.
@@ -78,6 +81,7 @@ class StepResult:
     grown_from: int | None = None
     exploration: Exploration | None = None
     stops: bool = False
+    peak_bytes: int | None = None
     loss_average_is: str = "unchecked"
     outputs: Any = None
     carry: Any = None
@@ -115,6 +119,7 @@ class EvalResult:
         grown_from: as in `StepResult`.
         exploration: as in `StepResult`.
         stops: as in `StepResult`.
+        peak_bytes: as in `StepResult`.
         carry: as in `StepResult`.
     """
 
@@ -134,6 +139,7 @@ class EvalResult:
     grown_from: int | None = None
     exploration: Exploration | None = None
     stops: bool = False
+    peak_bytes: int | None = None
     carry: Any = None
 
     @property

@@ -252,6 +252,7 @@ class MicrobatchUnit:
         TypeError: not a unit.
         ValueError: an unknown word.
 
+    >>> import torch
     >>> unit = MicrobatchUnit("tokens", layout=BatchLayout())
     >>> batch = {"input_ids": torch.arange(8).view(2, 4),
     ...          "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])}

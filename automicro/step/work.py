@@ -366,6 +366,8 @@ class TrainingWork(_Work):
         return self._shared.together(result, sums)
 
     def accepts(self, result: Losses) -> bool:
+        if self._phase.is_rehearsing:
+            return False
         return self._accept is None or self._accept(result[0])
 
     def residents(self) -> ResidentMemory | None:
@@ -442,7 +444,7 @@ class EvaluationWork(_Work):
         return result
 
     def accepts(self, result: Evaluated) -> bool:
-        return True
+        return not self._phase.is_rehearsing
 
     def residents(self) -> ResidentMemory | None:
         return self._setup.memory.measure(training=False, shared_inputs=self._shared_inputs())

@@ -32,6 +32,7 @@ class TrainerConfig:
     batchnorm: str = "warn"
     probe: bool = True
     remember_sizes: bool | None = None
+    rehearse: str | None = None
     precision: str = "fp32"
     gradient_sums: str = "fp32"
     grad_clip_norm: float | None = None

@@ -13,6 +13,7 @@ from automicro.memory.device import peak_bytes
 from automicro.policy.policy import Exploration
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
+from automicro.trainer.failures import Failures
 from automicro.trainer.progress import Speed
 from automicro.trainer.step import TrainedBatch
 
@@ -132,6 +133,7 @@ class RunContext:
         callbacks: told of every event.
         recorder: logs the numbers.
         ranks: all that train the model.
+        failures: keep a batch that does not fit.
     """
 
     run: Run
@@ -139,6 +141,7 @@ class RunContext:
     callbacks: Callbacks
     recorder: Recorder
     ranks: Ranks
+    failures: Failures
 
     @property
     def device(self) -> torch.device:

@@ -111,6 +111,7 @@ class Evaluation:
         loader_name: str,
     ) -> None:
         self.name = name
+        self.loader_name = loader_name
         self.microbatcher = microbatcher
         self.interval = Interval(interval)
         self.happens_at_end = interval is not None
@@ -118,7 +119,6 @@ class Evaluation:
         self._prefix = f"{name}/" if name else ""
         self._evaluator = evaluator
         self._metrics = metrics
-        self._loader_name = loader_name
 
     def check_passes(self, max_duration: Duration) -> None:
         """Refuse an iterator where training may pass over it several times.
@@ -133,7 +133,7 @@ class Evaluation:
         if every.unit is max_duration.unit and every.value >= max_duration.value:
             return
         raise ValueError(
-            f"{self._loader_name} is an iterator ({type(loader).__name__}), which can be passed "
+            f"{self.loader_name} is an iterator ({type(loader).__name__}), which can be passed "
             f"over only once, and evaluating every '{every}' of max_duration='{max_duration}' may "
             "need more passes; pass something that starts again, such as a DataLoader or a list, "
             f"or evaluate once, with an interval of '{max_duration}'"
@@ -150,6 +150,16 @@ class Evaluation:
             for name, value in phase.metrics.items()
             if name.startswith(self._prefix)
         }
+
+    @property
+    def dataloader(self) -> Iterable[Any]:
+        """What it evaluates on, of several ranks this one's part."""
+        return self._evaluator.dataloader
+
+    @property
+    def max_batches(self) -> int | None:
+        """Of each pass; None for all."""
+        return self._evaluator.max_batches
 
     @property
     def metrics(self) -> MetricSet:
@@ -233,7 +243,11 @@ class Evaluation:
                     return None
                 if batch is not None:
                     context.tell("eval_batch_start", batch)
-                this = self.microbatcher.evaluate(batch, self._metrics.metrics)
+                where = f"in evaluation{of}, batch {batches + 1} of the pass"
+                given = [] if batch is None else [batch]
+                with context.failures.kept(given, phase="eval", where=where):
+                    this = self.microbatcher.evaluate(batch, self._metrics.metrics)
+                del given
                 if batch is None and this.num_global_samples == 0:
                     break  # no rank has rows left
                 result = this
@@ -249,7 +263,7 @@ class Evaluation:
                     context.tell("eval_batch_end", result)
                 progress.status(partial(self._describe, batches, here.cut, max_batches))
             if result is None:  # on any rank
-                raise empty(self._evaluator.dataloader, self._loader_name)
+                raise empty(self._evaluator.dataloader, self.loader_name)
             values = self._losses_of_all(ranks, losses) | self._metrics.compute()
             assert here.cut is not None
         return values, samples, result, here.cut
@@ -270,8 +284,8 @@ class Evaluation:
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self._evaluator.dataloader)
         own = losses, None if sampler is None else sampler.checksum
-        told = of_all_ranks(ranks, own, f"adding up the losses of {self._loader_name}")
-        compare_orders([checksum for _, checksum in told], self._loader_name)
+        told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
+        compare_orders([checksum for _, checksum in told], self.loader_name)
         total = LossMean()
         for each, _ in told:
             total.merge(each)
@@ -279,7 +293,7 @@ class Evaluation:
 
     def _batches(self, max_batches: int | None, *, has_peers: bool) -> Iterator[Any]:
         loader = self._evaluator.dataloader
-        batches = fetch(loader, self._loader_name, may_be_empty=has_peers)
+        batches = fetch(loader, self.loader_name, may_be_empty=has_peers)
         limits = [each for each in (max_batches, self._evaluator.max_batches) if each is not None]
         own = itertools.islice(batches, min(limits, default=None))
         # Who has no rows left takes part until nobody has.

@@ -25,6 +25,7 @@ from automicro.trainer.progress import (
     batch_status,
     count_of,
 )
+from automicro.trainer.rehearsal import Rehearsal
 from automicro.trainer.report import TIME_IS_OVER, FitSummary, summarize
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import restore_random_numbers
@@ -45,6 +46,7 @@ class FitLoop:
         evaluations: in between.
         metrics: of training, reset with every epoch.
         checkpointer: saves; None for no checkpoints.
+        rehearsal: of the costliest batches, before the first step; None for none.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class FitLoop:
         evaluations: EvaluationPlan,
         metrics: MetricSet,
         checkpointer: Checkpointer | None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self.step = step
+        self.rehearsal = rehearsal
         self.context = context
         self.checkpointer = checkpointer
         self._feed = feed
@@ -87,6 +91,9 @@ class FitLoop:
         self.context.tell("fit_start")
         if self.checkpointer is not None and self._state.batch == 0:
             self.checkpointer.rehearse()
+        if self.rehearsal is not None and self._state.batch == 0:
+            self.rehearsal.run(self._state, progress)
+            self.step.update.clear()
         self._evaluations.run_due(progress, stop.ask)  # what was broken off
         self._agree(stop)
         while not (self.is_finished or stop.is_agreed):
@@ -200,6 +207,8 @@ class FitLoop:
     def where(self) -> str:
         """Where training stands, for errors."""
         state = self._state
+        if self.rehearsal is not None and (where := self.rehearsal.where()) is not None:
+            return where
         return (
             f"in training, epoch {state.epoch + 1}, batch {state.epoch_batch + 1} of the epoch "
             f"({count_of(state.batch, 'batch')} done)"
@@ -406,12 +415,14 @@ class Fit:
             reason = TIME_IS_OVER
         if reason is not None:
             progress.line(f"training stopped: {reason}")
+        rehearsal = None if self.loop.rehearsal is None else self.loop.rehearsal.report
         summary = summarize(
             self._state,
             stop_reason=reason,
             peak_memory_bytes=peak_bytes(self._run.device),
             num_devices=self._context.ranks.world_size,
             loss_average_is=self._step.loss_average_is,
+            rehearsed=None if rehearsal is None else rehearsal.brief(),
         )
         progress.line(f"\n{summary}")
         return summary

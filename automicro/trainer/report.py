@@ -42,6 +42,8 @@ class FitSummary:
         train_loss: of the last batch.
         stop_reason: why training ended before ``max_duration``; None where it did not.
         loss_average_is: how sure it is what the loss averages over; see `StepResult`.
+        rehearsed: which batches went through before the first step, in words; None without
+            ``rehearse``, or where the run went on from a checkpoint.
         train_metrics: by name, over the last complete epoch, or over what was trained of the first.
         eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
     """
@@ -67,6 +69,7 @@ class FitSummary:
     train_loss: float
     stop_reason: str | None = None
     loss_average_is: str = "unchecked"
+    rehearsed: str | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     eval_metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -126,6 +129,7 @@ class FitSummary:
             "data": "" if self.data_seconds is None else describe_hours(self.data_seconds),
             "global batch": str(self.global_batch),
             "average batch": "" if self.data_seconds is None else self.global_batch.average,
+            "rehearsed": self.rehearsed or "",
             "train loss (last batch)": describe_number(self.train_loss),
             "average of the loss": _SURE.get(self.loss_average_is, self.loss_average_is),
             **{
@@ -171,6 +175,7 @@ def summarize(
     peak_memory_bytes: int | None,
     num_devices: int = 1,
     loss_average_is: str = "unchecked",
+    rehearsed: str | None = None,
 ) -> FitSummary:
     """Gather what the loop wrote down."""
     cut = state.train.cut
@@ -198,6 +203,7 @@ def summarize(
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,
         loss_average_is=loss_average_is,
+        rehearsed=rehearsed,
         stop_reason=stop_reason,
         train_metrics=state.train.metrics,
         eval_metrics=state.eval.metrics,

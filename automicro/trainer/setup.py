@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from automicro.batch.layout import BatchLayout
 from automicro.checkpoints.peers import open_peers
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.compilation import compile_model
@@ -52,6 +54,7 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
 from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
 from automicro.trainer.progress import RunSettings
+from automicro.trainer.rehearsal import Rehearsal, read_rehearsal
 from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
@@ -269,6 +272,9 @@ class FitOptions:
     eval_interval: Duration | None
     checkpoint: CheckpointConfig | None
     max_time: str | timedelta | None
+    rehearse: str | None
+    repeatable: bool
+    batch_layout: int | Mapping[str, Any]
 
 
 def expected_batch(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
@@ -339,6 +345,7 @@ def assemble_fit(
     require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
+    rehearse = read_rehearsal(options.rehearse)
     tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)
     sampler = shared_sampler(loader)
     seconds = SecondsCounter(
@@ -375,7 +382,21 @@ def assemble_fit(
         accumulate_batches=accumulate_batches,
     )
     plan = EvaluationPlan(evaluations, context)
+    rehearsal = None
+    if rehearse is not None:
+        rehearsal = Rehearsal(
+            loader,
+            microbatcher,
+            metrics,
+            evaluations,
+            context,
+            count_rows=BatchLayout(options.batch_layout).num_rows,
+            accumulate_batches=accumulate_batches,
+            repeatable=options.repeatable,
+        )
     config = read_checkpoint(options.checkpoint)
+    if config is not None:
+        context.failures.folder = Path(config.folder).parent
     check_best_metric(config, run.expected)
     if config is not None and config.interval is not None:
         seconds.require_for("checkpoint interval", Duration.parse(config.interval))
@@ -402,7 +423,13 @@ def assemble_fit(
         checkpointer = Checkpointer(config, snapshot, context, peers=peers)
     loop = FitLoop(
         TrainingStep(
-            microbatcher, update, metrics=metrics, guard=guard, tokens=tokens, seconds=seconds
+            microbatcher,
+            update,
+            metrics=metrics,
+            guard=guard,
+            tokens=tokens,
+            seconds=seconds,
+            failures=context.failures,
         ),
         feed,
         context,
@@ -410,5 +437,6 @@ def assemble_fit(
         evaluations=plan,
         metrics=metrics,
         checkpointer=checkpointer,
+        rehearsal=rehearsal,
     )
     return Fit(loop, max_seconds=read_time("max_time", options.max_time), settings=settings)

@@ -16,6 +16,7 @@ from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.options import counting
 from automicro.step.results import StepResult
+from automicro.trainer.failures import Failures
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import Progress, count_of, size_lines
@@ -384,6 +385,7 @@ class TrainingStep:
         guard: decides about losses that are not finite.
         tokens: counts the tokens of batches.
         seconds: counts the seconds of data in them.
+        failures: keep a batch that does not fit.
     """
 
     def __init__(
@@ -395,7 +397,9 @@ class TrainingStep:
         guard: FinitenessGuard,
         tokens: TokenCounter,
         seconds: SecondsCounter,
+        failures: Failures,
     ) -> None:
+        self._failures = failures
         self._microbatcher = microbatcher
         self._metrics = metrics
         self._guard = guard
@@ -431,9 +435,10 @@ class TrainingStep:
         rates = update.learning_rates
         tokens = self.tokens.count_all(batches)
         seconds = self.seconds.count_all(batches, known=known_seconds)
-        result = self._microbatcher.accumulate(
-            batches, self._metrics.metrics, accept=self._guard.accept
-        )
+        with self._failures.kept(batches, phase="train", where=lambda: _where(state)):
+            result = self._microbatcher.accumulate(
+                batches, self._metrics.metrics, accept=self._guard.accept
+            )
         if not batches and result.num_global_samples == 0:
             return None
         was_counted = state.tokens is not None or state.data_seconds is not None

@@ -1,8 +1,10 @@
 """Training and evaluating with whole batches, on a device too small for them."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
 from automicro.trainer.evaluators import read_evaluators
+from automicro.trainer.failures import Failures
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
     OptimizerOrFactory,
@@ -166,6 +169,9 @@ class Trainer:
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
             ``automicro cache`` lists, so that the second run may cut other microbatches than the
             first. None for where no ``seed`` is given. Never with ``deterministic``.
+        rehearse: ``"worst"`` to run the costliest few batches of the data before the first step,
+            and of each evaluation, without a trace but the sizes that they fit in; see
+            ``docs/rehearsal.md``. None for none.
         modules: further modules that take part in the forward.
         callbacks: told of every event of the run; see `Callback`.
         loggers: take down the numbers of the run; see ``automicro.loggers``.
@@ -221,6 +227,7 @@ class Trainer:
         count_seconds: Callable[[Any], float] | None = None,
         probe: bool = True,
         remember_sizes: bool | None = None,
+        rehearse: str | None = None,
         modules: Iterable[nn.Module] = (),
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
@@ -264,6 +271,13 @@ class Trainer:
         placed.put_in_place(given)
         optimizer = build_optimizer(optimizer, placed.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
+        repeatable = _repeats(
+            seed,
+            deterministic,
+            microbatch_size,
+            eval_microbatch_size,
+            *(each.microbatch_size for each in evaluators.values()),
+        )
         factory = MicrobatcherFactory(
             [placed.called, *modules[1:]],
             device=device,
@@ -286,13 +300,7 @@ class Trainer:
                 "update_metric": update_metric,
                 "probe": probe,
                 "remember_sizes": _remembers(remember_sizes, seed, deterministic),
-                "repeatable": _repeats(
-                    seed,
-                    deterministic,
-                    microbatch_size,
-                    eval_microbatch_size,
-                    *(each.microbatch_size for each in evaluators.values()),
-                ),
+                "repeatable": repeatable,
             },
         )
         state, callbacks = LoopState(), Callbacks(callbacks)
@@ -321,6 +329,7 @@ class Trainer:
             callbacks=callbacks,
             recorder=Recorder(LoggerGroup(loggers if place.is_first else ()), self._run, callbacks),
             ranks=self._microbatcher.ranks,
+            failures=Failures(device, rank=place.rank),
         )
         sharing = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
@@ -352,6 +361,9 @@ class Trainer:
                 eval_interval=every,
                 checkpoint=checkpoint,
                 max_time=max_time,
+                rehearse=rehearse,
+                repeatable=repeatable,
+                batch_layout=batch_layout,
             ),
             microbatcher=self._microbatcher,
             scaler=factory.scaler,
@@ -400,6 +412,7 @@ class Trainer:
 
             go on from the newest checkpoint                            # where there is one
             tell callbacks: fit_start
+            run the costliest batches, and roll them back               # with rehearse="worst"
             while max_duration is not reached and nothing asks to stop:
                 tell: epoch_start
                 for batches in train_dataloader, accumulate_batches at a time:
@@ -452,6 +465,17 @@ class Trainer:
             with fit.training(progress) as wants_to_stop:
                 fit.loop.run(progress, wants_to_stop)
             return fit.sum_up(progress)
+
+    def keep_failures_in(self, folder: str | os.PathLike[str]) -> None:
+        """Where a batch is kept that does not fit even in the smallest microbatches.
+
+        Unless called, that is the folder above the checkpoints', or without these a new one among
+        the system's temporary files. The error says which; ``automicro replay`` reads the file.
+
+        Args:
+            folder: made when it is needed.
+        """
+        self._context.failures.folder = Path(folder)
 
     @refusing_unknown_arguments
     def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:

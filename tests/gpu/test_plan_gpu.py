@@ -28,13 +28,25 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 16, 16)), *layers, nn.Flatten(), nn.Linear(16384, 10))
 
 
+def attention() -> nn.Module:
+    layers = (
+        nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True) for _ in range(2)
+    )
+    return nn.Sequential(
+        nn.Unflatten(1, (128, 4)), nn.Linear(4, 64), *layers, nn.Flatten(), nn.Linear(8192, 10)
+    )
+
+
+SUBJECTS = {"perceptron": perceptron, "convolutions": convolutions, "attention": attention}
+
+
 @only_cuda("kernels that a plan knows")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["perceptron", "convolutions"])
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_a_real_peak_is_below_the_plan_and_near_it(
     name: str, precision: str, record_property: Record
 ) -> None:
-    make = {"perceptron": perceptron, "convolutions": convolutions}[name]
+    make = SUBJECTS[name]
     data = torch.randn(ROWS * 2, 512), torch.randint(10, (ROWS * 2,))
     report = automicro.plan(
         make(),

@@ -1,6 +1,7 @@
 """Who holds what in a step that runs: sums, names, and that nothing is changed by looking."""
 
 import copy
+from collections import UserDict
 
 import pytest
 import torch
@@ -53,6 +54,47 @@ def test_modules_hold_what_they_compute_until_the_backward_lets_go() -> None:
     last = samples[-1][1]
     assert last.keys() == {"parameters", "optimizer", "batch"}
     assert timeline(samples).panels[0].areas[0].name == "parameters"
+
+
+def test_what_a_model_computes_itself_and_what_nobody_does_stay_apart() -> None:
+    class Doubles(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).mul(2).exp()
+
+    class Halves(Doubles):
+        pass
+
+    first, second, x = Doubles(8, 16), Halves(16, 32), torch.randn(32, 8)
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        kept.clear()
+        kept.append(second(first(x)))
+        kept.append(torch.ones(64, 64))
+        kept[0].sum().backward()
+
+    last = record_step(work, modules=[first, second], batch=x)[-1][1]
+    assert last["Halves"] == 32 * 32 * 4
+    assert last["outside of modules"] == 64 * 64 * 4
+    samples = record_step(work, modules=[first, second], batch=x)
+    peaks = {each: max(held.get(each, 0) for _, held in samples) for _, h in samples for each in h}
+    assert peaks["Doubles"] >= 2 * 32 * 16 * 4
+    assert "backward" in peaks
+
+
+def test_host_memory_is_not_a_devices() -> None:
+    model, x = nn.Linear(32, 8, device="meta"), torch.zeros(64, 32)
+    samples = record_step(lambda: model(x.to("meta") + 1), modules=[model], batch=x)
+    peak = max(samples, key=lambda sample: sum(sample[1].values()))[1]
+    assert "batch" not in peak
+    assert peak["outside of modules"] == x.nbytes * 2
+    assert peak["parameters"] == (32 * 8 + 128) * 4
+
+
+def test_batches_are_known_in_any_mapping() -> None:
+    x = torch.randn(64, 32)
+    samples = record_step(lambda: x + 1, modules=[], batch=UserDict(inputs=[x]))
+    assert samples[0][1] == {"batch": x.nbytes}
 
 
 def test_looking_changes_no_bit_and_leaves_nothing_behind() -> None:

@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import automicro
-from automicro import MemoryBudget, Microbatcher, UntraceableModelError
+from automicro import BatchError, LossError, MemoryBudget, Microbatcher, UntraceableModelError
 from automicro.planning.devices import DEVICES, read_memory
+from automicro.planning.kernels import KINDS, WORKSPACE, StepRecorder
 
 ROWS = 64
 LOSS = nn.CrossEntropyLoss()
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 
 
 class Blocks(nn.Module):
@@ -50,14 +54,16 @@ def plan(model: Any, data: Any = None, **options: Any) -> automicro.PlanReport:
     return automicro.plan(model, batch() if data is None else data, **options)
 
 
-def measured_peak(make: Callable[[], nn.Module], data: Any, size: int) -> int:
+def measured_peak(
+    make: Callable[[], nn.Module], data: Any, size: int, loss_fn: Callable[..., Any] = LOSS
+) -> int:
     """Of the second batch of a real run, on a simulated device without a limit."""
     model = make()
     optimizer = adam(model.parameters())
     with MemoryBudget(None) as budget:
         budget.track(model)
         microbatcher = Microbatcher(
-            model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=size, probe=False,
+            model, loss_fn=loss_fn, optimizer=optimizer, microbatch_size=size, probe=False,
             batchnorm="ignore",
         )  # fmt: skip
         for _ in range(2):
@@ -66,6 +72,12 @@ def measured_peak(make: Callable[[], nn.Module], data: Any, size: int) -> int:
             optimizer.step()
             optimizer.zero_grad()
         return budget.peak_bytes
+
+
+@pytest.fixture
+def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels take for themselves, a simulated device does not see."""
+    monkeypatch.setattr("automicro.planning.kernels._workspace_bytes", lambda *_, **__: 0)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
@@ -89,11 +101,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 @pytest.mark.parametrize("size", [ROWS, 16])
 @pytest.mark.parametrize("case", CASES)
-def test_a_planned_peak_is_that_of_a_microbatcher(case: str, size: int) -> None:
+def test_a_planned_peak_is_that_of_a_microbatcher(
+    case: str, size: int, without_workspaces: None
+) -> None:
     make, data = CASES[case]
     planned = plan(make(), data, microbatch_size=size).peak_bytes
-    workspace = plan(make(), data, microbatch_size=size).breakdown.get("workspace of kernels", 0)
-    assert planned - workspace == pytest.approx(measured_peak(make, data, size), rel=0.02)
+    assert planned == pytest.approx(measured_peak(make, data, size), rel=0.02)
 
 
 def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
@@ -234,6 +247,227 @@ def test_shards_are_of_parameters_gradients_and_state_and_blocks_are_gathered() 
     assert shared.breakdown["gathered from other ranks"] >= 3 * block
 
 
+# Attention as the device computes it
+
+
+class Attends(nn.Module):
+    """One layer of attention, with what a case says."""
+
+    def __init__(self, heads: int = 4, width: int = 64, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.options = heads, options
+        self.inputs = nn.Linear(width, 3 * width)
+        self.outputs = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        given = self.inputs(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(2, 3)
+        query, key, value = given
+        if self.options.get("enable_gqa"):
+            key, value = key[:, ::2], value[:, ::2]
+        found = nn.functional.scaled_dot_product_attention(query, key, value, **self.options)
+        return self.outputs(found.transpose(1, 2).flatten(2))
+
+
+def texts(length: int = 256, rows: int = 4, width: int = 64, **kind: Any) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, length, width, **kind), torch.randn(rows, length, width, **kind)
+
+
+def attention_of(make: Callable[[], nn.Module], device: str, length: int, **options: Any) -> int:
+    """Bytes that attention itself holds at the peak."""
+    report = plan(make(), texts(length), device=device, loss_fn=nn.MSELoss(), **options)
+    return report.modules["the model itself"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpus_attention_with_dropout_keeps_no_scores(precision: str) -> None:
+    def growth(device: str) -> float:
+        short, long = (
+            attention_of(lambda: Attends(dropout_p=0.1), device, length, precision=precision)
+            for length in (256, 512)
+        )
+        return long / short
+
+    assert growth("cuda") < 2.1
+    assert growth("cpu") > 3
+
+
+def test_dropout_changes_nothing_of_what_fused_attention_holds() -> None:
+    without, with_dropout = (
+        plan(Attends(dropout_p=p), texts(), device="cuda", loss_fn=nn.MSELoss()) for p in (0.0, 0.1)
+    )
+    assert without.peak_bytes == with_dropout.peak_bytes
+    (assumed,) = with_dropout.assumptions
+    assert "fused kernels" in assumed
+    assert f"  assumed: {assumed}" in str(with_dropout)
+
+
+def test_attention_on_the_cpu_is_the_cpus(without_workspaces: None) -> None:
+    data = texts()
+
+    def make() -> nn.Module:
+        return Attends(dropout_p=0.1)
+
+    report = plan(make(), data, loss_fn=nn.MSELoss())
+    real = measured_peak(make, data, 4, loss_fn=nn.MSELoss())
+    assert report.peak_bytes == pytest.approx(real, rel=0.02)
+    assert not report.assumptions
+
+
+MASK = torch.ones(256, 256, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "assumed"),
+    [
+        ({"is_causal": True}, "bf16", "fused kernels"),
+        ({"attn_mask": MASK}, "bf16", "fused kernels"),
+        ({"attn_mask": MASK, "dropout_p": 0.1}, "fp32", "fused kernels"),
+        ({"attn_mask": MASK.float()}, "fp32", "fused kernels"),
+        ({"heads": 16, "width": 48}, "bf16", "fused kernels"),  # padded
+        ({"heads": 16, "width": 48}, "fp32", "no fused kernel for heads of 3 numbers in .*float32"),
+        ({"enable_gqa": True}, "bf16", "fused kernels"),
+        ({"enable_gqa": True}, "fp32", "no fused kernel for fewer keys than queries in .*float32"),
+        ({"enable_gqa": True, "attn_mask": MASK}, "bf16", "fewer keys .* with a mask"),
+    ],
+)
+def test_which_attention_a_gpu_has_a_fused_kernel_for(
+    options: dict[str, Any], precision: str, assumed: str
+) -> None:
+    options = dict(options)
+    width = options.get("width", 64)
+    report = plan(
+        Attends(**options),
+        texts(width=width),
+        device="cuda",
+        loss_fn=nn.MSELoss(),
+        precision=precision,
+    )
+    (sentence,) = report.assumptions
+    assert re.search(assumed, sentence)
+    scores = 4 * options.get("heads", 4) * 256 * 256 * 2
+    assert (report.modules["the model itself"] > scores) == (
+        "no fused" in assumed or "few" in assumed
+    )
+
+
+def test_float64_has_no_fused_attention_and_sdpa_kernel_is_heeded() -> None:
+    double = plan(
+        Attends().double(), texts(dtype=torch.double), device="cuda", loss_fn=nn.MSELoss()
+    )
+    assert double.assumptions[0].endswith("no fused kernel for torch.float64")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        whole = plan(Attends(), texts(), device="cuda", loss_fn=nn.MSELoss())
+    assert "what sdpa_kernel leaves" in whole.assumptions[0]
+
+
+def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
+    assumed = {
+        (device, precision): plan(
+            Attends(), texts(), device=device, precision=precision, loss_fn=nn.MSELoss()
+        ).assumptions[0]
+        for device in ("t4", "l4")
+        for precision in ("fp32", "bf16")
+    }
+    assert assumed.pop(("t4", "bf16")).endswith("no fused kernel for bfloat16 before Ampere")
+    assert all("fused kernels (flash" in each for each in assumed.values())
+
+
+def test_torchs_own_layers_take_fused_attention_also_when_computed_again() -> None:
+    def layers(dropout: float) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+        layer.self_attn.dropout = dropout
+        return nn.TransformerEncoder(layer, 2)
+
+    peaks = {
+        plan(layers(p), texts(), device="cuda", loss_fn=nn.MSELoss(), recompute=True).peak_bytes
+        for p in (0.0, 0.1)
+    }
+    assert len(peaks) == 1
+
+
+def test_measured_attention_with_dropout_says_that_it_is_the_cpus() -> None:
+    class ReadsAndAttends(Attends):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x * (x.sum().item() > -1e9))
+
+    report = plan(ReadsAndAttends(dropout_p=0.1), texts(8), device="cuda", loss_fn=nn.MSELoss())
+    assert report.is_measured
+    assert "as the CPU computes it" in report.assumptions[0]
+
+
+def test_attention_outside_of_a_plan_stays_as_it_is() -> None:
+    x = torch.randn(1, 2, 8, 8)
+    seen: list[Tensor] = []
+
+    class Meanwhile(Attends):
+        def forward(self, x: Tensor) -> Any:
+            thread = threading.Thread(target=attend)
+            thread.start()
+            thread.join()
+            return super().forward(x)
+
+    def attend() -> None:
+        seen.append(nn.functional.scaled_dot_product_attention(real, real, real))
+
+    real = x
+    expected = nn.functional.scaled_dot_product_attention(x, x, x)
+    plan(Meanwhile(), texts(), device="cuda", loss_fn=nn.MSELoss())
+    attend()
+    assert len(seen) > 1
+    assert all(torch.equal(each, expected) for each in seen)
+
+
+# What a CPU's kernels take, as torch's allocator counts it (in half precision it is some more)
+
+_X = torch.randn(24, 64, 256)
+_FLAT = torch.randn(24, 64, 16, 16)
+_DEPTHWISE = torch.randn(64, 1, 7, 7, requires_grad=True)
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "forward", "backward"),
+    [
+        (nn.Conv1d(64, 128, 5, padding=2), _X, 3072, 4608),
+        (nn.Conv1d(64, 64, 5, padding=2), _X, 1616, 3072),
+        (nn.Conv2d(64, 32, 3, padding=1), _FLAT, 1536 + 72, 1536 + 768),
+        (nn.ConvTranspose2d(64, 32, 2, 2), _FLAT, 6144, 4608),
+        (nn.Conv2d(64, 64, 3, stride=2, padding=1), _FLAT, 1536 + 144, 3 * 1536 - 1536 - 144),
+        (
+            lambda x: nn.functional.conv2d(
+                x.contiguous(memory_format=torch.channels_last), _DEPTHWISE, padding=3, groups=64
+            ),
+            _FLAT,
+            2 * 1536 + 2 * 12.25,
+            1536 + 3 * 1536 + 257 * 12.25,
+        ),
+        (nn.Conv1d(64, 64, 5, padding=2).bfloat16(), _X.bfloat16(), 1536, 1616),
+        (nn.BatchNorm1d(64), _X, 0, 1536),
+        (lambda x: x + x.bfloat16(), _X, 1536, 0),
+        (lambda x: x.bfloat16().mean(1), _X, 1536, 0),
+        (lambda x: nn.functional.layer_norm(x.mT, (64,)), _X, 1536, 1536),
+    ],
+)
+def test_what_a_cpus_kernels_take_for_themselves(
+    run: Callable[[Tensor], Tensor], given: Tensor, forward: float, backward: float
+) -> None:
+    x = given.clone().requires_grad_()
+
+    def most(work: Callable[[], Any]) -> int:
+        recorder = StepRecorder()
+        with recorder:
+            work()
+        trace = recorder.trace()
+        taken = {n for n, owner in enumerate(trace.owners) if owner.kind == WORKSPACE}
+        return max(
+            (d for n, d in zip(trace.numbers, trace.deltas, strict=True) if n in taken), default=0
+        )
+
+    y: list[Tensor] = []
+    assert most(lambda: y.append(run(x))) == forward * KIB
+    assert most(lambda: y[0].backward(torch.ones_like(y[0]))) == backward * KIB
+
+
 # What cannot be run without data
 
 
@@ -286,6 +520,21 @@ def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("data", "options", "error", "words"),
+    [
+        (batch(), {"loss_fn": None}, LossError, "pass loss_fn=…"),
+        (batch(), {"loss_fn": None, "forward": lambda *_: None}, LossError, "return the loss"),
+        (batch()[0], {}, BatchError, "this one is a Tensor; yield such pairs"),
+    ],
+)
+def test_a_loss_that_nobody_computes_is_not_taken_for_a_model_that_reads_its_data(
+    data: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        plan(Blocks(), data, **options)
+
+
 # What is said
 
 
@@ -297,6 +546,54 @@ def test_a_report_is_told_in_words_and_as_json() -> None:
     found = json.loads(json.dumps(report.to_dict()))
     assert found["microbatch_size"] == report.microbatch_size
     assert found["needed_bytes"] == report.needed_bytes
+
+
+def test_the_parts_of_a_report_add_up() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(1, 10):
+                self.add_module(f"layer{number}", nn.Linear(8, 8 * number))
+            self.head = nn.Linear(360, 10)
+
+        def forward(self, x: Tensor) -> Any:
+            *layers, head = self.children()
+            return head(torch.cat([layer(x) ** 2 for layer in layers], 1))
+
+    report = plan(Wide(), batch(2048, 8))
+    lines = [line.split(maxsplit=2) for line in str(report).splitlines()]
+    parts = {name: float(n) * UNITS[unit] for n, unit, name in lines[3:] if unit in UNITS}
+    kinds, modules = (
+        {k: v for k, v in parts.items() if k in of} for of in (KINDS, {*parts} - {*KINDS})
+    )
+    assert sum(kinds.values()) == pytest.approx(report.peak_bytes, rel=0.01)
+    assert "others" in modules
+    del modules["margin, to be left free"]
+    assert sum(modules.values()) == pytest.approx(parts["activations"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"memory": "3MiB", "device": "cuda"}, "fp32, as on a GPU"),
+        ({"memory": "3MiB"}, "fp32, on the CPU"),
+        ({"device": "t4"}, "fp32, on t4"),
+        ({"device": "t4", "memory": "3MiB"}, "on t4 with the given 3.00 MiB in place of its 13.97"),
+        ({"ranks": 2}, r"64 rows of each rank need .*\n.* over 2 ranks \(all figures are of one\)"),
+    ],
+)
+def test_a_report_says_for_what_it_holds(options: dict[str, Any], place: str) -> None:
+    assert re.search(place, str(plan(Blocks(), **options)))
+
+
+def test_remedies_of_which_none_suffices_are_told_as_such() -> None:
+    def told(memory: str) -> str:
+        return str(plan(Blocks(), batch(1), memory=memory, remedies=True))
+
+    assert "and it fits" in told("1500KiB")
+    assert "none of these alone" not in told("1500KiB")
+    assert "none of these alone is enough" in told("300KiB")
+    assert "none of these alone" not in told("1GiB")
 
 
 def test_a_timeline_ends_as_it_began_and_has_the_peak() -> None:

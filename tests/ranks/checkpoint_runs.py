@@ -26,6 +26,7 @@ from automicro.loggers import LoggerGroup
 from automicro.ranks.interface import OneRank
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.feed import Feed
+from automicro.trainer.failures import Failures
 from automicro.trainer.progress import SilentProgress
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
@@ -116,6 +117,7 @@ class Training:
             callbacks=callbacks,
             recorder=Recorder(LoggerGroup(()), self.run, callbacks),
             ranks=OneRank(),
+            failures=Failures(torch.device("cpu")),
         )
         snapshot = Snapshot(
             context,

@@ -412,5 +412,5 @@ COMMAND = Command(
     },
     add_arguments=add_arguments,
     run=run,
-    place=9,
+    place=10,
 )

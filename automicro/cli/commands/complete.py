@@ -83,6 +83,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "probe": _TRUTH,
     "progress": _TRUTH,
     "remember_sizes": (*_TRUTH, "null"),
+    "rehearse": ("worst", "null"),
     "sampling_mode": (*_MODES, "null"),
     "sampling_mode.mode": _MODES,
     "sampling_mode.shuffle": _TRUTH,
@@ -324,5 +325,5 @@ COMMAND = Command(
     exit_codes={0: "printed"},
     add_arguments=add_arguments,
     run=run,
-    place=10,
+    place=11,
 )

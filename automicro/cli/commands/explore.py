@@ -5,9 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_for_files
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import importing, results_alone, to_json
+from automicro.errors import ConfigError
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     look_for_files(arguments.inputs, command="explore")
+    look_at_counts(arguments, "max_steps", "max_rows")
+    if arguments.max_minutes is not None and not arguments.max_minutes > 0:
+        raise ConfigError(
+            f"explore: --max-minutes {arguments.max_minutes:g} is no time: give a number above 0, "
+            "or leave it out for any time"
+        )
     with importing(arguments.inputs):
         from automicro.cli.config.build import Recipe
         from automicro.cli.job import Job

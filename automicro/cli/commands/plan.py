@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_for_files
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import importing
 from automicro.errors import ConfigError
@@ -29,7 +29,11 @@ UNUSED = frozenset({"eval_dataloader", "scheduler", "checkpoint", *LISTS})
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     add_inputs(parser)
-    parser.add_argument("--memory", metavar="BYTES", help="what tensors may take, such as 24GiB")
+    parser.add_argument(
+        "--memory",
+        metavar="BYTES",
+        help="what tensors may take, such as 24GiB; of a --device, that much in place of all",
+    )
     parser.add_argument(
         "--device",
         default=None,
@@ -41,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="on which parameters, gradients and optimizer state are sharded",
+        help="on which parameters, gradients and optimizer state are sharded; rows and bytes are "
+        "those of one rank",
     )
     parser.add_argument(
         "--rows", type=int, metavar="N", help="of the batch, if not those of the training data's"
@@ -98,10 +103,7 @@ def _look_at(arguments: argparse.Namespace) -> None:
         read_memory(arguments.memory, arguments.device or "cuda")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"plan: {error}") from None
-    for name in ("ranks", "rows"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"plan: --{name} {value} is below 1: give a number of them")
+    look_at_counts(arguments, "ranks", "rows")
 
 
 def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], PlanReport]":

@@ -66,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         going_on = telling_how_to_go_on(
             recipe.checkpoint, run_dir=config.run_dir, inputs=arguments.inputs
         )
+        if config.run_dir is not None:
+            trainer.keep_failures_in(config.run_dir)
         with going_on:
             summary = trainer.fit()
         weights = whole_state_dict(model) if config.run_dir is not None else {}

@@ -115,6 +115,11 @@ class Recipe:
         """What a key names, or None where the config leaves it out."""
         return self._makers[key]() if key in self._makers else None
 
+    def make_sizes(self) -> dict[str, Any]:
+        """The microbatch sizes of training and of evaluation, or their policies; their unit."""
+        sizes = {key: make() for key, make in self._sizes.items()}
+        return {**sizes, "microbatch_unit": self._make_unit()}
+
     @property
     def optimizer(self) -> Callable[..., Any] | None:
         """What makes the optimizer from parameters; None where the config leaves it out."""
@@ -124,8 +129,7 @@ class Recipe:
         """The Trainer of a model, without what was left out of the recipe."""
         plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
         plain["loss_average"] = self.make_loss_average()
-        plain["microbatch_unit"] = self._make_unit()
-        plain |= {key: make() for key, make in self._sizes.items()}
+        plain |= self.make_sizes()
         config = asdict(self.config)
         if "optimizer" not in self._makers:
             plain["parameter_groups"] = ()

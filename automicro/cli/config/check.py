@@ -62,6 +62,7 @@ from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.optimizer import SCHEDULER_INTERVALS
 from automicro.trainer.parallel import read_parallel
+from automicro.trainer.rehearsal import read_rehearsal
 from automicro.trainer.step import NON_FINITE_MODES
 from automicro.units import parse_bytes, parse_share, read_duration
 
@@ -574,5 +575,6 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
     "parallel": read_parallel,
     "device": choose_device,
+    "rehearse": read_rehearsal,
     "seed": _check_seed,
 }

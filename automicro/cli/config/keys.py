@@ -50,6 +50,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "batchnorm",
         "probe",
         "remember_sizes",
+        "rehearse",
     ),
     "Precision and numerics": (
         "precision",

@@ -245,6 +245,7 @@ _IN_WORDS = {
     "eval_dataloader.metrics": "a mapping of nodes, inherited or null",
     "eval_dataloader.microbatch_size": "an int, auto, explore, a node, inherited or null",
     "eval_dataloader.interval": "text such as 1ep or 100ba, inherited or null",
+    "rehearse": "worst or null",
     "max_time": "text such as 2h30m, 45m or 90s, or null",
     "callbacks": "a list of nodes",
     "loggers": "a list of nodes",

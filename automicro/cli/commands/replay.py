@@ -1,0 +1,147 @@
+"""``automicro replay``: a batch that did not fit, run once more."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automicro.cli.arguments import Command, add_inputs, is_path, look_for_files
+from automicro.cli.config.keys import LISTS
+from automicro.cli.output import importing, results_alone, to_json
+from automicro.errors import ConfigError, describe_error
+
+if TYPE_CHECKING:
+    from automicro.cli.config.build import Recipe
+    from automicro.replaying import FailedBatch, ReplayReport
+
+DESCRIPTION = """\
+Run a batch that did not fit once more, alone: forward, backward and the memory of the
+optimizer's first step, under the memory limit of the config. Says whether it fits now
+and at which size, its peak, and what takes most of it. Nothing is trained.
+
+FILE is what a run has left (its error says where). Without a CONFIG it is config.yaml
+beside FILE, as in the run_dir of a run. Nothing in FILE is run.
+"""
+
+# What the memory of one batch does not depend on.
+UNUSED = frozenset({"scheduler", "checkpoint", "eval_dataloader", *LISTS})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="a batch that did not fit")
+    add_inputs(parser)
+    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command was asked for, and return the exit code."""
+    path: Path = arguments.file
+    inputs = _with_config(path, arguments.inputs)
+    with importing(inputs):
+        from automicro.cli.config.build import Recipe
+        from automicro.cli.job import Job
+
+    job = Job(inputs, command="replay")
+    check = partial(Recipe, without=UNUSED)
+    with (
+        job.reading(required=("model",), check=check) as loaded,
+        results_alone(True) as results,
+    ):
+        recipe = check(loaded.config)
+        with job.making():
+            failed = _load(path, recipe)
+            examine = _make(recipe, failed)
+        report = examine()
+        print(to_json(report.to_dict()) if arguments.json else report, file=results)
+    return 0 if report.fits else 1
+
+
+def _with_config(path: Path, inputs: list[str]) -> list[str]:
+    """The inputs of the command line, with the config beside the file where they name none."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r}: give one that a run has left")
+    if any(map(is_path, inputs)):
+        look_for_files(inputs, command="replay")
+        return inputs
+    beside = path.parent / "config.yaml"
+    if not beside.is_file():
+        raise ConfigError(
+            f"there is no config.yaml beside {path}: name the config of the run, as in automicro "
+            f"replay {path} job.yaml"
+        )
+    return [str(beside), *inputs]
+
+
+def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
+    """What the file holds; where it only names a class, with a batch of the config's for it."""
+    from automicro.cli.job import first_batch
+    from automicro.replaying import UnknownClassError, UnreadableBatchError, load_batch
+
+    try:
+        try:
+            return load_batch(path)
+        except UnknownClassError:
+            if recipe.config.train_dataloader is None:
+                raise
+            return load_batch(path, like=first_batch(recipe.make("train_dataloader")))
+    except UnreadableBatchError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({describe_error(error)})") from error
+
+
+def _make(recipe: "Recipe", failed: "FailedBatch") -> "Callable[[], ReplayReport]":
+    """Make what takes part, and return what runs the batch."""
+    from automicro.options import check_model
+    from automicro.replaying import replay
+    from automicro.trainer.device import choose_device
+    from automicro.trainer.optimizer import build_optimizer
+    from automicro.trainer.surroundings import noting
+
+    config = recipe.config
+    device = choose_device(config.device)
+    model = recipe.make_model()
+    check_model(model)
+    model.to(device)
+    loss_fn = recipe.make("loss_fn")
+    optimizer = build_optimizer(
+        recipe.optimizer, model, [model], config.parameter_groups if recipe.optimizer else (), None
+    )
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
+        "forward": recipe.make("forward"),
+        "optimizer": optimizer,
+        "loss_average": recipe.make_loss_average(),
+        "batch_layout": config.batch_layout,
+        "padding": config.padding,
+        "cut_padding": config.cut_padding,
+        "precision": "bf16" if config.precision == "fp16" else config.precision,
+        "gradient_sums": config.gradient_sums,
+        "memory_limit": config.memory_limit,
+        "device": device,
+        **recipe.make_sizes(),
+    }
+
+    def examine() -> "ReplayReport":
+        with noting(lambda: "while replaying a batch"):
+            return replay(failed, model, **options)
+
+    return examine
+
+
+COMMAND = Command(
+    name="replay",
+    brief="run a batch that did not fit once more",
+    description=DESCRIPTION,
+    examples=(
+        "automicro replay runs/first/failed-batch-0001.pt",
+        "automicro replay runs/first/failed-batch-0001.pt memory_limit=24GiB",
+        "automicro replay /tmp/automicro-k3x/failed-batch-0001.pt job.yaml precision=bf16",
+    ),
+    exit_codes={0: "it fits", 1: "it does not fit, or the run failed"},
+    add_arguments=add_arguments,
+    run=run,
+    place=9,
+)

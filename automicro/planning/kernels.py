@@ -1,0 +1,358 @@
+"""What kernels keep and take of which torch's operations on tensors without data do not tell.
+
+A `StepRecorder` writes down a planned step, with what only its device knows: the workspaces of
+kernels, and which kernel computes attention.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from automicro.memory.timeline import (
+    ACTIVATIONS,
+    BACKWARD,
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Owner,
+    Recorder,
+)
+from automicro.torch_private import (
+    BACKWARD_OF_FUSED_ATTENTION,
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    WHOLE_ATTENTION,
+    FakeTensor,
+    computing_attention,
+)
+
+TAIL = "outputs and loss"
+STEP = "temporaries of the optimizer's step"
+WORKSPACE = "workspace of kernels"
+GATHERED = "gathered from other ranks"
+CASTS = "parameters in half precision"
+KINDS = (
+    PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, BATCH, ACTIVATIONS, TAIL,
+    BACKWARD, STEP, WORKSPACE,
+)  # fmt: skip
+STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
+"""What is of the same size whatever the microbatch."""
+
+
+class StepRecorder(Recorder):
+    """Writes down a step of a plan.
+
+    Args:
+        on_accelerator: whether kernels are to be taken for those of an accelerator.
+        before_ampere: whether for those of an older one.
+
+    Attributes:
+        parameters: their ids; what they are cast to is told apart.
+        assumptions: about kernels, in sentences.
+    """
+
+    def __init__(self, *, on_accelerator: bool = False, before_ampere: bool = False) -> None:
+        super().__init__()
+        self._on_accelerator = on_accelerator
+        self._before_ampere = before_ampere
+        self.parameters: frozenset[int] = frozenset()
+        self.assumptions: set[str] = set()
+        self._after_last_part = 0  # storages that were there when the last submodule ended
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer at once which device a stand-in lies on, which is most of what is asked."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and write down what its kernel keeps and takes, too."""
+        output = super().run(func, types, args, kwargs)
+        if func in _LSTM:
+            output = _with_kept(func, output)
+            self.ledger.see(output, [])
+        workspace_bytes = _workspace_bytes(func, args, output, on_accelerator=self._on_accelerator)
+        if workspace_bytes:
+            number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
+            self.ledger.write(number, workspace_bytes)
+            self.ledger.write(number, -workspace_bytes)
+        return output
+
+    def _owner_of(self, func: Any, args: tuple[Any, ...]) -> Owner:
+        owner = super()._owner_of(func, args)
+        is_cast = func is _CAST and id(args[0]) in self.parameters
+        return Owner(CASTS, owner.module) if is_cast else owner
+
+    @contextlib.contextmanager
+    def choosing_attention(self) -> Iterator[None]:
+        """Compute attention as the device would, and say what is assumed of it."""
+        if not self._on_accelerator:
+            yield
+            return
+        with computing_attention(self._attend):
+            yield
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        if not isinstance(query, FakeTensor):
+            if dropout_p:
+                self.assumptions.add(_AS_ON_CPU)
+            return None
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        given = (query, key, value)
+        may_flash = attn_mask is None and not self._before_ampere
+        if may_flash and _is_for_flash(given, is_causal=is_causal, grouped=enable_gqa):
+            self.assumptions.add(_FUSED)
+            return _flash(given, dropout_p, is_causal, scale)
+        lacking = _lacks_efficient(given, attn_mask)
+        if self._before_ampere and query.dtype is torch.bfloat16:
+            lacking = "bfloat16 before Ampere"
+        if not lacking:
+            self.assumptions.add(_FUSED)
+            return _efficient(given, attn_mask, dropout_p, is_causal, scale)
+        self.assumptions.add(_NOT_FUSED.format(lacking))
+        found: Tensor = WHOLE_ATTENTION(
+            *given, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return found
+
+    def _left(self, name: str) -> None:
+        if name:
+            self._after_last_part = len(self.ledger.owners)
+
+    def forward_ended(self, outputs: Sequence[Tensor]) -> None:
+        """What came since the last submodule ended, and the outputs, belong to the loss."""
+        for number in range(self._after_last_part, len(self.ledger.owners)):
+            if self.ledger.owners[number].kind == ACTIVATIONS:
+                self.ledger.owners[number] = Owner(TAIL)
+        for output in outputs:
+            self.ledger.give(output, Owner(TAIL))
+
+    def hold(self, num_bytes: int, kind: str) -> Callable[[], None]:
+        """Count something of which there is no tensor; returns what gives it back."""
+        number = self.ledger.new(Owner(kind))
+        self.ledger.write(number, num_bytes)
+        return lambda: self.ledger.write(number, -num_bytes)
+
+
+_FUSED = (
+    "attention by a GPU's fused kernels (flash, memory-efficient), which keep no matrix of scores"
+)
+_NOT_FUSED = "attention with whole matrices of scores, as a GPU has no fused kernel for {}"
+_AS_ON_CPU = "attention with dropout as the CPU computes it, with whole matrices of scores"
+_PADDED_TO = 8  # numbers of a head for flash attention, places of a mask
+_HALF = (torch.float16, torch.bfloat16)
+_Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
+
+
+def _is_for_flash(given: _Heads, *, is_causal: bool, grouped: bool) -> bool:
+    """Whether CUDA, from Ampere on, takes flash attention where there is no mask."""
+    query, key, _ = given
+    sizes = {each.shape[-1] for each in given}
+    return (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and _is_dense(given)
+        and query.dtype in _HALF
+        and len(sizes) == 1
+        and max(sizes) <= 256
+        and (not is_causal or query.shape[-2] == key.shape[-2])
+        and (grouped or len({each.shape[:2] for each in given}) == 1)
+    )
+
+
+def _lacks_efficient(given: _Heads, mask: Tensor | None) -> str:
+    """For what CUDA has no memory-efficient attention; empty where it has."""
+    dtype = given[0].dtype
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
+        return "what sdpa_kernel leaves"
+    if not _is_dense(given) or (mask is not None and mask.stride(-1) != 1):
+        return "tensors other than of rows, heads, places and adjacent numbers"
+    if dtype not in (*_HALF, torch.float32):
+        return str(dtype)
+    if len({each.shape[:2] for each in given}) > 1:
+        return f"fewer keys than queries in {dtype}{'' if mask is None else ' with a mask'}"
+    alignment = 8 if dtype in _HALF else 4
+    odd = [each.shape[-1] for each in given if each.shape[-1] % alignment]
+    return f"heads of {odd[0]} numbers in {dtype}" if odd else ""
+
+
+def _is_dense(given: _Heads) -> bool:
+    return all(each.dim() == 4 and each.numel() and each.stride(-1) == 1 for each in given)
+
+
+def _flash(given: _Heads, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
+    size = given[0].shape[-1]
+    missing = -size % _PADDED_TO
+    found: Tensor = FLASH_ATTENTION(
+        *(pad(each, (0, missing)) if missing else each for each in given),
+        dropout_p,
+        is_causal,
+        scale=scale,
+    )[0]
+    return found[..., :size]
+
+
+def _efficient(
+    given: _Heads, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    query, key, _ = given
+    if mask is not None:
+        size = mask.shape[-1]
+        if size % _PADDED_TO:
+            mask = pad(mask, (0, -size % _PADDED_TO))[..., :size]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+    found: Tensor = EFFICIENT_ATTENTION(
+        *given, mask, is_differentiated, dropout_p, is_causal, scale=scale
+    )[0]
+    return found
+
+
+_DEVICE = torch.ops.prim.device.default
+_CAST = torch.ops.aten._to_copy.default
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_LSTM = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
+_LSTM_BACKWARD = frozenset((torch.ops.aten.mkldnn_rnn_layer_backward.default,))
+_PRODUCTS = {  # and which arguments are multiplied
+    torch.ops.aten.mm.default: slice(0, 2),
+    torch.ops.aten.addmm.default: slice(1, 3),
+}
+_MEAN = torch.ops.aten.mean.dim
+_WITH_COPY = {  # and which argument is copied
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.mse_loss.default: 0,
+    torch.ops.aten.roll.default: 0,
+}
+_IN_ORDER = frozenset(  # copy what does not lie in order
+    (
+        torch.ops.aten.native_layer_norm.default,
+        torch.ops.aten.native_layer_norm_backward.default,
+    )
+)
+# Of an LSTM's states over all times: what oneDNN keeps for the backward, and takes meanwhile.
+_KEPT_STATES, _KEPT_STATES_OF_HALF, _SCRATCH_STATES = 16, 22, 5
+
+
+def _with_kept(func: Any, output: Any) -> Any:
+    """The output, with what a kernel keeps for its backward, where fake tensors do not tell."""
+    if func not in _LSTM or output[3].numel():
+        return output
+    states = output[0]
+    times = _KEPT_STATES_OF_HALF if states.itemsize == 2 else _KEPT_STATES
+    num_bytes = times * states.nbytes
+    kept = output[3].new_empty(num_bytes // output[3].itemsize)
+    return (*output[:3], kept)
+
+
+def _workspace_bytes(func: Any, args: tuple[Any, ...], output: Any, *, on_accelerator: bool) -> int:
+    """What a kernel takes for itself while it runs, beside its arguments and results.
+
+    On an accelerator products and attention take next to nothing, but for the queries' gradient,
+    which fused attention sums up in float32. A convolution may copy its inputs and its weight in
+    another order, and sums up the gradient of a weight in half precision in another one.
+    """
+    if not on_accelerator:
+        return _workspace_bytes_on_cpu(func, args, output)
+    if func in BACKWARD_OF_FUSED_ATTENTION:
+        query: Tensor = args[1]
+        return 4 * query.numel()
+    if func is _CONVOLUTION:
+        return int(args[0].nbytes + args[1].nbytes)
+    if func is _CONVOLUTION_BACKWARD:
+        of_y, x, weight = args[:3]
+        copies = 2 if weight.itemsize == 2 else 1
+        return int(of_y.nbytes + x.nbytes + copies * weight.nbytes)
+    return 0
+
+
+def _workspace_bytes_on_cpu(func: Any, args: tuple[Any, ...], output: Any) -> int:
+    """The same of a CPU's kernels; all of it was measured."""
+    if func is _CONVOLUTION:
+        return _forward_of_onednn(args[0], args[1], output, transposed=args[6])
+    if func is _CONVOLUTION_BACKWARD:
+        of_y, x, weight = args[:3]
+        return _backward_of_onednn(of_y, x, weight, output[0], strided=max(args[4]) > 1)
+    if func in _PRODUCTS:  # factors in half precision are copied in another order
+        return sum(each.nbytes for each in args[_PRODUCTS[func]] if each.itemsize == 2)
+    if func in _LSTM or func in _LSTM_BACKWARD:
+        sequence, *weights = args[:3]
+        states = sequence.nbytes // sequence.shape[-1] * weights[1].shape[-1]
+        copies = 3 if sequence.itemsize == 2 else 2
+        return int(_SCRATCH_STATES * states + copies * sum(each.nbytes for each in weights))
+    if func in _WITH_COPY:
+        copied: Tensor = args[_WITH_COPY[func]]
+        return copied.nbytes
+    if func in _IN_ORDER:
+        return _put_in_order(*args[:2])
+    if func is _MEAN:  # in float32
+        return 4 * args[0].numel() if args[0].itemsize == 2 else 0
+    if torch.Tag.pointwise in func.tags and isinstance(output, Tensor):  # all of one type
+        given = [each for each in args if isinstance(each, Tensor) and each.dim()]
+        widest = max((each.itemsize for each in given), default=0)
+        return sum(each.numel() * widest for each in given if each.itemsize < widest)
+    return 0
+
+
+def _forward_of_onednn(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool) -> int:
+    """Beside its result: first all copied in its order, then the result in both orders.
+
+    In half precision, and transposed, the result is copied once more.
+    """
+    copies = 2 if transposed or y.itemsize == 2 else 1
+    first = _reordered(x) + weight.nbytes + _reordered(y) - y.nbytes
+    return max(first, copies * _reordered(y)) + _put_in_order(x, with_it=weight)
+
+
+def _backward_of_onednn(
+    of_y: Tensor, x: Tensor, weight: Tensor, of_x: Tensor | None, *, strided: bool
+) -> int:
+    """Beside its results: for the weight's gradient its inputs, then that gradient, in both orders.
+
+    Before that the input's gradient, which is copied twice in half precision and with strides. The
+    gradient of a weight in half precision is summed up in float32. A large depthwise weight's has
+    blocks of 16 × 16 for each channel, where channels lie last.
+    """
+    is_half = x.itemsize == 2
+    most = _reordered(x) + _reordered(of_y) + 2 * is_half * weight.nbytes
+    if of_x is not None and (strided or is_half):
+        most = max(most, 3 * _reordered(x) - of_x.nbytes - weight.nbytes)
+    is_depthwise = weight.shape[1] == 1 and x.shape[1] > 1
+    if is_depthwise and max(weight.shape[2:]) > 3 and not x.is_contiguous():
+        most += 256 * weight.nbytes * (3 if is_half else 1)
+    return max(most, weight.nbytes) + _put_in_order(of_y, x, with_it=weight)
+
+
+def _reordered(tensor: Tensor) -> int:
+    """Its bytes in oneDNN's order, which has channels by sixteen."""
+    channels = tensor.shape[1]
+    return tensor.nbytes // channels * -(-channels // 16) * 16
+
+
+def _put_in_order(*tensors: Any, with_it: Tensor | None = None) -> int:
+    """Bytes of the copies of those that do not lie in order; then of another one, too."""
+    copied = sum(x.nbytes for x in tensors if isinstance(x, Tensor) and not x.is_contiguous())
+    return copied + with_it.nbytes if copied and with_it is not None else copied

@@ -1,0 +1,462 @@
+"""A batch that did not fit, kept in a file, and run once more."""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.device import on_host
+from automicro.batch.layout import BatchLayout, describe_cut
+from automicro.batch.tensors import map_tensors
+from automicro.errors import BatchError, SampleTooLargeError, describe_error, text_of
+from automicro.memory.budget import MemoryBudget, active_budget
+from automicro.memory.device import limit_memory
+from automicro.memory.oom import is_out_of_memory
+from automicro.memory.residents import ResidentMemory, measure_residents
+from automicro.microbatcher import Microbatcher
+from automicro.optimizer.reservation import predict_step_memory
+from automicro.options import innermost_optimizer, resolve_device
+from automicro.policy.choose import make_policy
+from automicro.policy.policy import Outcome, Policy
+from automicro.step.results import EvalResult, StepResult
+from automicro.step.unit import ROWS
+from automicro.units import format_bytes
+
+FORMAT, VERSION = "automicro: a batch that did not fit", 1
+MOST_BYTES = 256 * 2**20
+"""Of a batch in a file. Larger ones are not kept."""
+_ARRAY, _FIELDS, _MAPPING = "array of numpy", "fields of", "mapping of"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+class UnreadableBatchError(BatchError):
+    """A file that holds no batch, or one that needs more to be put together."""
+
+
+class UnknownClassError(UnreadableBatchError):
+    """A batch of a class that the file only names; a batch of the same kind has to be given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedBatch:
+    """A batch that did not fit, as it was kept.
+
+    Attributes:
+        batches: what the loader gave for it: one, or several that made up an optimization batch.
+        phase: ``"train"`` or ``"eval"``.
+        message: of the error.
+        where: it happened, in words.
+        device: that was too small.
+        limit_bytes: of it; None where nobody knew.
+    """
+
+    batches: list[Any]
+    phase: str
+    message: str
+    where: str
+    device: str
+    limit_bytes: int | None
+
+
+def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
+    """Keep a batch in a file: tensors on the host, and plain values, without any code.
+
+    Raises:
+        UnreadableBatchError: it is too large, or holds what is neither.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> batch = {"input_ids": torch.zeros(2, 7, dtype=torch.int64), "names": ["a", "b"]}
+        >>> failed = FailedBatch(
+        ...     batches=[batch], phase="train", message="", where="", device="cpu", limit_bytes=None
+        ... )
+        >>> save_batch(f"{folder.name}/batch.pt", failed)
+        >>> load_batch(f"{folder.name}/batch.pt").batches[0]["names"]
+        ['a', 'b']
+        >>> folder.cleanup()
+    """
+    with on_host():
+        size = sum(_num_bytes(each) for each in failed.batches)
+        if size > MOST_BYTES:
+            raise UnreadableBatchError(
+                f"the batch has {format_bytes(size)}, and no more than {format_bytes(MOST_BYTES)} "
+                "are kept"
+            )
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
+            "batches": [_plain(each) for each in failed.batches],
+        }
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        part = Path(path).with_suffix(".part")
+        part.write_bytes(buffer.getvalue())
+        part.replace(path)
+
+
+def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
+    """Read a batch that `save_batch` kept. Nothing in the file is run.
+
+    Args:
+        path: of the file.
+        like: a batch of the same kind, for classes of your own, which the file only names.
+
+    Raises:
+        UnreadableBatchError: the file is none of these, is damaged, or its batch is of a class that
+            only ``like`` can tell.
+        OSError: it cannot be read.
+    """
+    try:
+        with on_host():
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        why = describe_error(error).splitlines()[0]
+        raise UnreadableBatchError(
+            f"{path} holds no batch that automicro has kept ({why})"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
+    if content.get("version") != VERSION:
+        raise UnreadableBatchError(
+            f"{path} was written by another automicro (format {content.get('version')!r}, and this "
+            f"one reads {VERSION}): use that one"
+        )
+    try:
+        fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
+        fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]
+        return FailedBatch(**fields)
+    except (KeyError, TypeError) as error:
+        raise UnreadableBatchError(f"{path} is damaged ({describe_error(error)})") from error
+
+
+def _num_bytes(value: Any) -> int:
+    found = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal found
+        found += tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(value, count)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The same in tensors, plain values and containers of these."""
+    if isinstance(value, Tensor):
+        # A view would be kept with all that it is a view of.
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(np.array(value))}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each) for each in value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        items = {key: _plain(each) for key, each in value.items()}
+        return items if type(value) is dict else {_MAPPING: kind, "values": items}
+    if dataclasses.is_dataclass(value):
+        items = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {_FIELDS: kind, "values": items}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = {name: _plain(each) for name, each in zip(value._fields, value, strict=True)}
+        return {_FIELDS: kind, "values": items}
+    raise UnreadableBatchError(f"the batch holds a {kind}, which only its own code can write")
+
+
+def _rebuilt(value: Any, like: Any) -> Any:
+    """What `_plain` took apart, with the classes of a batch of the same kind."""
+    if type(value) in (list, tuple):
+        others = list(like) if isinstance(like, list | tuple) else []
+        others += [None] * (len(value) - len(others))
+        return type(value)(_rebuilt(each, one) for each, one in zip(value, others, strict=False))
+    if type(value) is not dict:
+        return value
+    if _ARRAY in value:
+        return value[_ARRAY].numpy()
+    parts = value.get("values") if _FIELDS in value or _MAPPING in value else value
+    assert isinstance(parts, dict)
+    items = {key: _rebuilt(each, _part_of(like, key)) for key, each in parts.items()}
+    if _MAPPING in value:
+        if not isinstance(like, Mapping) or type(like) is dict:
+            return items  # called and read in the same way
+        again: Any = copy.copy(like)
+        again.clear()
+        again.update(items)
+        return again
+    if _FIELDS not in value:
+        return items
+    kind = value[_FIELDS]
+    if f"{type(like).__module__}.{type(like).__qualname__}" != kind:
+        raise UnknownClassError(
+            f"the batch holds a {kind}, and a file is not asked for code: give a batch of the same "
+            "kind, like=next(iter(loader))"
+        )
+    return type(like)(**items) if isinstance(like, tuple) else dataclasses.replace(like, **items)
+
+
+def _part_of(like: Any, key: Any) -> Any:
+    if isinstance(like, Mapping):
+        return like.get(key)
+    return getattr(like, key, None) if isinstance(key, str) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayReport:
+    """What became of a batch that did not fit, run once more. ``str()`` of it is a few lines.
+
+    Attributes:
+        failed: the batch, as it was kept.
+        fits: whether it went through.
+        rows: of it.
+        microbatch_size: at which it fits; None where it does not.
+        microbatch_unit: what sizes are counted in: ``"rows"``, ``"tokens"``, ….
+        num_microbatches: of that size; None where it does not fit.
+        tried: sizes that ran out of memory.
+        peak_bytes: the most that live tensors held, at the size that fits or the smallest that was
+            tried; None where nobody counts.
+        limit_bytes: of the device; None where nobody knows.
+        residents: what lies on the device at any size.
+        message: of the error; None where it fits.
+    """
+
+    failed: FailedBatch
+    fits: bool
+    rows: int
+    microbatch_size: int | None
+    microbatch_unit: str
+    num_microbatches: int | None
+    tried: tuple[int, ...]
+    peak_bytes: int | None
+    limit_bytes: int | None
+    residents: ResidentMemory
+    message: str | None
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """What the rows of a microbatch take, beside what lies there at any size.
+
+        Where it does not fit, at least that.
+        """
+        if self.peak_bytes is None:
+            return None
+        return max(0, self._peak - self.residents.total)
+
+    @property
+    def _peak(self) -> int:
+        """The peak; what does not fit needs more than the limit."""
+        return max(self.peak_bytes or 0, 0 if self.fits else self.limit_bytes or 0)
+
+    @property
+    def dominates(self) -> str | None:
+        """What takes most of the peak, in words; None where nobody counts."""
+        if self.peak_bytes is None or self.activation_bytes is None:
+            return None
+        parts = {
+            "the activations of its rows": self.activation_bytes,
+            "the parameters": self.residents.parameters,
+            "the gradients": self.residents.gradients,
+            "the optimizer's state": self.residents.optimizer_state,
+            "the buffers": self.residents.buffers,
+            "what all rows share": self.residents.shared_inputs,
+        }
+        name = max(parts, key=lambda each: parts[each])
+        share = parts[name] / max(1, self._peak)
+        return f"{name}, {format_bytes(parts[name])} ({share:.0%} of the peak)"
+
+    def _units(self, number: int) -> str:
+        return self.microbatch_unit.removesuffix("s") if number == 1 else self.microbatch_unit
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as values that JSON can hold, without the rows."""
+        found = {
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if each.name not in ("failed", "residents")
+        }
+        failed = dataclasses.asdict(dataclasses.replace(self.failed, batches=[]))
+        del failed["batches"]
+        return {
+            **found,
+            "failed": failed,
+            "residents": dataclasses.asdict(self.residents),
+            "activation_bytes": self.activation_bytes,
+            "dominates": self.dominates,
+        }
+
+    def __str__(self) -> str:
+        before = "" if self.failed.limit_bytes is None else format_bytes(self.failed.limit_bytes)
+        lines = [
+            f"it failed {self.failed.where or 'somewhere'}, on {self.failed.device}"
+            + f" of {before}" * bool(before)
+        ]
+        if self.fits:
+            assert self.microbatch_size is not None
+            assert self.num_microbatches is not None
+            size, unit = self.microbatch_size, self.microbatch_unit
+            cut = describe_cut(self.rows, size, self.num_microbatches, unit=unit)
+            lines.append(f"fits now: {cut}{' rows' * (unit == 'rows')}")
+        else:
+            smallest = min(self.tried, default=self.rows)
+            units = self._units(smallest)
+            of = f" of {self.rows}" if self.microbatch_unit == "rows" else ""
+            lines.append(f"does not fit: not even {smallest} {units}{of}")
+        if self.tried:
+            tried = ", ".join(map(str, self.tried))
+            lines.append(f"out of memory with: {tried} {self._units(self.tried[-1])}")
+        if self.peak_bytes is not None:
+            limit = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
+            until = "" if self.fits else " until it failed"
+            lines.append(f"peak: {format_bytes(self.peak_bytes)}{limit}{until}")
+        lines.append(f"at any size: {self.residents}")
+        if self.dominates is not None:
+            lines.append(f"most of it: {self.dominates}")
+        return "\n".join(lines)
+
+
+def replay(
+    file: str | os.PathLike[str] | FailedBatch,
+    model: nn.Module,
+    *,
+    like: Any = None,
+    **options: Any,
+) -> ReplayReport:
+    """Run a batch that did not fit once more, and say whether it fits now.
+
+    Forward and backward, with the optimizer's first state reserved, are rolled back: parameters,
+    gradients, buffers and random numbers are as before afterwards, and the optimizer never steps.
+
+    Args:
+        file: that a run has left, or what `load_batch` read from it.
+        model: the model, where it computes.
+        like: a batch of the same kind, where the file's is of a class of your own.
+        options: of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``, ``memory_limit``, ….
+
+    Raises:
+        UnreadableBatchError: see `load_batch`.
+        BatchError, LossError: the model does not take the batch.
+        TypeError, ValueError: options that make no sense, each with its remedy.
+
+    Example:
+        >>> failed = FailedBatch(
+        ...     batches=[(torch.randn(8, 4), torch.randint(3, (8,)))],
+        ...     phase="train",
+        ...     message="",
+        ...     where="in training",
+        ...     device="cpu",
+        ...     limit_bytes=None,
+        ... )
+        >>> report = replay(failed, nn.Linear(4, 3), loss_fn=nn.CrossEntropyLoss())
+        >>> report.fits, report.microbatch_size
+        (True, 8)
+    """
+    failed = file if isinstance(file, FailedBatch) else load_batch(file, like=like)
+    is_training = failed.phase == "train"
+    name = "microbatch_size" if is_training else "eval_microbatch_size"
+    policy = _Noting(make_policy(options.pop(name, "auto"), name=name))
+    limit = options.pop("memory_limit", None)
+    device = resolve_device(options.get("device"), model)
+    microbatcher = Microbatcher(
+        model, **{"batchnorm": "ignore", "probe": False, **options, name: policy}
+    )
+    optimizer = innermost_optimizer(options.get("optimizer"))
+    modules = [model, *options.get("modules", ())]
+    unit = options.get("microbatch_unit", ROWS)
+    result: StepResult | EvalResult | None = None
+    message: str | None = None
+    with _limited(limit, device):
+        try:
+            with microbatcher.rehearsing():
+                result = _run(microbatcher, failed)
+        except Exception as error:
+            if not (isinstance(error, SampleTooLargeError) or is_out_of_memory(error)):
+                raise
+            message = text_of(error)
+        finally:
+            microbatcher.release_reservation()
+        residents = measure_residents(
+            modules,
+            optimizer,
+            device,
+            training=is_training,
+            upcoming_bytes=_upcoming_bytes(optimizer),
+            memory_limit=limit,
+            sums_in_float32=is_training and options.get("gradient_sums", "fp32") == "fp32",
+        )
+    tried = [each for each in policy.outcomes if not each.fits]
+    last = policy.outcomes[-1] if policy.outcomes else None
+    return ReplayReport(
+        failed=failed,
+        fits=result is not None,
+        rows=sum(map(BatchLayout(options.get("batch_layout", 0)).num_rows, failed.batches)),
+        microbatch_size=None if result is None else result.microbatch_size,
+        microbatch_unit=unit if isinstance(unit, str) else "units of cost",
+        num_microbatches=None if result is None else result.num_microbatches,
+        tried=tuple(dict.fromkeys(each.microbatch_size for each in tried)),
+        peak_bytes=None if last is None else last.peak_bytes,
+        limit_bytes=residents.limit or (None if last is None else last.capacity_bytes),
+        residents=residents,
+        message=message,
+    )
+
+
+def _limited(
+    limit: str | int | float | None, device: torch.device
+) -> contextlib.AbstractContextManager[object]:
+    """The limit, entered; where there is none, whatever counts."""
+    if limit is not None:
+        return limit_memory(limit, device)
+    is_counted = device.type != "cpu" or active_budget() is not None
+    return contextlib.nullcontext() if is_counted else MemoryBudget(None)
+
+
+def _run(microbatcher: Microbatcher, failed: FailedBatch) -> StepResult | EvalResult:
+    if failed.phase == "train":
+        return microbatcher.accumulate(failed.batches)
+    microbatcher.hold_reservation()  # in a run, the optimizer's state lies there by then
+    with microbatcher.evaluating():
+        return microbatcher.evaluate(failed.batches[0])
+
+
+def _upcoming_bytes(optimizer: torch.optim.Optimizer | None) -> list[int]:
+    """Of each tensor of state that the optimizer has yet to build."""
+    if optimizer is None:
+        return []
+    stateless = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and parameter not in optimizer.state
+    ]
+    return predict_step_memory(optimizer, stateless).state_bytes if stateless else []
+
+
+class _Noting(Policy):
+    """Another policy, with what became of its sizes."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.outcomes: list[Outcome] = []
+        self.adapts, self.multiple_of = inner.adapts, inner.multiple_of
+        self._inner = inner
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return self._inner.propose(num_rows, cost)
+
+    def record(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._inner.record(outcome)

@@ -1,0 +1,71 @@
+"""``automicro replay`` and rehearsals from a config: from the failure to the size that fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automicro.cli import main
+from automicro.replaying import FailedBatch, save_batch
+from tests.cli_jobs import enter_folder_with_job
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def kept(capsys: pytest.CaptureFixture[str]) -> Path:
+    """What a run has left whose batches do not fit."""
+    limit = "memory_limit=14KiB"
+    assert main(["train", "job.yaml", limit, "run_dir=runs/first", "rehearse=worst"]) == 1
+    err = capsys.readouterr().err
+    path = Path("runs/first/failed-batch-0001.pt")
+    assert f"automicro replay {path}" in err
+    assert "in the rehearsal before the first step, batch 1 of train_dataloader" in err
+    return path
+
+
+def test_a_batch_that_did_not_fit_is_replayed_with_the_config_beside_it(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(kept)]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: not even 1 row of 12" in out
+    assert "most of it: " in out
+    assert main(["replay", str(kept), "memory_limit=1MiB"]) == 0
+    assert "fits now: 1 × 12 of 12 rows" in capsys.readouterr().out
+    assert main(["replay", str(kept), "job.yaml", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["fits"], report["rows"], report["failed"]["limit_bytes"]) == (True, 12, 14336)
+
+
+def test_the_folder_of_a_run_that_failed_so_is_free_for_the_next_one(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "job.yaml", "run_dir=runs/first", "rehearse=worst"]) == 0
+    assert "rehearsed " in capsys.readouterr().out
+    assert kept.exists()
+
+
+def test_what_cannot_be_replayed_is_answered_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*command: str) -> str:
+        assert main(["replay", *command]) == 2
+        return capsys.readouterr().err
+
+    assert "there is no file 'none.pt': give one that a run has left" in fails("none.pt")
+    Path("other.pt").write_text("something")
+    assert "other.pt holds no batch that automicro has kept" in fails("other.pt", "job.yaml")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    failed = FailedBatch(
+        batches=[1], phase="train", message="", where="", device="cpu", limit_bytes=None
+    )
+    save_batch(alone / "batch.pt", failed)
+    assert "there is no config.yaml beside" in fails(str(alone / "batch.pt"))
+    assert "there is no file 'jib.yaml': did you mean 'job.yaml'?" in fails(
+        str(alone / "batch.pt"), "jib.yaml"
+    )

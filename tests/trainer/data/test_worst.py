@@ -1,0 +1,175 @@
+"""Which batches are the costliest, and that looking for them changes nothing."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from automicro.checkpoints.rng import rng_state
+from automicro.trainer.data.loading import generator_states
+from automicro.trainer.data.sharing import LoaderSharing, SharedSampler
+from automicro.trainer.data.worst import CLASSES, COSTLIEST, find_costliest, undisturbed
+from automicro.trainer.processes import Process
+from automicro.values import same_values
+from tests.trainer.rehearsals import Texts, loader_of, log_normal, padded
+
+
+class Knowing(Sampler[list[int]]):
+    """Batches with costs that nobody has to load a row for."""
+
+    def __init__(self, batches: list[list[int]], costs: list[float]) -> None:
+        self.batches, self.costs = batches, costs
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def batch_costs(self) -> list[float]:
+        return self.costs
+
+
+class Unreadable(Texts):
+    def __getitem__(self, row: int) -> Any:
+        raise AssertionError("nobody has to look at a row")
+
+
+def test_a_sampler_that_knows_costs_is_asked_and_no_row_is_loaded() -> None:
+    sampler = Knowing([[0], [1, 2], [3, 4, 5]], [1.0, 9.0, 2.0])
+    loader = DataLoader(Unreadable([3] * 6), batch_sampler=sampler, collate_fn=padded)
+    scan = find_costliest(loader, "train_dataloader")
+    assert [(each.index, each.cost, each.rows) for each in scan.batches] == [
+        (1, 9.0, (1, 2)),
+        (2, 2.0, (3, 4, 5)),
+        (0, 1.0, (0,)),
+    ]
+    assert scan.is_complete
+
+
+def test_of_several_ranks_each_asks_for_its_own_batches() -> None:
+    sampler = Knowing([[0], [1, 2], [3, 4, 5], [6]], [1.0, 9.0, 2.0, 5.0])
+    loader = DataLoader(Unreadable([3] * 7), batch_sampler=sampler, collate_fn=padded)
+    found = []
+    for rank in range(2):
+        place = Process(rank=rank, world_size=2, local_rank=rank)
+        sharing = LoaderSharing(place, seed=3, device=torch.device("cpu"))
+        shared = sharing.share(loader, "train_dataloader")
+        assert isinstance(shared.batch_sampler, SharedSampler)
+        scan = find_costliest(shared, "train_dataloader")
+        found.append([(each.index, each.cost, each.rows) for each in scan.batches])
+    assert found == [
+        [(1, 2.0, (3, 4, 5)), (0, 1.0, (0,))],
+        [(0, 9.0, (1, 2)), (1, 5.0, (6,))],
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_costliest_and_the_longest_are_among_what_is_found(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = log_normal(seed, 200, most=400)
+    order = [sorted(source.sample(range(200), source.randint(1, 9))) for _ in range(60)]
+    loader = DataLoader(Texts(lengths), batch_sampler=order, collate_fn=padded)
+    scan = find_costliest(loader, "train_dataloader", rows_of=lambda batch: len(batch[0]))
+    costs = [2 * len(rows) * max(lengths[row] for row in rows) for rows in order]
+    row_costs = [2 * max(lengths[row] for row in rows) for rows in order]
+    found = [each.index for each in scan.batches]
+    assert [costs[index] for index in found[:COSTLIEST]] == sorted(costs)[: -COSTLIEST - 1 : -1]
+    assert max(row_costs) in [row_costs[index] for index in found]
+    assert len(found) == len(set(found)) <= COSTLIEST + 1 + CLASSES
+    for each in scan.batches:
+        again = each.make()
+        assert (2 * again[0].numel(), each.rows) == (each.cost, tuple(order[each.index]))
+
+
+class Careless(BatchSampler):
+    """Shuffles what it holds, in place, by three generators, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.rows = list(range(12))
+        self.places = np.arange(12)
+        self.generator = torch.Generator().manual_seed(1)
+        self.random = random.Random(3)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        self.random.shuffle(self.rows)
+        np.random.shuffle(self.places)
+        first = int(torch.randint(12, (), generator=self.generator))
+        yield [first, *self.rows[:3]]
+        yield self.places[:4].tolist()
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_careless_sampler_gives_the_batches_that_it_would_have_given(workers: int) -> None:
+    def loader() -> DataLoader[Any]:
+        lengths = log_normal(2, 12)
+        return DataLoader(
+            Texts(lengths), batch_sampler=Careless(), collate_fn=padded, num_workers=workers
+        )
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    states = rng_state()
+    looked_at, other = loader(), loader()
+    before = generator_states(looked_at)
+    with undisturbed(looked_at):
+        scan = find_costliest(looked_at, "train_dataloader")
+        cost_of_first = next(each.cost for each in scan.batches if each.index == 0)
+    assert same_values(states, rng_state())
+    assert same_values(before, generator_states(looked_at))
+    assert vars(looked_at.batch_sampler)["passes"] == 0
+    given = [batch[0] for batch in looked_at]
+    assert 2 * given[0].numel() == cost_of_first
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert same_values(given, [batch[0] for batch in other])
+
+
+class Counting(IterableDataset[Any]):
+    """Rows that differ in each pass."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return (torch.full((self.passes + row,), 1) for row in range(6))
+
+
+def test_a_stream_that_counts_its_passes_gives_what_it_would_have_given() -> None:
+    loader = DataLoader(Counting(), batch_size=2, collate_fn=padded)
+    with undisturbed(loader):
+        scan = find_costliest(loader, "train_dataloader")
+    first, second, third = (batch[0].shape[1] for batch in loader)
+    assert [each.cost for each in scan.batches[:3]] == [4 * third, 4 * second, 4 * first]
+    assert scan.seen == scan.total == 3
+
+
+def test_an_endless_stream_ends_at_the_bound_and_says_so(mocker: Any) -> None:
+    mocker.patch("automicro.trainer.data.worst.SCANNED_BATCHES", 4)
+
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield torch.ones(3)
+
+    scan = find_costliest(DataLoader(Endless(), batch_size=2), "train_dataloader")
+    assert str(scan) == "the first 4 of an unknown number of batches"
+    assert not scan.is_complete
+
+
+def test_of_an_evaluation_no_more_is_looked_at_than_it_takes() -> None:
+    loader = loader_of([3, 3, 90, 90], 2)
+    scan = find_costliest(loader, "eval_dataloader", most_batches=1)
+    assert [each.index for each in scan.batches] == [0]
+    assert str(scan) == "all 1 batches"

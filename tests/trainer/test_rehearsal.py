@@ -1,0 +1,491 @@
+"""The worst batch first: what it finds, and that nothing but sizes shows of it."""
+
+import copy
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import Callback, CheckpointConfig, Microbatcher, SampleTooLargeError
+from automicro.callbacks import ExponentialMovingAverage
+from automicro.checkpoints.rng import rng_state
+from automicro.remembered.cache import SizeCache
+from automicro.trainer.rehearsal import RehearsalReport
+from automicro.values import same_values
+from tests.trainer.rehearsals import (
+    WORDS,
+    Model,
+    Texts,
+    count_ooms,
+    loader_of,
+    log_normal,
+    make_trainer,
+    padded,
+)
+from tests.trainer.runs import assert_same, losses_of
+
+
+class Noting(Callback):
+    """Keeps what a run is told."""
+
+    def __init__(self) -> None:
+        self.report: RehearsalReport | None = None
+        self.events: list[str] = []
+        self.batches: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def fit_start(self, run: Any) -> None:
+        self.events.append("fit_start")
+
+    def rehearsal_end(self, run: Any, report: RehearsalReport) -> None:
+        self.events.append("rehearsal_end")
+        self.report = report
+
+    def batch_start(self, run: Any, batch: Any) -> None:
+        self.events.append("batch_start")
+        self.batches.append(batch[0].clone())
+
+    def microbatch_start(self, run: Any, microbatch: Any) -> None:
+        self.events.append("microbatch_start")
+
+    def batch_end(self, run: Any, result: Any) -> None:
+        self.sizes.append(result.microbatch_size)
+
+
+def reported(trainer: Any) -> RehearsalReport:
+    assert trainer._fit.loop.rehearsal.report is not None
+    report: RehearsalReport = trainer._fit.loop.rehearsal.report
+    return report
+
+
+def limit_for(lengths: list[int], *, rows: int) -> int:
+    """Bytes in which so many of the longest rows fit, and one more may not."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    longest = torch.zeros(rows, max(lengths), dtype=torch.int64)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, memory_limit="1GiB", probe=False
+    )
+    with microbatcher.rehearsing():
+        peak = microbatcher.backward((longest, longest)).peak_bytes
+    assert peak is not None
+    return int(peak * 1.02)
+
+
+def test_the_costliest_batch_is_found_and_named_with_its_rows() -> None:
+    lengths = [4] * 37 + [60, 50, 4]
+    noting = Noting()
+    trainer = make_trainer(Model(), loader_of(lengths), callbacks=[noting], memory_limit="1MiB")
+    summary = trainer.fit()
+    worst = reported(trainer).batches[0]
+    assert noting.report is reported(trainer)
+    assert (worst.index, worst.dataset_rows) == (4, (32, 33, 34, 35, 36, 37, 38, 39))
+    assert worst.cost == 2 * 8 * 60
+    assert worst.peak_bytes is not None
+    assert worst.peak_bytes <= 2**20 == worst.capacity_bytes
+    assert "batch 5 of train_dataloader (rows 32, 33" in str(worst)
+    assert summary.rehearsed == reported(trainer).brief()
+    assert "of all 5 batches of train_dataloader fit" in summary.rehearsed
+    # One event tells of it, before the first epoch, and none of its microbatches.
+    first = noting.events.index("batch_start")
+    assert noting.events[:first] == ["fit_start", "rehearsal_end"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_rehearsed_is_what_the_first_epoch_trains_on(workers: int) -> None:
+    noting = Noting()
+    loader = loader_of(log_normal(1, 80), shuffle=True, num_workers=workers)
+    trainer = make_trainer(Model(), loader, callbacks=[noting])
+    trainer.fit()
+    for each in reported(trainer).batches:
+        assert each.index is not None
+        assert each.cost == 2 * noting.batches[each.index].numel()
+    costs = [2 * batch.numel() for batch in noting.batches]
+    assert reported(trainer).batches[0].cost == max(costs)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "shuffled", "generator", "workers", "ema", "bf16", "fp16", "accumulate"]
+)
+def test_a_run_with_a_rehearsal_is_the_run_without_bit_for_bit(kind: str) -> None:
+    def train(rehearse: str | None) -> tuple[nn.Module, list[float], Any, list[float]]:
+        order: dict[str, Any] = {} if kind == "plain" else {"shuffle": True}
+        if kind == "generator":
+            order["generator"] = torch.Generator().manual_seed(4)
+        if kind == "workers":
+            order["num_workers"] = 2
+        model = Model(dropout=0.3)
+        trainer = make_trainer(
+            model,
+            loader_of(log_normal(3, 60), **order),
+            eval_dataloader={"a": loader_of(log_normal(4, 20)), "b": loader_of(log_normal(5, 20))},
+            metrics={"accuracy": MulticlassAccuracy(WORDS, multidim_average="global")},
+            max_duration="2ep",
+            grad_clip_norm=1.0,
+            rehearse=rehearse,
+            callbacks=[ExponentialMovingAverage(decay=0.9)] if kind == "ema" else [],
+            precision=kind if kind in ("bf16", "fp16") else "fp32",
+            accumulate_batches=3 if kind == "accumulate" else 1,
+        )
+        losses = losses_of(trainer)
+        summary = trainer.fit()
+        return model, losses, dict(summary.eval_metrics), [*summary.train_metrics.values()]
+
+    (one, *numbers), (other, *others) = train("worst"), train(None)
+    states = rng_state()
+    assert_same(one, other)
+    assert numbers == others
+    train(None)
+    assert same_values(states, rng_state())  # as after the second
+
+
+def test_after_ooms_it_is_the_run_that_begins_with_the_sizes_that_were_found() -> None:
+    lengths = log_normal(6, 96)
+    limit = limit_for(lengths, rows=3)
+
+    class Keeping(Callback):
+        found: Any = None
+
+        def rehearsal_end(self, run: Any, report: RehearsalReport) -> None:
+            self.found = self.sizes()
+
+        sizes: Any = None
+
+    keeping, model = Keeping(), Model(dropout=0.3)
+    rehearsed = make_trainer(
+        model, loader_of(lengths, shuffle=True), callbacks=[keeping], memory_limit=limit
+    )
+    keeping.sizes = rehearsed._microbatcher.state_dict
+    summary = rehearsed.fit()
+    assert reported(rehearsed).ooms > 0
+    assert summary.ooms == 0
+    other = Model(dropout=0.3)
+    plain = make_trainer(other, loader_of(lengths, shuffle=True), memory_limit=limit, rehearse=None)
+    plain._microbatcher.load_state_dict(keeping.found)
+    assert plain.fit().train_loss == summary.train_loss
+    assert_same(model, other)
+    # Without them, memory runs out in the run.
+    late = make_trainer(
+        Model(), loader_of(lengths, shuffle=True), memory_limit=limit, rehearse=None
+    )
+    assert late.fit().ooms > 0
+
+
+def test_a_run_whose_longest_batch_comes_last_and_never_fits_fails_before_the_first_step() -> None:
+    lengths = [6] * 72 + [5, 5, 5, 5, 5, 5, 5, 90]
+    limit = limit_for([40], rows=1)
+    steps: list[int] = []
+    for rehearse in (None, "worst"):
+        trainer = make_trainer(
+            Model(), loader_of(lengths), memory_limit=limit, rehearse=rehearse, max_duration="2ep"
+        )
+        with pytest.raises(SampleTooLargeError) as caught:
+            trainer.fit()
+        steps.append(trainer.state.batch)
+    assert steps == [9, 0]
+    [where] = [note for note in caught.value.__notes__ if "rehearsal" in note]
+    assert "batch 10 of train_dataloader (rows 72, 73, 74" in where
+    assert "the costliest of all 10 batches" in where
+
+
+def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    lengths = log_normal(7, 96)
+    limit = limit_for(lengths, rows=3)
+
+    class Stopper(Callback):
+        def batch_end(self, run: Any, result: Any) -> None:
+            if run.state.batch == 5:
+                run.stop("enough for now")
+
+    def train(folder: str, *callbacks: Callback) -> tuple[nn.Module, Any]:
+        model = Model(dropout=0.3)
+        trainer = make_trainer(
+            model,
+            loader_of(lengths, shuffle=True),
+            memory_limit=limit,
+            max_duration="2ep",
+            callbacks=callbacks,
+            checkpoint=CheckpointConfig(folder=tmp_path / folder, interval="1ba"),
+        )
+        trainer.fit()
+        return model, trainer
+
+    whole, _ = train("one")
+    _, stopped = train("two", Stopper())
+    assert stopped.state.batch == 5
+    resumed, trainer = train("two")
+    assert trainer._fit.loop.rehearsal.report is None
+    assert_same(whole, resumed)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows without indices."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Any:
+        return (torch.full((length,), 3) for length in self.lengths)
+
+
+def test_what_has_no_indices_is_passed_over_without_workers() -> None:
+    loader = DataLoader(Stream([3, 9, 30, 4]), batch_size=2, collate_fn=padded)
+    trainer = make_trainer(Model(), loader)
+    trainer.fit()
+    worst = reported(trainer).batches[0]
+    assert (worst.index, worst.dataset_rows, worst.cost) == (1, None, 2 * 2 * 30)
+    assert trainer.state.batch == 2
+
+
+class Once(IterableDataset[Tensor]):
+    """Rows that come once."""
+
+    def __init__(self) -> None:
+        self._rows = (torch.full((length,), 3) for length in (3, 5, 4, 7))
+
+    def __iter__(self) -> Any:
+        return self._rows
+
+
+def test_data_that_come_only_once_are_refused_by_name_and_nothing_is_taken() -> None:
+    dataset = Once()
+    loader = DataLoader(dataset, batch_size=2, collate_fn=padded)
+    with pytest.raises(ValueError, match=r"train_dataloader \(Once\) can be passed over only once"):
+        make_trainer(Model(), loader).fit()
+    assert len(list(dataset)) == 4
+    batches = iter([padded([torch.zeros(3, dtype=torch.int64)])])
+    with pytest.raises(ValueError, match=r"\(list_iterator\) can be passed over only once"):
+        make_trainer(Model(), batches).fit()
+    evaluated = make_trainer(
+        Model(), loader_of([3] * 8), eval_dataloader=batches, eval_interval="1ep"
+    )
+    assert "eval_dataloader was not looked at: it can be" in (evaluated.fit().rehearsed or "")
+
+
+def test_a_batch_that_the_run_never_comes_to_does_not_end_it() -> None:
+    lengths = [6] * 72 + [5, 5, 5, 5, 5, 5, 5, 90]
+    limit = limit_for([40], rows=1)
+    trainer = make_trainer(
+        Model(), loader_of(lengths), memory_limit=limit, max_duration="4ba", accumulate_batches=2
+    )
+    trainer.fit()
+    assert reported(trainer).looked_at == {"train_dataloader": "all 8 batches"}
+    with pytest.raises(SampleTooLargeError):
+        make_trainer(
+            Model(),
+            loader_of(lengths),
+            memory_limit=limit,
+            max_duration="5ba",
+            accumulate_batches=2,
+        ).fit()
+
+
+def test_an_evaluation_that_runs_out_of_memory_is_found_beside_the_optimizers_state() -> None:
+    lengths = [6] * 32
+    noting = Noting()
+    trainer = make_trainer(
+        Model(),
+        loader_of(lengths),
+        eval_dataloader=loader_of([40] * 64, batch_size=64),
+        memory_limit=limit_for(lengths, rows=8) * 2,
+        callbacks=[noting],
+    )
+    summary = trainer.fit()
+    [evaluated] = [each for each in reported(trainer).batches if each.loader == "eval_dataloader"]
+    assert evaluated.ooms > 0
+    assert summary.eval_ooms == 0
+
+
+def test_layers_without_shapes_are_refused_because_their_weights_would_be_others() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    batch = torch.randn(4, 5), torch.randint(3, (4,))
+    with pytest.raises(ValueError, match=r"rehearse='worst', but '0.weight' of Sequential gets"):
+        make_trainer(model, [batch]).fit()
+
+
+def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
+    mocker.patch("automicro.trainer.data.worst.SCANNED_BATCHES", 3)
+    trainer = make_trainer(Model(), loader_of(log_normal(8, 80)))
+    summary = trainer.fit()
+    assert "of the first 3 of 10 batches of train_dataloader fit" in (summary.rehearsed or "")
+    assert "batches of train_dataloader that nobody has looked at may be costlier" in (
+        summary.rehearsed or ""
+    )
+
+
+def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
+    class Cutting(Callback):
+        def __init__(self) -> None:
+            self.calls, self.seen, self.random = 0, list[int](), random.Random(2)
+
+        def transform(self, run: Any, batch: Any) -> Any:
+            self.calls += 1
+            self.seen.append(batch[0].shape[1])
+            keep = self.random.randint(2, 10)
+            return batch[0][:, :keep], batch[1][:, :keep]
+
+    callbacks = [Cutting(), Cutting()]
+    models = [Model(), Model()]
+    for model, callback, rehearse in zip(models, callbacks, ("worst", None), strict=True):
+        make_trainer(
+            model, loader_of(log_normal(9, 40)), callbacks=[callback], rehearse=rehearse
+        ).fit()
+    assert_same(*models)
+    assert callbacks[0].seen == callbacks[1].seen
+    assert callbacks[0].calls == callbacks[1].calls
+
+
+def test_only_the_worst_can_be_rehearsed() -> None:
+    with pytest.raises(ValueError, match="rehearse"):
+        make_trainer(Model(), loader_of([3] * 8), rehearse="best")
+
+
+def test_batches_that_make_up_one_step_lie_beside_each_others_gradients() -> None:
+    """Two wide batches: without the gradients of the first, the second would fit."""
+    wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2))
+    rows = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.zeros(64, dtype=torch.int64))
+    loader = DataLoader(rows, batch_size=32)
+    peaks = {}
+    for batches in (1, 2):
+        model = copy.deepcopy(wide)
+        trainer = make_trainer(
+            model,
+            loader,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            accumulate_batches=batches,
+            memory_limit="16MiB",
+        )
+        summary = trainer.fit()
+        worst = reported(trainer).batches[0]
+        assert (worst.rows, worst.microbatch_size, worst.num_microbatches) == (32, 32, 1)
+        assert worst.peak_bytes is not None
+        assert summary.peak_memory_bytes is not None
+        assert worst.peak_bytes == pytest.approx(summary.peak_memory_bytes, rel=0.01)
+        peaks[batches] = worst.peak_bytes
+    assert peaks[2] > peaks[1]
+
+
+def test_no_clock_decides_what_is_looked_at_where_runs_are_to_repeat(mocker: Any) -> None:
+    mocker.patch("automicro.trainer.rehearsal.SCANNED_SECONDS", 0.0)
+    looked_at = []
+    for seed in (0, None):
+        trainer = make_trainer(
+            Model(), loader_of(log_normal(8, 80)), seed=seed, remember_sizes=False
+        )
+        trainer.fit()
+        looked_at.append(reported(trainer).looked_at["train_dataloader"])
+    assert looked_at == ["all 10 batches", "the first 1 of 10 batches"]
+
+
+def test_remembered_sizes_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [6] * 48 + [40] * 8
+    limit = limit_for(lengths, rows=3)
+    left = []
+    for rehearse in ("worst", None):
+        monkeypatch.setenv("AUTOMICRO_CACHE", str(tmp_path / str(rehearse)))
+        for _ in range(2):  # the second asks for what the first has left
+            trainer = make_trainer(
+                Model(), loader_of(lengths), seed=None, memory_limit=limit, rehearse=rehearse
+            )
+            trainer.fit()
+        left.append([entry.key for entry in SizeCache().entries()])
+    assert left[0]
+    assert left[0] == left[1]
+
+
+steps_of_all = 0
+
+
+class Counted(torch.optim.Adam):
+    """Nobody can tell what its step takes without making it."""
+
+    def step(self, closure: Any = None) -> Any:
+        global steps_of_all
+        steps_of_all += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_first_step_nobody_can_predict_is_named() -> None:
+    trainer = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted)
+    rehearsed = trainer.fit().rehearsed or ""
+    assert "what the optimizer's first step takes is not known" in rehearsed
+    assert "'steps_of_all'" in rehearsed
+    assert steps_of_all == 2
+    known = make_trainer(Model(), loader_of([5] * 16)).fit().rehearsed or ""
+    assert "not known" not in known
+
+
+class Named(nn.Module):
+    """Takes texts by name, with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        logits = self.model(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def named(rows: list[Tensor]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": torch.where(mask == 1, tokens, -100),
+    }
+
+
+def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
+    lengths = [30, 28] * 44 + [60] * 8
+    loader = DataLoader(Texts(lengths), batch_size=8, collate_fn=named)
+    options: dict[str, Any] = {
+        "microbatch_unit": "tokens",
+        "loss_average": "tokens",
+        "loss_fn": None,
+        "max_duration": "2ep",
+    }
+    limit = limit_for(lengths, rows=3)
+    trainer = make_trainer(Named(), loader, memory_limit=limit, **options)
+    summary = trainer.fit()
+    assert reported(trainer).ooms > 0
+    assert summary.ooms == 0
+    assert {each.microbatch_unit for each in reported(trainer).batches} == {"tokens"}
+    assert " tokens or more, after " in (summary.rehearsed or "")
+    models = [Named(), Named()]
+    for model, rehearse in zip(models, ("worst", None), strict=True):
+        make_trainer(model, loader, microbatch_size=200, rehearse=rehearse, **options).fit()
+    assert_same(*models)
+
+
+def not_rehearsed(seeds: range) -> tuple[int, list[int]]:
+    """OOMs of runs without a rehearsal, and the seeds of those with one in which memory ran out."""
+    late = sum(count_ooms(seed, rehearse=None)[0] for seed in seeds[:3])
+    return late, [seed for seed in seeds if count_ooms(seed, rehearse="worst")[0]]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(4, 8),
+        pytest.param(range(40, 80), marks=pytest.mark.sweep),
+        pytest.param(range(200), marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_memory_does_not_run_out_after_a_rehearsal(seeds: range) -> None:
+    late, after = not_rehearsed(seeds)
+    assert late > 0
+    assert after == []
