@@ -291,6 +291,31 @@ class LengthBatchSampler(Sampler[list[int]]):
             value = checksum_of(each, value)
         return value
 
+    def batch_costs(self) -> list[float] | None:
+        """What each batch of this pass takes on this rank, with its padding; a rehearsal asks.
+
+        That is rows × cost of the longest. None where nothing says how long rows are.
+
+        >>> LengthBatchSampler(
+        ...     mode="fixed", lengths=[2, 3, 4], batch_size=2, shuffle=False
+        ... ).batch_costs()
+        [6.0, 4.0]
+        """
+        lengths = self._lengths or list(self._known.values())[:1]
+        if not lengths:
+            return None
+        plan = self.plan()
+        even, last = self._rounds(plan)
+        longest = [np.maximum.reduceat(each[plan.rows], plan.starts[:-1]) for each in lengths]
+        costs = (np.diff(plan.starts) * self._budget.cost_of(*longest))[plan.order]
+        first = self._start + self.rank
+        found = costs[first : first + even * self.world_size : self.world_size].tolist()
+        if last is not None and len(last[self.rank]):
+            rows = last[self.rank]
+            of_last = self._budget.cost_of(*(each[rows].max() for each in lengths))
+            found.append(len(rows) * float(of_last))
+        return list(found)
+
     @property
     def units(self) -> tuple[str, ...]:
         """What is known of rows: some of "seconds" and "tokens"."""

@@ -227,6 +227,19 @@ def test_batches_are_filled_in_order_for_as_long_as_the_next_row_fits(
         assert list(sampler) == _in_turn(np.arange(len(lengths)), held, budget)
 
 
+@given(jobs(), st.integers(1, 5))
+@settings(deadline=None, max_examples=60)
+def test_costs_are_those_of_the_batches_that_come(job: dict[str, Any], world_size: int) -> None:
+    lengths, seconds = np.array(job["lengths"]), np.array(job["second_lengths"])
+    by_second = MODES[job["mode"]].dimensions == 2
+    for part in parts(job, world_size):
+        expected = [
+            len(rows) * length_cost(lengths[rows].max(), seconds[rows].max() if by_second else 0)
+            for rows in part
+        ]
+        assert part.batch_costs() == expected
+
+
 def test_seed_and_epoch_decide_the_order_and_nothing_else_does() -> None:
     options: dict[str, Any] = {"mode": "fixed", "batch_size": 4}
     sampler = LengthBatchSampler(range(64), seed=3, **options)
