@@ -311,12 +311,15 @@ def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
     return map_tensors(microbatch, lambda tensor: shorter.get(id(tensor), tensor))
 
 
-def restore_padding(tensor: Tensor, dims: Mapping[int, tuple[int, int]]) -> Tensor:
-    """A tensor with zeros where padding was cut.
+def restore_padding(
+    tensor: Tensor, dims: Mapping[int, tuple[int, int]], *, fill: float = 0
+) -> Tensor:
+    """A tensor with zeros, or another number, where padding was cut.
 
     Args:
         tensor: of the rows of a microbatch.
         dims: by dimension, where what is there begins, and the length with padding.
+        fill: the number; flags are False.
 
     >>> restore_padding(torch.ones(1, 2), {1: (1, 4)})
     tensor([[0., 1., 1., 0.]])
@@ -324,7 +327,7 @@ def restore_padding(tensor: Tensor, dims: Mapping[int, tuple[int, int]]) -> Tens
     for dim, (start, padded) in dims.items():
         shape = list(tensor.shape)
         shape[dim] = padded
-        whole = tensor.new_zeros(shape)
+        whole = tensor.new_full(shape, 0 if tensor.dtype == torch.bool else fill)
         whole.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
         tensor = whole
     return tensor

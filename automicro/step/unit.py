@@ -158,8 +158,8 @@ def order_of(cuts: Sequence[Packed]) -> list[int] | None:
     return order
 
 
-def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed]) -> list[Any]:
-    """Outputs of all slices, padded with zeros to what the whole batch would have given.
+def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed], *, fill: float = 0) -> list[Any]:
+    """Outputs of all slices, padded with a number to what the whole batch would have given.
 
     What has the length of its slice in every slice is taken for padded where slices have several
     lengths, or where a look has shown it.
@@ -168,11 +168,15 @@ def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed]) -> list[Any]:
     for cut in cuts:
         own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
         packing = cut.packing
-        found += own if packing is None or not packing.groups else _padded(own, cut.sizes, packing)
+        found += own if packing is None else _padded(own, cut.sizes, packing, fill)
     return found
 
 
-def _padded(outputs: Sequence[Any], sizes: Sequence[int], packing: Packing) -> list[Any]:
+def _padded(
+    outputs: Sequence[Any], sizes: Sequence[int], packing: Packing, fill: float
+) -> list[Any]:
+    if not packing.groups:
+        return list(outputs)
     rows = slices_of(sizes)
     windows = {g.name: [g.window(each) for each in rows] for g in packing.groups}
     padded = {group.name: group.padded for group in packing.groups}
@@ -193,7 +197,7 @@ def _padded(outputs: Sequence[Any], sizes: Sequence[int], packing: Packing) -> l
                 if tensor.shape[dim] < padded[name]
             }
             if places:
-                restored[id(tensor)] = restore_padding(tensor, places)
+                restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
         whole.append(_replaced(output, restored))
     return whole
 
@@ -252,6 +256,7 @@ class MicrobatchUnit:
         TypeError: not a unit.
         ValueError: an unknown word.
 
+    >>> import torch
     >>> unit = MicrobatchUnit("tokens", layout=BatchLayout())
     >>> batch = {"input_ids": torch.arange(8).view(2, 4),
     ...          "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])}
