@@ -324,12 +324,13 @@ class MicrobatchUnit:
         Raises:
             BatchError: it cannot be told, or tokens are counted and nothing tells their number.
         """
-        groups = self.padding.read(batch, num_rows)
+        row_dims = self._layout.row_dims(batch)
+        groups = self.padding.read(batch, num_rows, row_dims=row_dims)
         if self.name == TOKENS and not groups:
             raise BatchError(
                 "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
-                "tells them: it has no attention_mask and no tensor of lengths; name one, as in "
-                "padding={'tokens': 'token_lengths'}, give a function from a batch of one row to "
+                "tells them: it has no attention_mask of (rows, length), rows first, and no tensor "
+                "of lengths; name one, as in padding={'tokens': 'token_lengths'}, give a function from a batch of one row to "
                 "its cost, or count 'rows'"
             )
         return groups

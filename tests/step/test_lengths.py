@@ -497,3 +497,52 @@ def test_a_row_that_does_not_fit_at_all_ends_it() -> None:
     with pytest.raises(SampleTooLargeError, match=r"a microbatch of 20 of .* it has a single row"):
         microbatcher.backward(texts([20, *[4] * 12]))
     assert microbatcher.backward(texts([9, *[4] * 12])).num_samples == 13
+
+
+def test_lengths_beside_a_mask_are_not_counted_twice() -> None:
+    model, batch = Reader(), texts(LENGTHS)
+    sizes = []
+    for more in ({}, {"input_lengths": batch["attention_mask"].sum(1)}):
+        microbatcher = Microbatcher(
+            model, microbatch_size=40, microbatch_unit="tokens", loss_average="tokens"
+        )
+        result = microbatcher.backward({**batch, **more})
+        sizes.append((result.microbatch_size, result.num_microbatches))
+    assert sizes[0] == sizes[1]
+
+
+def test_as_many_rows_as_places_are_no_padding() -> None:
+    model, batch = Listener(), sounds([16, 3, 9, 5, 12, 2, 8, 7])
+    assert batch["labels"].shape[1] == len(batch["audio_lengths"]) == 8
+    expected = whole(model, lambda: transcribe(model, batch)[0])
+    microbatcher = Microbatcher(
+        model,
+        forward=transcribe,
+        loss_average="samples",
+        microbatch_size=30,
+        microbatch_unit="tokens",
+    )
+    microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+
+
+def test_a_square_batch_with_its_rows_in_the_second_dimension_is_not_cut_along_them() -> None:
+    model, given = Reader(), texts([5, 3, 2, 5, 1])
+    batch = {name: each.T.contiguous() for name, each in given.items()}
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**{name: each.T for name, each in batch.items()})["loss"]
+        return loss
+
+    expected = whole(model, lambda: forward(model, batch))
+    options: dict[str, Any] = {"forward": forward, "batch_layout": 1, "loss_average": "tokens"}
+    with pytest.raises(BatchError, match="rows first"):
+        Microbatcher(model, microbatch_unit="tokens", **options).backward(batch)
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=8,
+        microbatch_unit=lambda row: float(row["attention_mask"].sum()),
+        **options,
+    )
+    assert microbatcher.backward(batch).num_microbatches > 1
+    assert difference(gradients(model), expected) < 1e-9
