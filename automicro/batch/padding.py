@@ -23,7 +23,8 @@ MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
 _BESIDE_DECODER_MASK = frozenset({"decoder_input_ids", "decoder_inputs_embeds", "labels"})
 _BESIDE_MASK = frozenset(
     {
-        *("input_ids", "inputs_embeds", "input_values", "position_ids", "token_type_ids"),
+        *("input_ids", "inputs_embeds", "input_values", "input_features", "position_ids"),
+        *("token_type_ids",),
         *("labels", "shift_labels", "mlm_labels", "loss_mask", "label_mask", "completion_mask"),
         *("special_tokens_mask", "assistant_masks", "global_attention_mask", "bbox", "langs"),
         *("mm_token_type_ids", "offset_mapping", "word_ids", "segment_ids", "loss_weights"),

@@ -330,8 +330,8 @@ class MicrobatchUnit:
             raise BatchError(
                 "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
                 "tells them: it has no attention_mask of (rows, length), rows first, and no tensor "
-                "of lengths; name one, as in padding={'tokens': 'token_lengths'}, give a function from a batch of one row to "
-                "its cost, or count 'rows'"
+                "of lengths; name one, as in padding={'tokens': 'token_lengths'}, give a function "
+                "from a batch of one row to its cost, or count 'rows'"
             )
         return groups
 
