@@ -1208,7 +1208,7 @@ def test_rows_that_are_sorted_by_tokens_train_and_are_predicted_as_by_the_traine
     found = []
     for with_us in (False, True):
         torch.manual_seed(0)
-        config = BertConfig(
+        config: Any = BertConfig(  # type: ignore[call-arg]
             vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
             intermediate_size=8, num_labels=3, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
@@ -1218,8 +1218,8 @@ def test_rows_that_are_sorted_by_tokens_train_and_are_predicted_as_by_the_traine
             use_cpu=True, report_to=[], save_strategy="no", optim="sgd", learning_rate=0.5,
         )  # fmt: skip
         trainer: Any = Trainer(
-            BertForTokenClassification(config).double(), arguments, train_dataset=data,  # type: ignore[arg-type]
-            eval_dataset=data, data_collator=collate,  # type: ignore[arg-type]
+            BertForTokenClassification(config).double(), arguments, train_dataset=data,
+            eval_dataset=data, data_collator=collate,
         )  # fmt: skip
         if with_us:
             sizes = {"microbatch_size": size, "eval_microbatch_size": size}
