@@ -50,12 +50,12 @@ from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
 from automicro.step.phase import Phase, Recollection, Shared
-from automicro.step.plan import ReadBatch, Step
+from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
 from automicro.step.sorting import RowSorter
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
-from automicro.step.unit import Cost, MicrobatchUnit
+from automicro.step.unit import Cost, MicrobatchUnit, order_of, with_padding
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
 from automicro.transaction.gradients import GradientHistory
 from automicro.transaction.remembering import read_state
@@ -338,6 +338,7 @@ class Microbatcher:
             reservation=OptimizerReservation(innermost),
         )
         self._work: TrainingWork | None = None  # of the batch that runs
+        self._evaluated: Sequence[Cut] = ()  # how the last batch was cut
         self.wants_to_stop = False
 
     def __repr__(self) -> str:
@@ -633,6 +634,41 @@ class Microbatcher:
         if self._work is not None:
             self._work.accept_writes()
 
+    def joinable(
+        self, parts: Sequence[Any], *, fill: float = 0
+    ) -> tuple[list[Any], list[int] | None]:
+        """What a host kept of each microbatch of the last evaluation, as ``evaluate`` joins it.
+
+        Rows are sorted where sizes are not counted in rows, and slices have lengths of their own.
+
+        Args:
+            parts: of each microbatch, in the order of their forwards.
+            fill: what stands where padding was cut.
+
+        Returns:
+            The parts with the padding of their batch, and for each row of the batch, its place
+            among the rows of all parts; None where these are in order.
+
+        Example:
+            >>> kept = []
+            >>> def forward(model, batch):
+            ...     kept.append(batch["input_ids"])
+            ...     return model(batch["input_ids"].double()[..., None]).mean()
+            >>> microbatcher = Microbatcher(
+            ...     nn.Linear(1, 1).double(), forward=forward, loss_average="samples",
+            ...     eval_microbatch_size=3, microbatch_unit="tokens", cut_padding=True, probe=False,
+            ... )
+            >>> ids = torch.tensor([[7, 0, 0], [4, 5, 6], [9, 0, 0]])
+            >>> batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+            >>> _ = microbatcher.evaluate(batch)
+            >>> [part.tolist() for part in kept]
+            [[[4, 5, 6]], [[7], [9]]]
+            >>> parts, order = microbatcher.joinable(kept)
+            >>> torch.equal(torch.cat(parts)[order], ids)
+            True
+        """
+        return with_padding(parts, self._evaluated, fill=fill), order_of(self._evaluated)
+
     def _without_gradients(
         self, batch: Any, metrics: Any, return_outputs: Where, *, predicts: bool = False
     ) -> EvalResult:
@@ -653,6 +689,7 @@ class Microbatcher:
                     self._index.refresh()
             work = EvaluationWork(self._setup, self._eval, step, metrics, kept, predicts=predicts)
             finished = run(step, work, self._eval)
+        self._evaluated = finished.cuts
         if finished.result is None:
             return EvalResult(loss=None, **finished.counts)
         loss, losses, denominators = finished.result

@@ -23,9 +23,11 @@ MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
 _BESIDE_DECODER_MASK = frozenset({"decoder_input_ids", "decoder_inputs_embeds", "labels"})
 _BESIDE_MASK = frozenset(
     {
-        *("input_ids", "inputs_embeds", "input_values", "position_ids", "token_type_ids"),
+        *("input_ids", "inputs_embeds", "input_values", "input_features", "position_ids"),
+        *("token_type_ids",),
         *("labels", "shift_labels", "mlm_labels", "loss_mask", "label_mask", "completion_mask"),
         *("special_tokens_mask", "assistant_masks", "global_attention_mask", "bbox", "langs"),
+        *("mm_token_type_ids", "offset_mapping", "word_ids", "segment_ids", "loss_weights"),
     }
 )
 _LENGTHS = ("_lengths", "_length", "_lens", "_len")
@@ -109,14 +111,17 @@ class Padding:
         self.counts_in_padding: str | None = None
         """The labels that were seen to count where the mask says padding; None for none."""
 
-    def read(self, batch: Any, num_rows: int) -> list[Group]:
+    def read(
+        self, batch: Any, num_rows: int, *, row_dims: Mapping[str, int] | None = None
+    ) -> list[Group]:
         """The groups of a batch; none where nothing tells lengths.
 
         Reading lengths that lie on a device waits for it.
 
         Args:
-            batch: with its rows in dimension 0.
+            batch: with its rows in dimension 0; what has them elsewhere stays whole.
             num_rows: of it.
+            row_dims: where tensors have their rows, by path; None for dimension 0.
 
         Raises:
             BatchError: a declared path is not there, or a tensor may or may not be padded.
@@ -124,7 +129,9 @@ class Padding:
         leaves = {
             path: tensor
             for path, tensor in tensor_leaves(batch)
-            if tensor.layout is torch.strided and not tensor.is_nested
+            if tensor.layout is torch.strided
+            and not tensor.is_nested
+            and not (row_dims or {}).get(path, 0)
         }
         named = {path: _last(path, batch) for path in leaves}
         taken = set(self._declared)
@@ -185,7 +192,7 @@ class Padding:
                     self._add_labels(group, other, tensor, named[other])
             group.parts[path] = 1
             groups.append(group)
-            taken |= group.parts.keys()
+            taken.update(group.parts)
         for path, tensor in leaves.items():
             # Of a decoder that makes its inputs from them.
             if path in taken or named[path] != "labels" or not groups or tensor.dim() != 2:
@@ -205,7 +212,7 @@ class Padding:
                 self._add_labels(group, path, tensor, "labels")
                 group.parts = dict.fromkeys(own, 1)
                 groups.append(group)
-                taken |= group.parts.keys()
+                taken.update(group.parts)
         return groups
 
     def _add_labels(self, group: Group, path: str, tensor: Tensor, name: str) -> None:
@@ -235,13 +242,12 @@ class Padding:
             if lengths.is_floating_point() or lengths.dtype == torch.bool:
                 continue
             wanted = {stem, f"{stem}s", *(f"{stem}_{end}" for end in ("ids", "values", "features"))}
-            partners = [
-                other
-                for other in leaves
-                if named[other] in wanted and other not in taken and leaves[other].dim() > 1
+            candidates = [
+                other for other in leaves if named[other] in wanted and leaves[other].dim() > 1
             ]
-            if not partners and path in self._sources:
-                continue
+            partners = [other for other in candidates if other not in taken]
+            if not partners and (candidates or path in self._sources):
+                continue  # a mask tells the same, or the caller says what they are of
             if not partners:
                 raise BatchError(
                     f"{path!r} looks like the lengths of rows, and no tensor of the batch has "
@@ -278,7 +284,8 @@ class Padding:
                 if path in known:
                     continue
                 pair = (path, group.name)
-                if group.padded not in tensor.shape[tensor.dim() > 1 :]:
+                has_rows = tensor.shape[:1] == (len(group.stops),)
+                if group.padded not in tensor.shape[has_rows:]:
                     self._apart.add(pair)
                 elif pair not in self._apart and group.padded > 1:
                     raise BatchError(
@@ -311,12 +318,15 @@ def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
     return map_tensors(microbatch, lambda tensor: shorter.get(id(tensor), tensor))
 
 
-def restore_padding(tensor: Tensor, dims: Mapping[int, tuple[int, int]]) -> Tensor:
-    """A tensor with zeros where padding was cut.
+def restore_padding(
+    tensor: Tensor, dims: Mapping[int, tuple[int, int]], *, fill: float = 0
+) -> Tensor:
+    """A tensor with zeros, or another number, where padding was cut.
 
     Args:
         tensor: of the rows of a microbatch.
         dims: by dimension, where what is there begins, and the length with padding.
+        fill: the number; flags are False.
 
     >>> restore_padding(torch.ones(1, 2), {1: (1, 4)})
     tensor([[0., 1., 1., 0.]])
@@ -324,7 +334,7 @@ def restore_padding(tensor: Tensor, dims: Mapping[int, tuple[int, int]]) -> Tens
     for dim, (start, padded) in dims.items():
         shape = list(tensor.shape)
         shape[dim] = padded
-        whole = tensor.new_zeros(shape)
+        whole = tensor.new_full(shape, 0 if tensor.dtype == torch.bool else fill)
         whole.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
         tensor = whole
     return tensor

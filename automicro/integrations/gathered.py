@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.cutting import concat_rows
-from automicro.batch.tensors import map_tensors
-from automicro.errors import BatchError, MetricWarning, warn
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import BatchError, LossError, MetricWarning, warn
 from automicro.integrations.host import Replacements
 from automicro.reach import OF_EVERY_MODULE
 from automicro.transaction.metrics import Metrics
@@ -49,6 +49,10 @@ class Joined:
         rows: of each microbatch.
         losses: of each, where the step gave any.
         dims: where tensors may have rows.
+        sorted_by: what rows were sorted by the cost of, in the plural; None for rows in order.
+
+    Raises:
+        LossError: by `join` and `extends`: there is a value for each row, and rows were sorted.
 
     Example:
         >>> joined = Joined([2, 1], [None, None])
@@ -58,9 +62,15 @@ class Joined:
     """
 
     def __init__(
-        self, rows: Sequence[int], losses: Sequence[Tensor | None], dims: Sequence[int] = (0,)
+        self,
+        rows: Sequence[int],
+        losses: Sequence[Tensor | None],
+        dims: Sequence[int] = (0,),
+        *,
+        sorted_by: str | None = None,
     ) -> None:
         self._rows, self._losses, self._dims = rows, losses, dims
+        self._sorted_by = sorted_by
         self._may_be_loss: list[tuple[Tensor, Tensor]] = []
         self.is_split = len(rows) > 1
 
@@ -70,7 +80,18 @@ class Joined:
 
     def extends(self, counts: Sequence[int]) -> bool:
         """Whether a list that got so many entries got one for each row."""
-        return self.has_rows(counts) and max(counts) > 1
+        is_one_each = self.has_rows(counts) and max(counts) > 1
+        if is_one_each:
+            self._refuse_rows("a list that the step appends to")
+        return is_one_each
+
+    def _refuse_rows(self, what: str) -> None:
+        if self._sorted_by is not None:
+            raise LossError(
+                f"{what} has a value for each row, and microbatch_unit={self._sorted_by!r} sorts "
+                "rows: they would come in another order; let it have none (a mean, or a metric), "
+                "or count microbatch_unit='rows'"
+            )
 
     def counts_microbatches(self, more: int) -> bool:
         """Whether there is one more of something for each microbatch."""
@@ -158,7 +179,11 @@ class Joined:
         if not values:
             return None
         first = values[0]
-        if not self.is_split or all(each is None for each in values):
+        if not self.is_split:
+            if self._sorted_by is not None and _holds_rows(first, sum(self._rows)):
+                self._refuse_rows(what)
+            return first
+        if all(each is None for each in values):
             return first
         if len(values) < len(self._rows) or any(type(e) is not type(first) for e in values):
             return self._as_they_are(what, values)
@@ -182,7 +207,9 @@ class Joined:
         if isinstance(first, str | bytes | bool) and _are_equal(values):
             return first
         with contextlib.suppress(BatchError, TypeError):
-            return concat_rows(list(values))
+            together = concat_rows(list(values))
+            self._refuse_rows(what)
+            return together
         return self._as_they_are(what, values)
 
     def _join_tensors(self, what: str, values: Sequence[Tensor]) -> Any:
@@ -195,6 +222,7 @@ class Joined:
             if all(
                 v.dim() > dim and v.shape[dim] == n for v, n in zip(values, self._rows, strict=True)
             ):
+                self._refuse_rows(what)
                 return torch.cat(list(values), dim)
         return self._as_they_are(what, values)
 
@@ -203,6 +231,7 @@ class Joined:
         if type(first) is list and all(
             len(v) == n for v, n in zip(values, self._rows, strict=True)
         ):
+            self._refuse_rows(what)
             return [each for value in values for each in value]
         if not all(len(value) == len(first) for value in values):
             return self._as_they_are(what, values)
@@ -258,6 +287,15 @@ def is_mean(reduction: Any) -> bool:
 
 def _name_of(reduction: Any) -> str:
     return str(getattr(reduction, "__name__", reduction)).lower()
+
+
+def _holds_rows(value: Any, num_rows: int) -> bool:
+    """Whether a value of one microbatch of several rows may have one thing for each of them."""
+    if num_rows < 2:
+        return False
+    if isinstance(value, list) and len(value) == num_rows:
+        return True
+    return any(num_rows in tensor.shape for _, tensor in tensor_leaves(value))
 
 
 def _is_constant(counts: Sequence[int], rows: Sequence[int]) -> bool:

@@ -232,7 +232,12 @@ class _Run:
     ) -> None:
         self._owner, self._trainer, self._module = owner, trainer, module
         self._host = _Host(trainer)
-        self._told = _Told(module, owner.options.get("batch_layout", 0))
+        unit = owner.options.get("microbatch_unit", "rows")
+        self._told = _Told(
+            module,
+            owner.options.get("batch_layout", 0),
+            sorted_by=None if unit == "rows" else unit,
+        )
         self._step: Callable[[Any], Any] = lambda batch: None
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = None
@@ -618,7 +623,14 @@ class _Told:
         num_rows: of the batch.
     """
 
-    def __init__(self, module: "LightningModule", layout: int | Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        module: "LightningModule",
+        layout: int | Mapping[str, Any],
+        *,
+        sorted_by: Any = None,
+    ) -> None:
+        self._sorted_by = sorted_by
         self._kept = Kept(module, apart_from=_OF_EVERY_LIGHTNING_MODULE)
         self._layout = BatchLayout(layout)
         self._dims = dict.fromkeys((0, layout) if isinstance(layout, int) else (0,))
@@ -655,7 +667,9 @@ class _Told:
     def prepare(self) -> None:
         """Put together what the microbatches told: only here may it take memory."""
         self._is_open = False
-        self._joined = joined = Joined(self.rows, self._losses, list(self._dims))
+        self._joined = joined = Joined(
+            self.rows, self._losses, list(self._dims), sorted_by=self._sorted_by
+        )
         self._output = joined.join("what the step returns", self._outputs)
         for (fx, name, _), said in self._logged.items():
             self._together.append((fx, name, *joined.logged(name, said, self._kept.value_of)))

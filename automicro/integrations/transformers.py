@@ -632,7 +632,10 @@ class Enabled:
         if prediction_loss_only or not collected:
             return result.loss, None, None
         rows = [count for count, *_ in self._series.rows]
-        logits, labels = (_join(each, rows) for each in zip(*collected, strict=True))
+        parts, order = made.microbatcher.joinable(collected, fill=IGNORED)
+        logits, labels = (_join(each, rows) for each in zip(*parts, strict=True))
+        if order is not None:
+            logits, labels = (_in_order(each, order) for each in (logits, labels))
         return result.loss, logits, labels
 
     def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
@@ -1321,6 +1324,11 @@ def _join(parts: Sequence[Any], rows: Sequence[float]) -> Any:
     if isinstance(first, Tensor) and first.dim() == 0:
         return _mean(parts, rows).to(first.dtype)
     return functools.reduce(functools.partial(nested_concat, padding_index=IGNORED), parts)
+
+
+def _in_order(joined: Any, order: Sequence[int]) -> Any:
+    """Outputs of rows that were sorted, as their batch has them."""
+    return map_tensors(joined, lambda each: each[order] if each.dim() else each)
 
 
 # Batches whose rows are not those of their tensors

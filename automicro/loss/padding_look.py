@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,7 @@ class PaddingSeen:
     output_dims: Mapping[str, dict[int, str]] = field(default_factory=dict)
 
 
+_NOTHING_PADDED = PaddingSeen(verdict=Verdict.UNKNOWN)
 # Relative differences of a loss that are rounding, by the lowest precision that was computed in.
 _LOSS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 # The same of single outputs, relative to the largest.
@@ -51,24 +53,32 @@ _OUTPUT = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.
 _ACCELERATED = 10  # TF32
 
 
-def most_padded_row(groups: Sequence[Group]) -> int | None:
-    """The row with the most padding; None where no row has any.
+def padded_rows(groups: Sequence[Group]) -> list[int]:
+    """The rows to look at: that with the most padding, and one that is half padded, say.
+
+    The shortest row may have a single word, which says little; one that has nothing says nothing.
 
     >>> import numpy as np
-    >>> stops = np.array([4, 2])
-    >>> most_padded_row([Group("mask", 4, np.zeros(2, int), stops, {})])
-    1
+    >>> stops = np.array([8, 1, 0, 5])
+    >>> padded_rows([Group("mask", 8, np.zeros(4, int), stops, {})])
+    [1, 3]
     """
-    padding = sum(1 - group.lengths / group.padded for group in groups)
-    if isinstance(padding, int) or not padding.any():
-        return None
-    return int(padding.argmax())
+    if not groups:
+        return []
+    share = np.mean([group.lengths / group.padded for group in groups], axis=0)
+    is_empty = np.any([group.stops <= group.starts for group in groups], axis=0)
+    candidates = np.flatnonzero((share < 1) & ~is_empty)
+    if not candidates.size:
+        return []
+    shares = share[candidates]
+    chosen = [candidates[shares.argmin()], candidates[np.abs(shares - 0.5).argmin()]]
+    return list(dict.fromkeys(map(int, chosen)))
 
 
 def look_at_padding(
     computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode = "train"
 ) -> PaddingSeen:
-    """Compare one row with its padding and without: its loss, and outputs where it has something.
+    """Compare rows with their padding and without: losses, and outputs where rows have something.
 
     Nothing of that stays. Dropout and other noise is silenced.
 
@@ -78,12 +88,34 @@ def look_at_padding(
         groups: what is padded in it.
         mode: of the forward.
     """
-    row = most_padded_row(groups)
-    if row is None:
-        return PaddingSeen(verdict=Verdict.UNKNOWN)
+    seen = _look_once(computation, batch, groups, mode)
+    if isinstance(seen, PaddingSeen):
+        return seen
+    # What fails but once, such as where memory is short, decides nothing.
+    seen = _look_once(computation, batch, groups, mode)
+    if isinstance(seen, PaddingSeen):
+        return seen
+    kind, message = seen
+    if kind is Failure.RETRYABLE:
+        return PaddingSeen(
+            verdict=Verdict.UNKNOWN, why="there was no memory to look at a padded row"
+        )
+    return PaddingSeen(verdict=Verdict.OTHER, why=f"a row without padding fails: {message}")
+
+
+def _look_once(
+    computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode
+) -> PaddingSeen | tuple[Failure, str]:
+    """What was seen; or what failed, whose memory is free again."""
     failure: Exception | None = None
     try:
-        return _look(computation, batch, groups, row, mode)
+        looks: list[PaddingSeen] = []
+        for row in padded_rows(groups):
+            looks.append(_look(computation, batch, groups, row, mode))
+            if looks[-1].verdict is Verdict.OTHER:
+                break
+        # A difference counts for more than none, and that for more than nothing seen.
+        return max(looks, key=lambda seen: seen.verdict, default=_NOTHING_PADDED)
     except CollectiveError:
         return PaddingSeen(
             verdict=Verdict.UNKNOWN,
@@ -98,13 +130,7 @@ def look_at_padding(
         if kind not in (Failure.RETRYABLE, Failure.UNRELATED):
             raise failure
         release(failure, computation.device)
-        if kind is Failure.RETRYABLE:
-            return PaddingSeen(
-                verdict=Verdict.UNKNOWN, why="there was no memory to look at a padded row"
-            )
-        return PaddingSeen(
-            verdict=Verdict.OTHER, why=f"a row without padding fails: {first_line(failure)}"
-        )
+        return kind, first_line(failure)
     finally:
         del failure  # it holds this frame: a cycle
 
@@ -133,9 +159,11 @@ def _look(
     compared = False
     if one.loss is not None and other.loss is not None:
         before, after = float(one.loss.detach()), float(other.loss.detach())
-        if math.isfinite(before) and math.isfinite(after):
+        are_finite = math.isfinite(before), math.isfinite(after)
+        if any(are_finite):
             compared = True
-            if abs(before - after) > slack * _LOSS[precision] * max(abs(before), abs(after)):
+            most = slack * _LOSS[precision] * max(abs(before), abs(after))
+            if not all(are_finite) or abs(before - after) > most:
                 why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
                 return PaddingSeen(verdict=Verdict.OTHER, why=why)
     dims: dict[str, dict[int, str]] = {}
@@ -151,13 +179,15 @@ def _look(
         for dim, name in own.items():
             start, stop, _ = windows[name]
             whole = whole.narrow(dim, start, stop - start)
-        if whole.dim() == 0:
+        if whole.dim() == 0 or not whole.numel():
+            continue
+        scale, gap = float(whole.abs().max()), float((whole - part).abs().max())
+        if not math.isfinite(scale):
             continue
         compared = True
-        scale = float(whole.abs().max()) if whole.numel() else 0.0
-        gap = float((whole - part).abs().max()) if whole.numel() else 0.0
-        if math.isfinite(scale) and gap > slack * _OUTPUT[precision] * scale:
-            why = f"the output {path!r} of a row differs by {gap / scale:.2g} without its padding"
+        if not gap <= slack * _OUTPUT[precision] * scale:
+            share = gap / (scale or 1)
+            why = f"the output {path!r} of a row differs by {share:.2g} without its padding"
             return PaddingSeen(verdict=Verdict.OTHER, why=why)
     if not compared:
         return PaddingSeen(

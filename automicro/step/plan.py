@@ -1,5 +1,6 @@
 """What a step brings to any attempt, what an attempt will run, and what came of it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -81,6 +82,7 @@ class CutRule:
         min_rows: the fewest rows of a slice; 2 where BatchNorm refuses a single row.
         unit: what sizes are counted in, in the plural.
         overhead: what a slice costs whatever it holds, where rows have costs.
+        failed: the smallest size that ran out of memory, where rows have costs.
 
     >>> CutRule().cut(10, 4), CutRule().cut(50, 16, multiple_of=8)
     ([4, 3, 3], [16, 16, 16, 2])
@@ -90,6 +92,7 @@ class CutRule:
     min_rows: int = 1
     unit: str = ROWS
     overhead: Overhead = field(default_factory=Overhead)
+    failed: float = math.inf
 
     def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> "Cut":
         """How a batch is cut into slices of at most a size.
@@ -205,6 +208,7 @@ class Plan:
         unit: of sizes.
         is_measuring: whether it is smaller than fits, and only there to measure what rows need.
         agreement: with the other ranks; None where there are none.
+        budget: that the policy proposed; a single row may be larger. The size unless given.
     """
 
     cuts: list[Cut]
@@ -217,6 +221,18 @@ class Plan:
     unit: str = ROWS
     is_measuring: bool = False
     agreement: Agreement | None = None
+    budget: int | None = None
+
+    @property
+    def most(self) -> int:
+        """What slices were to have at most: less than the size where a row has more by itself."""
+        return self.size if self.budget is None else min(self.size, self.budget)
+
+    def needs_less_than(self, other: "Plan") -> bool:
+        """Whether the largest slice is smaller, or others beside it are: there are more of them."""
+        if self.unit != ROWS and self.num_microbatches > other.num_microbatches:
+            return True
+        return self.size < other.size
 
     @property
     def num_fillers(self) -> int:
@@ -296,7 +312,8 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     unit = policy.multiple_of
     if len(step.batches) == 1:
         [batch] = step.batches
-        cut = rule.cut_batch(batch, _propose(batch, policy, rule), multiple_of=unit)
+        proposed = _propose(batch, policy, rule)
+        cut = rule.cut_batch(batch, proposed, multiple_of=unit)
         return Plan(
             cuts=[cut],
             size=cut.largest,
@@ -307,10 +324,12 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
             stops=step.wants_to_stop,
             unit=rule.unit,
             is_measuring=policy.is_measuring(batch.extent, batch.cost),
+            budget=None if rule.unit == ROWS else proposed,
         )
+    sizes = [_propose(each, policy, rule) for each in step.batches]
     cuts = [
-        rule.cut_batch(each, _propose(each, policy, rule), multiple_of=unit)
-        for each in step.batches
+        rule.cut_batch(each, size, multiple_of=unit)
+        for each, size in zip(step.batches, sizes, strict=True)
     ]
     # The batch with the largest slice, in elements, speaks for the step.
     widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
@@ -324,6 +343,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         stops=step.wants_to_stop,
         unit=rule.unit,
         is_measuring=any(map(policy.is_measuring, step.extents, step.costs)),
+        budget=None if rule.unit == ROWS else max(sizes),
     )
 
 
@@ -392,6 +412,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         unit=rule.unit,
         is_measuring=policy.is_measuring(agreement.max_extent, agreement.cost),
         agreement=agreement,
+        budget=None if rule.unit == ROWS else agreement.microbatch_size,
     )
 
 

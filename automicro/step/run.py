@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -179,12 +180,18 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     tried: list[int] = []
     attempts = 0
     failure: BaseException | None = None
+    failed: Plan | None = None  # the last one
     while True:
         plan = _plan(step, phase)
         if plan.num_microbatches == 0:
             return Finished(result=None, plan=plan)
         size = plan.size
-        if failure is not None and size >= tried[-1]:
+        if failed is not None and not plan.needs_less_than(failed) and plan.most < failed.most:
+            # All is as it was: the slices that would be smaller have less than this.
+            policy.record(_failing(plan))
+            failed = plan
+            continue
+        if failure is not None and failed is not None and not plan.needs_less_than(failed):
             try:
                 if not policy.adapts:
                     give_up_fixed(failure, plan, tried[-1])
@@ -208,8 +215,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 logging.WARNING if ranks.rank == 0 else logging.DEBUG,
                 "out of memory, microbatch size %d → %d %s (%s)",
                 tried[-1],
-                size,
-                plan.unit.removesuffix("s") if size == 1 else plan.unit,
+                plan.most,
+                plan.unit.removesuffix("s") if plan.most == 1 else plan.unit,
                 describe_cut(sum(step.rows), size, plan.num_microbatches, unit=plan.unit),
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
@@ -234,8 +241,15 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
+        if plan.unit != ROWS and done.verdict is Verdict.OUT_OF_MEMORY:
+            rule.failed = min(rule.failed, size)
         if type(policy).record is not Policy.record:  # else nobody learns from it
-            policy.record(_outcome(done, plan, repeatable=phase.is_repeatable))
+            if size > plan.most and size >= rule.failed:
+                # A row fits, or not, that is larger than slices of others that did not.
+                is_lost = done.verdict is Verdict.OUT_OF_MEMORY
+                policy.record(replace(_failing(plan), fits=not is_lost))
+            else:
+                policy.record(_outcome(done, plan, repeatable=phase.is_repeatable))
         if done.verdict is not Verdict.OUT_OF_MEMORY:
             assert done.result is not None
             finished = Finished(
@@ -252,7 +266,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             phase.end(finished)
             return finished
         tried.append(size)
-        failure = done.failure
+        failed, failure = plan, done.failure
         del done  # it holds the failure, too
 
 
@@ -270,6 +284,11 @@ def _plan(step: Step, phase: Phase) -> Plan:
         spare.pass_on(agreement.donor)
     with announcing_failure(ranks):
         return plan_together(step, rule, agreement, ranks)
+
+
+def _failing(plan: Plan) -> Outcome:
+    """That slices of what was proposed do not fit."""
+    return Outcome(num_rows=plan.extent, microbatch_size=plan.most, fits=False, cost=plan.cost)
 
 
 def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:

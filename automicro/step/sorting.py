@@ -6,7 +6,7 @@ from automicro.batch.device import on_host
 from automicro.batch.padding import Group
 from automicro.batch.tensors import Contents
 from automicro.errors import PaddingWarning, warn
-from automicro.loss.padding_look import PaddingSeen, Verdict, look_at_padding, most_padded_row
+from automicro.loss.padding_look import PaddingSeen, Verdict, look_at_padding, padded_rows
 from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import once_more
 from automicro.ranks.interface import Ranks
@@ -76,13 +76,18 @@ class RowSorter:
         Warns:
             PaddingWarning: padding stays, because without it a row would compute something else.
         """
-        read = [self._unit.groups(each.batch, each.num_rows) for each in batches]
+        device = self._computation.device
+        read = once_more(
+            lambda: [self._unit.groups(each.batch, each.num_rows) for each in batches],
+            device,
+            doing="reading how long the rows of the batch are",
+        )
         if self._cuts is None:
             self._look(batches, read, mode)
         self._say_labels()
         return once_more(
             lambda: [self._sorted(*each) for each in zip(batches, read, strict=True)],
-            self._computation.device,
+            device,
             doing="sorting the rows of the batch",
         )
 
@@ -103,7 +108,7 @@ class RowSorter:
         padded = [
             (each.batch, groups)
             for each, groups in zip(batches, read, strict=True)
-            if most_padded_row(groups) is not None
+            if padded_rows(groups)
         ]
         if padded and self._ranks.communicates_in_forward:
             seen = PaddingSeen(
@@ -150,5 +155,6 @@ def _message(verdict: Verdict, why: str) -> str:
         f"the model computes something else without padding ({why}), so slices keep the batch's "
         "padding, and save no time. What helps: a mask in all that looks along the length "
         "(attention, pooling, convolutions), position_ids beside texts that are padded on the "
-        f"left, labels of -100 where there is padding; {_DECLARE}"
+        "left, labels of -100 where there is padding and, on the left, at the first word, which is "
+        f"predicted from padding; {_DECLARE}"
     )

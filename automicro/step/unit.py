@@ -158,8 +158,8 @@ def order_of(cuts: Sequence[Packed]) -> list[int] | None:
     return order
 
 
-def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed]) -> list[Any]:
-    """Outputs of all slices, padded with zeros to what the whole batch would have given.
+def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed], *, fill: float = 0) -> list[Any]:
+    """Outputs of all slices, padded with a number to what the whole batch would have given.
 
     What has the length of its slice in every slice is taken for padded where slices have several
     lengths, or where a look has shown it.
@@ -168,11 +168,15 @@ def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed]) -> list[Any]:
     for cut in cuts:
         own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
         packing = cut.packing
-        found += own if packing is None or not packing.groups else _padded(own, cut.sizes, packing)
+        found += own if packing is None else _padded(own, cut.sizes, packing, fill)
     return found
 
 
-def _padded(outputs: Sequence[Any], sizes: Sequence[int], packing: Packing) -> list[Any]:
+def _padded(
+    outputs: Sequence[Any], sizes: Sequence[int], packing: Packing, fill: float
+) -> list[Any]:
+    if not packing.groups:
+        return list(outputs)
     rows = slices_of(sizes)
     windows = {g.name: [g.window(each) for each in rows] for g in packing.groups}
     padded = {group.name: group.padded for group in packing.groups}
@@ -193,7 +197,7 @@ def _padded(outputs: Sequence[Any], sizes: Sequence[int], packing: Packing) -> l
                 if tensor.shape[dim] < padded[name]
             }
             if places:
-                restored[id(tensor)] = restore_padding(tensor, places)
+                restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
         whole.append(_replaced(output, restored))
     return whole
 
@@ -320,13 +324,14 @@ class MicrobatchUnit:
         Raises:
             BatchError: it cannot be told, or tokens are counted and nothing tells their number.
         """
-        groups = self.padding.read(batch, num_rows)
+        row_dims = self._layout.row_dims(batch)
+        groups = self.padding.read(batch, num_rows, row_dims=row_dims)
         if self.name == TOKENS and not groups:
             raise BatchError(
                 "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
-                "tells them: it has no attention_mask and no tensor of lengths; name one, as in "
-                "padding={'tokens': 'token_lengths'}, give a function from a batch of one row to "
-                "its cost, or count 'rows'"
+                "tells them: it has no attention_mask of (rows, length), rows first, and no tensor "
+                "of lengths; name one, as in padding={'tokens': 'token_lengths'}, give a function "
+                "from a batch of one row to its cost, or count 'rows'"
             )
         return groups
 

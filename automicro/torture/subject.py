@@ -53,7 +53,9 @@ class Subject:
         metrics: metrics to update in training and evaluation; None for none.
         set_to_none: how gradients are cleared between steps.
         keeps_gradient: whether a gradient of an earlier batch is there when a step is disturbed.
-        first_size: rows of a microbatch before anything fails; half of it has to be possible.
+        first_size: rows of a microbatch before anything fails, or what it may cost, where options
+            have a ``microbatch_unit``; half of it has to be possible, and has to cut all batches
+            alike (give them rows of the same costs).
         clip_norm: the largest norm of a gradient, where clipping is disturbed.
         scaler: of the loss, for fp16; its ``backward`` has to be in the options too.
         leaves: tensors that get a gradient although no module lists them.
@@ -126,7 +128,9 @@ def check_subject(subject: object) -> Subject:
         )
     layout = BatchLayout(subject.options.get("batch_layout", 0))
     rows = {layout.num_rows(batch) for batch in subject.batches}
-    if len(rows) > 1 or min(rows) < subject.first_size or subject.first_size < 2:
+    counts_rows = subject.options.get("microbatch_unit", "rows") == "rows"
+    has_enough = not counts_rows or min(rows) >= subject.first_size
+    if len(rows) > 1 or not has_enough or subject.first_size < 2:
         raise ValueError(
             f"the batches have {sorted(rows)} rows and first_size={subject.first_size}; give all "
             "batches the same rows, at least first_size, which is at least 2"

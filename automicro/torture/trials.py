@@ -240,6 +240,7 @@ ABSORBED = {
     "predict_step_memory": DRY_RUN,
     "look": PROBE,
     "look_at_evaluation": PROBE,
+    "look_at_padding": PROBE,
     "_unless_it_always_fails": "look at a metric",
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",

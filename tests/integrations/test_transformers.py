@@ -29,6 +29,7 @@ from transformers import (
     Seq2SeqTrainer,
     Trainer,
     TrainerCallback,
+    TrainingArguments,
 )
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
@@ -1190,3 +1191,46 @@ def test_scripts_of_other_kinds_are_as_without_us(name: str, tmp_path: Path) -> 
         if name == "distillation":
             counted = [int((each.accuracy.tp + each.accuracy.fn).sum()) for each in (plain, ours)]
             assert counted == [2 * runs.ROWS] * 2
+
+
+@pytest.mark.parametrize("size", [30, "auto"])
+def test_rows_that_are_sorted_by_tokens_train_and_are_predicted_as_by_the_trainer(
+    tmp_path: Path, size: int | str
+) -> None:
+    def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        padded = max(map(len, rows)) + 2
+        ids = torch.tensor([row + [0] * (padded - len(row)) for row in rows])
+        mask = (torch.arange(padded) < torch.tensor(list(map(len, rows)))[:, None]).long()
+        labels = torch.where(mask == 1, ids % 3, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    data = [[1 + (row + 3 * at) % 19 for at in range(n)] for row, n in enumerate([9, 3, 12, 5] * 4)]
+    found = []
+    for with_us in (False, True):
+        torch.manual_seed(0)
+        config: Any = BertConfig(  # type: ignore[call-arg]
+            vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=8, num_labels=3, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=2,
+            use_cpu=True, report_to=[], save_strategy="no", optim="sgd", learning_rate=0.5,
+        )  # fmt: skip
+        trainer: Any = Trainer(
+            BertForTokenClassification(config).double(), arguments, train_dataset=data,
+            eval_dataset=data, data_collator=collate,
+        )  # fmt: skip
+        if with_us:
+            sizes = {"microbatch_size": size, "eval_microbatch_size": size}
+            enable(trainer, microbatch_unit="tokens", loss_average="tokens", **sizes)
+        trainer.train()
+        found.append((trainer.predict(data), trainer.model.state_dict()))
+        if with_us:
+            assert trainer.automicro.last.num_microbatches > 1
+    (one, weights), (other, others) = found
+    assert all(torch.allclose(weights[name], others[name], atol=1e-9) for name in weights)
+    length = other.label_ids.shape[1]
+    assert (one.label_ids[:, :length] == other.label_ids).all()
+    real = other.label_ids != -100
+    assert other.predictions[real] == pytest.approx(one.predictions[:, :length][real], abs=1e-9)

@@ -191,6 +191,73 @@ def test_texts_that_are_padded_on_the_left_need_their_positions() -> None:
     assert difference(gradients(model), expected) < 1e-9
 
 
+class Shifting(Reader):
+    """Its labels are its words, and each is predicted from what stands before it."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **others: Any,
+    ) -> dict[str, Tensor]:
+        assert labels is not None
+        following = labels.roll(-1, 1)
+        following[:, -1] = IGNORED
+        return super().forward(input_ids, attention_mask, following, position_ids)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_the_first_word_after_padding_is_predicted_from_padding(counts: bool) -> None:
+    """Also where the most padded row has nothing else: without padding it has no loss at all."""
+    model, batch = Shifting(), texts([*LENGTHS, 1], padded=20, left=True)
+    mask = batch["attention_mask"]
+    batch["labels"] = torch.where(mask == 1, batch["input_ids"], IGNORED)
+    if not counts:
+        batch["labels"][mask.cumsum(1) == 1] = IGNORED
+    expected = whole(model, lambda: model(**batch)["loss"])
+    microbatcher = Microbatcher(
+        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+    )
+    if counts:
+        with pytest.warns(PaddingWarning, match="without .*at the first word"):
+            microbatcher.backward(batch)
+    else:
+        microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+    assert (model.seen[-1][1] == 20) is counts
+
+
+class Pooling(nn.Module):
+    """A class for each row, from the mean of what is there, or of all that is padded."""
+
+    def __init__(self, *, sees_padding: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(23, 8), nn.Linear(8, 3)
+        self.sees_padding = sees_padding
+        self.double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        mask = attention_mask[..., None].double()
+        count = mask.shape[1] if self.sees_padding else mask.sum(1).clamp(min=1)
+        logits = self.head((self.embed(input_ids) * mask).sum(1) / count)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("sees_padding", [True, False])
+def test_rows_of_nothing_but_padding_say_nothing_of_padding(sees_padding: bool) -> None:
+    model, batch = Pooling(sees_padding=sees_padding), texts([9, 0, 3, 5, 0, 7])
+    batch["labels"] = torch.arange(6) % 3
+    expected = whole(model, lambda: model(**batch)["loss"])
+    microbatcher = Microbatcher(
+        model, microbatch_size=12, microbatch_unit="tokens", loss_average="samples"
+    )
+    with pytest.warns(PaddingWarning) if sees_padding else warnings.catch_warnings():
+        microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
     model, batch = Reader(sees_padding=True), texts(LENGTHS)
@@ -388,3 +455,94 @@ def test_a_state_of_rows_is_refused_by_one_of_tokens() -> None:
     tokens.load_state_dict(tokens.state_dict())
     with pytest.raises(ValueError, match="the sizes of this state are rows"):
         tokens.load_state_dict(rows.state_dict())
+
+
+def test_short_rows_are_cut_further_where_one_long_row_costs_as_much() -> None:
+    """A cost that is no memory: many short rows cost less than the long one, and need more."""
+    model, batch = Reader(), texts([20, *[4] * 40])
+    expected = whole(model, lambda: model(**batch)["loss"])
+
+    def run_out(_: nn.Module, __: Any, given: dict[str, Tensor]) -> None:
+        if given["input_ids"].numel() > 60:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    microbatcher = Microbatcher(
+        model,
+        loss_average="tokens",
+        microbatch_unit=lambda row: float(row["attention_mask"].sum()) ** 2,
+        cut_padding=True,
+        probe=False,
+    )
+    model.register_forward_pre_hook(run_out, with_kwargs=True)
+    results = []
+    for _ in range(4):
+        model.zero_grad()
+        results.append(microbatcher.backward(batch))
+        assert difference(gradients(model), expected) < 1e-9
+    assert results[0].ooms >= 1
+    assert results[-1].ooms == 0, "what was found is kept"
+
+
+def test_a_row_that_does_not_fit_at_all_ends_it() -> None:
+    model = Reader()
+
+    def run_out(_: nn.Module, __: Any, given: dict[str, Tensor]) -> None:
+        if given["input_ids"].shape[1] > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    model.register_forward_pre_hook(run_out, with_kwargs=True)
+    microbatcher = Microbatcher(
+        model, loss_average="tokens", microbatch_unit="tokens", cut_padding=True, probe=False
+    )
+    with pytest.raises(SampleTooLargeError, match=r"a microbatch of 20 of .* it has a single row"):
+        microbatcher.backward(texts([20, *[4] * 12]))
+    assert microbatcher.backward(texts([9, *[4] * 12])).num_samples == 13
+
+
+def test_lengths_beside_a_mask_are_not_counted_twice() -> None:
+    model, batch = Reader(), texts(LENGTHS)
+    sizes = []
+    for more in ({}, {"input_lengths": batch["attention_mask"].sum(1)}):
+        microbatcher = Microbatcher(
+            model, microbatch_size=40, microbatch_unit="tokens", loss_average="tokens"
+        )
+        result = microbatcher.backward({**batch, **more})
+        sizes.append((result.microbatch_size, result.num_microbatches))
+    assert sizes[0] == sizes[1]
+
+
+def test_as_many_rows_as_places_are_no_padding() -> None:
+    model, batch = Listener(), sounds([16, 3, 9, 5, 12, 2, 8, 7])
+    assert batch["labels"].shape[1] == len(batch["audio_lengths"]) == 8
+    expected = whole(model, lambda: transcribe(model, batch)[0])
+    microbatcher = Microbatcher(
+        model,
+        forward=transcribe,
+        loss_average="samples",
+        microbatch_size=30,
+        microbatch_unit="tokens",
+    )
+    microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+
+
+def test_a_square_batch_with_its_rows_in_the_second_dimension_is_not_cut_along_them() -> None:
+    model, given = Reader(), texts([5, 3, 2, 5, 1])
+    batch = {name: each.T.contiguous() for name, each in given.items()}
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**{name: each.T for name, each in batch.items()})["loss"]
+        return loss
+
+    expected = whole(model, lambda: forward(model, batch))
+    options: dict[str, Any] = {"forward": forward, "batch_layout": 1, "loss_average": "tokens"}
+    with pytest.raises(BatchError, match="rows first"):
+        Microbatcher(model, microbatch_unit="tokens", **options).backward(batch)
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=8,
+        microbatch_unit=lambda row: float(row["attention_mask"].sum()),
+        **options,
+    )
+    assert microbatcher.backward(batch).num_microbatches > 1
+    assert difference(gradients(model), expected) < 1e-9

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import CatMetric
 
 from automicro.optimizer.scaling import GradientScaler
 from automicro.torture.subject import MakeSubject, Subject
+from tests.step.texts import Reader, texts
 from tests.torture import state_subjects
 from tests.torture.subjects import (
     BATCHES,
@@ -305,6 +307,30 @@ def _count_rows(metric: RowCounter, outputs: Any, microbatch: Any) -> None:
     metric.update(outputs["logits"], microbatch["labels"])
 
 
+def by_cost() -> Subject:
+    """Rows that are sorted by tokens, and lose their padding; dropout draws in sorted order."""
+    model = Reader(dropout=0.3)
+    # All batches have rows of the same lengths, so that one size cuts all of them alike.
+    lengths = [[3, 4, 3, 4], [4, 3, 4, 3], [3, 3, 4, 4], [4, 4, 3, 3], [4, 3, 3, 4]]
+    batches = []
+    for each in lengths:
+        batch = texts(each, padded=5)
+        words = torch.randint(VOCABULARY, batch["input_ids"].shape)
+        batches.append({**batch, "input_ids": words})
+    return Subject(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        batches=batches,
+        options={
+            "microbatch_unit": "tokens",
+            "loss_average": "tokens",
+            "update_metric": lambda metric, outputs, microbatch: metric.update(outputs["pooled"]),
+        },
+        metrics=CatMetric(),
+        first_size=8,
+    )
+
+
 SUBJECTS: dict[str, MakeSubject] = {
     "MLP": mlp,
     "CNN with GroupNorm": groupnorm_cnn,
@@ -327,5 +353,6 @@ SUBJECTS: dict[str, MakeSubject] = {
     "attack": attack,
     "leaf outside of the model": outside_leaf,
     "bf16": bf16,
+    "slices by cost": by_cost,
     **state_subjects.SUBJECTS,
 }
