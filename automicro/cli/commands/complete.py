@@ -181,7 +181,7 @@ def candidates(words: Sequence[str], commands: Mapping[str, Command]) -> list[st
     >>> from automicro.cli.commands import COMMANDS
     >>> candidates(["tr"], COMMANDS)
     ['train']
-    >>> candidates(["train", "configs/digits.yaml", "mic"], COMMANDS)
+    >>> candidates(["train", "configs/digits.yaml", "microbatch_s"], COMMANDS)
     ['microbatch_size=']
     >>> candidates(["train", "configs/digits.yaml", "optimizer.args.w"], COMMANDS)
     ['optimizer.args.weight_decay=']
