@@ -1,0 +1,121 @@
+"""The jobs with rows of varying length: they learn in little memory, and are exact."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automicro import Microbatcher
+from automicro.cli.config.build import build_trainer
+from automicro.cli.config.load import load_config
+from automicro.demo import instructions, sounds
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_the_sounds_are_read_in_little_memory() -> None:
+    trainer = build_trainer(load_config(CONFIGS / "speech.yaml", ["progress=false"]))
+    summary = trainer.fit()
+    assert summary.eval_metrics["letter_error_rate"] < 0.05
+    assert summary.train_ooms == summary.eval_ooms == 0, "a rehearsal has found what fits"
+    assert summary.microbatch_unit == "seconds"
+    assert summary.peak_memory_bytes is not None
+    assert summary.peak_memory_bytes <= 3500 * 1024
+
+
+def test_the_instructions_are_followed_in_little_memory() -> None:
+    loaded = load_config(
+        CONFIGS / "instructions.yaml",
+        ["progress=false", "max_duration=100ba", "eval_interval=100ba"],
+    )
+    summary = build_trainer(loaded).fit()
+    assert summary.eval_metrics["accuracy"] > 0.97
+    assert summary.train_ooms == summary.eval_ooms == 0
+    assert summary.rehearsed is not None
+    assert summary.num_microbatches > 1
+
+
+@pytest.mark.parametrize("unit", ["seconds", "tokens"])
+@pytest.mark.parametrize("size", [4, 20, 60])
+def test_sounds_have_the_gradient_of_the_whole_batch(unit: str, size: int) -> None:
+    torch.manual_seed(0)
+    model = sounds.Recognizer(width=12).double()
+    batch = next(iter(sounds.loader("train", batch_size=16, num_rows=16)))
+    batch["audio"] = batch["audio"].double()
+    whole = model(**batch)["loss"]
+    whole.backward()
+    expected = gradient(model)
+    model.zero_grad()
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=size if unit == "seconds" else 50 * size,
+        microbatch_unit=unit,
+        loss_average="samples",
+    )
+    result = microbatcher.backward(batch)
+    assert result.num_microbatches > 1
+    assert float(result.loss) == pytest.approx(float(whole.detach()), abs=1e-12)
+    assert (gradient(model) - expected).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("size", [100, 400])
+def test_instructions_have_the_gradient_of_the_whole_batch(size: int) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=instructions.VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).double()
+    batch = next(iter(instructions.loader("train", batch_size=24, num_rows=24)))
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    whole = forward(model, batch)
+    whole.backward()
+    expected = gradient(model)
+    model.zero_grad()
+    microbatcher = Microbatcher(
+        model,
+        forward=forward,
+        microbatch_size=size,
+        microbatch_unit="tokens",
+        loss_average=lambda batch: (batch["labels"][:, 1:] != instructions.IGNORED).sum(),
+    )
+    result = microbatcher.backward(batch)
+    assert result.num_microbatches > 1
+    assert (gradient(model) - expected).abs().max() < 1e-9
+
+
+def test_a_row_is_as_long_as_its_sound() -> None:
+    for row in sounds.Sounds(20, seed=3).rows:
+        assert len(row["frames"]) == pytest.approx(row["seconds"] * 50, abs=1.01)
+        assert 1 <= len(row["letters"]) <= sounds.LONGEST
+
+
+def test_answers_count_on_as_they_are_told() -> None:
+    for row in instructions.Instructions(50, seed=3).rows:
+        answer = row["input_ids"][row["labels"] != instructions.IGNORED]
+        step = int(row["input_ids"][0]) - instructions.NUMBERS + 1
+        assert ((answer[1:] - answer[:-1]) % instructions.NUMBERS == step).all()
+        assert len(row["input_ids"]) <= 96
+
+
+def test_unknown_splits_are_refused() -> None:
+    for made in (sounds.loader, instructions.loader):
+        with pytest.raises(ValueError, match="say 'train' or 'eval'"):
+            made("test")
