@@ -321,7 +321,9 @@ class Phase:
         """What was found, as plain values."""
         state = {"policy": self.policy.state_dict(), "min_rows": self.rule.min_rows}
         if self.rule.unit != ROWS:
-            state |= {"unit": self.rule.unit, "overhead": self.rule.overhead.state_dict()}
+            failed = None if math.isinf(self.rule.failed) else self.rule.failed
+            overhead = self.rule.overhead.state_dict()
+            state |= {"unit": self.rule.unit, "overhead": overhead, "failed": failed}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -338,6 +340,8 @@ class Phase:
             )
         if "overhead" in state:
             self.rule.overhead.load_state_dict(state["overhead"])
+            failed = state.get("failed")
+            self.rule.failed = math.inf if failed is None else failed
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
         self.rule.min_rows = state["min_rows"]

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ def rows(count: int, seed: int = 2) -> TensorDataset:
     return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
 
 
+def cost_of(row: tuple[Tensor, Tensor]) -> float:
+    """So that rows are sorted, and take as much memory as they cost: all about the same."""
+    return 8 + float(row[1]) / 1000
+
+
 def growing() -> list[tuple[Tensor, Tensor]]:
     """Batches that grow, so that memory also runs out late in an epoch."""
     inputs, targets = rows(120).tensors
@@ -132,6 +137,7 @@ class Subject:
     evaluators: int = 1
     average: bool = False
     stops_early: bool = False
+    by_cost: bool = False
 
     def make(self, folder: Path, *callbacks: Callback) -> "Job":
         """A fresh run of this kind, as a process that begins makes it."""
@@ -204,6 +210,7 @@ class Job:
             # holds a little more or less; those of halving follow from what failed.
             microbatch_size=(None if subject.batchnorm else Halving(refine=False, grow=False)),
             eval_microbatch_size=Halving(refine=False, grow=False),
+            microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
             precision=subject.precision,
             grad_clip_norm=subject.grad_clip_norm,
@@ -238,7 +245,7 @@ def draw(seed: int) -> Subject:
         loader = "workers" if seed % 40 else "persistent workers"
     evaluators = choose.choice([0, 1, 1, 2, 2])
     is_small = loader == "growing" or choose.random() < 0.2
-    return Subject(
+    drawn = Subject(
         seed=seed,
         loader=loader,
         num_rows=choose.choice([48, 60, 64, 70]),
@@ -258,3 +265,4 @@ def draw(seed: int) -> Subject:
         average=choose.random() < 0.3,
         stops_early=evaluators > 0 and choose.random() < 0.15,
     )
+    return replace(drawn, by_cost=not drawn.batchnorm and choose.random() < 0.3)
