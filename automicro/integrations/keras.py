@@ -48,6 +48,7 @@ SUPPORTED = "Keras 3.7 or later"
 _OWN = (
     "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
     "update_metric", "carry_layout", "batch_layout", "scales_for_ranks", "eval_loss_average",
+    "microbatch_unit", "padding", "cut_padding",
 )  # fmt: skip
 _MEANS = ("sum_over_batch_size", "mean")
 _SEED = "global_seed_generator"

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import LossAverageError, MemoryBudget, SampleTooLargeError
 from automicro.errors import PeerFailedError
 from tests.ranks.world import World, world_of
+from tests.step.texts import Reader, texts
 
 pytest.importorskip("accelerate")
 
@@ -718,3 +719,25 @@ def join(rank: int) -> str:
 def test_joining_uneven_inputs_is_refused_and_nobody_waits(world: World) -> None:
     for message in world.run(on_ranks, join):
         assert "backward(None)" in message
+
+
+def test_slices_by_cost_have_the_gradient_of_the_whole_batch() -> None:
+    model, batch = Reader(), texts([9, 3, 17, 5, 5, 12, 2, 8, 16, 4, 7])
+    model(**batch)["loss"].backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    micro = microbatcher(
+        accelerator,
+        prepared,
+        optimizer,
+        microbatch_unit="tokens",
+        microbatch_size=40,
+        loss_average="tokens",
+    )
+    result = micro.backward(batch)
+    assert result.num_microbatches > 1
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert (parameter.grad - gradient).abs().max() < 1e-12

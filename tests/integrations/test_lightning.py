@@ -47,6 +47,7 @@ from automicro.transaction.remembering import Remembered
 from tests.integrations import lightning_runs as runs
 from tests.integrations.lightning_runs import fit, furthest, furthest_row
 from tests.ranks.world import world_of
+from tests.step.texts import Reader, texts
 
 LIMITS = 20
 EVALUATIONS = ("validation_step", "test_step", "predict_step")
@@ -1211,3 +1212,46 @@ def test_verify_tells_of_means_over_tokens(tmp_path: Path) -> None:
 def test_verify_of_single_batches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="accumulate_grad_batches is 1"):
         verify(runs.trainer_of(tmp_path), runs.Module(), runs.loader(rows=64))
+
+
+class _Reading(pl.LightningModule):
+    """A causal model of texts of varying length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reader = Reader()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.reader(**batch)["loss"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_slices_by_cost_train_to_the_hosts_own_weights(tmp_path: Path) -> None:
+    batches: Any = [texts([9, 3, 17, 5, 5, 12]), texts([2, 8, 16, 4, 7])]
+
+    def trained(*callbacks: Any) -> _Reading:
+        module = _Reading()
+        pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=list(callbacks),
+        ).fit(module, DataLoader(batches, batch_size=None))
+        return module
+
+    own = trained()
+    ours = trained(
+        AutoMicrobatch(microbatch_unit="tokens", microbatch_size=30, loss_average="tokens")
+    )
+    assert max(rows for rows, _ in own.reader.seen) == 6
+    assert all(rows * length <= 30 or rows == 1 for rows, length in ours.reader.seen[-4:])
+    for one, other in zip(own.parameters(), ours.parameters(), strict=True):
+        assert (one - other).abs().max() < 1e-12
