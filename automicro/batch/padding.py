@@ -189,7 +189,8 @@ class Padding:
                     continue
                 if tensor.dim() > 1 and tensor.shape[:2] == mask.shape:
                     group.parts[other] = 1
-                    self._add_labels(group, other, tensor, named[other])
+                    if self._add_labels(group, tensor, named[other]):
+                        self.counts_in_padding = other
             group.parts[path] = 1
             groups.append(group)
             taken.update(group.parts)
@@ -209,23 +210,22 @@ class Padding:
             if path in self._decoded:
                 group = _whole(path, tensor.shape[1], num_rows)
                 group.stops[:] = 0
-                self._add_labels(group, path, tensor, "labels")
+                self._add_labels(group, tensor, "labels")
                 group.parts = dict.fromkeys(own, 1)
                 groups.append(group)
                 taken.update(group.parts)
         return groups
 
-    def _add_labels(self, group: Group, path: str, tensor: Tensor, name: str) -> None:
-        """Let no row end before a label that counts."""
+    def _add_labels(self, group: Group, tensor: Tensor, name: str) -> bool:
+        """Let no row end before a label that counts; whether one would have."""
         if not name.endswith("labels") or tensor.dim() != 2 or tensor.is_floating_point():
-            return
+            return False
         starts, stops = _extents(tensor != self._ignore_index)
         is_empty = stops == 0
         before = group.stops.copy()
         np.maximum(group.stops, stops, out=group.stops)
         np.minimum(group.starts, np.where(is_empty, group.starts, starts), out=group.starts)
-        if before.any() and (group.stops > before).any():
-            self.counts_in_padding = path
+        return bool((group.stops > before).any())
 
     def _read_lengths(
         self,

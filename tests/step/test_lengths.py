@@ -274,9 +274,12 @@ def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
     assert (lengths == {17}) is not declared
 
 
-def test_labels_that_count_in_padding_are_named_and_kept() -> None:
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_labels_that_count_in_padding_are_named_and_kept(is_empty: bool) -> None:
     model, batch = Reader(), texts(LENGTHS)
     batch["labels"] = batch["input_ids"].clone()
+    if is_empty:
+        batch["attention_mask"].zero_()
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
         model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
