@@ -66,9 +66,15 @@ class Opaque:
     pass
 
 
+# The world of the last use. Whoever drops a group last waits for its threads, and DDP's reducer,
+# which lives as long as the error does, would do so while these wait for the interpreter.
+WORLDS: list[object] = []
+
+
 def in_a_world_of_one(use: Callable[[], object]) -> object:
     store = cast(Any, dist).HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    WORLDS[:] = [dist.group.WORLD]
     try:
         return use()
     finally:
