@@ -43,8 +43,10 @@ class Status(enum.IntEnum):
     """The model ran other collectives than before: the same again, with a vote before each."""
     TWO_ROWS = 2
     """BatchNorm refused a single row: the same size, cut so that no row is alone."""
-    OUT_OF_MEMORY = 3
-    FATAL = 4
+    SMALLER_PART = 3
+    """Memory ran out in a part with a size of its own, smaller now: the same size again."""
+    OUT_OF_MEMORY = 4
+    FATAL = 5
 
 
 class StrayedError(Exception):

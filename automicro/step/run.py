@@ -234,6 +234,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             can_recut=rule.min_rows == 1 and (policy.adapts or not ranks.is_alone),
             times=not phase.is_repeatable and (policy.compares_seconds or phase.fits_overhead),
         )
+        if done.verdict is Verdict.SMALLER_PART:
+            continue  # the same size: the policy has nothing to learn from it
         if done.verdict in (Verdict.NEEDS_TWO_ROWS, Verdict.STRAYED):
             if done.verdict is Verdict.NEEDS_TWO_ROWS:
                 rule.min_rows = 2
