@@ -169,7 +169,7 @@ class Microbatcher:
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
-        nested: NestedParts = (),
+        nested: NestedParts = None,
         padding: Mapping[str, str | tuple[str, int] | None] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",

@@ -16,9 +16,9 @@ from automicro.errors import UnsplittableModelError
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
-from automicro.nested.split import NestedSplit, attached_parts, split
+from automicro.nested.split import NestedSplit, attached_parts, attached_to, split
 
-NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit]
+NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 
 TAIL = "tail"
 """Stands for head and loss of a language model, unless a module is called so."""
@@ -50,7 +50,7 @@ class NestedSizes:
             for name, options in nested.items():
                 self._attach(model, name, read_options(name, options))
         else:
-            for index, each in enumerate(nested):
+            for index, each in enumerate(nested or ()):
                 if not isinstance(each, NestedSplit):
                     raise TypeError(
                         f"nested holds {each!r}, which is no NestedSplit; give what split() "
@@ -61,11 +61,12 @@ class NestedSizes:
     def _attach(self, model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
         modules = dict(model.named_modules())
         if name in modules and name:
-            split(modules[name], **options).name = name
+            if attached_to(modules[name]) is None:  # else it was given a size before
+                split(modules[name], **options).name = name
             return
         language_model = find_language_model(model)
         if name == TAIL and language_model is not None:
-            self._tail = LanguageTail(language_model, options)
+            self._tail = LanguageTail.of(language_model, options)
             return
         names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
         close = difflib.get_close_matches(name, names, n=1)
@@ -119,6 +120,25 @@ def read_options(name: str, options: Any) -> dict[str, Any]:
     return dict(options)
 
 
+def check_nested(nested: Any) -> None:
+    """Refuse sizes of parts that make no sense, before there is a model.
+
+    Raises:
+        TypeError, ValueError: each with its remedy.
+
+    >>> check_nested({"joint": "auto", "tail": {"microbatch_unit": "tokens"}})
+    """
+    if nested is None:
+        return
+    if not isinstance(nested, Mapping):
+        raise TypeError(
+            f"nested={nested!r} is no mapping; give sizes by the names of modules, such as "
+            "{'joint': 'auto'} or {'joint': {'batch_split_factor': 4}}"
+        )
+    for name, options in nested.items():
+        NestedSplit(_nothing, **read_options(str(name), options))
+
+
 def find_language_model(model: nn.Module) -> nn.Module | None:
     """The module of transformers' that turns hidden states into logits and these into a loss."""
     for module in model.modules():
@@ -157,6 +177,12 @@ class LanguageTail:
         self.splits: dict[str, NestedSplit] = {}
         self._forward: Callable[..., Any] = model.forward
         vars(model)["forward"] = functools.wraps(self._forward)(_TailForward(self))
+
+    @classmethod
+    def of(cls, model: nn.Module, options: Mapping[str, Any]) -> "LanguageTail":
+        """That of a model, made where it has none yet."""
+        forward = vars(model).get("forward")
+        return forward.tail if isinstance(forward, _TailForward) else cls(model, options)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward."""
@@ -256,10 +282,10 @@ class _TailForward:
     """Stands in the place of a language model's forward."""
 
     def __init__(self, tail: LanguageTail) -> None:
-        self._tail = tail
+        self.tail = tail
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tail.run(args, kwargs)
+        return self.tail.run(args, kwargs)
 
 
 def _hand_on(hidden: Tensor) -> Tensor:
