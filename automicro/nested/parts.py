@@ -16,7 +16,7 @@ from automicro.errors import UnsplittableModelError
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
-from automicro.nested.split import NestedSplit, attached_parts, attached_to, split
+from automicro.nested.split import NestedSplit, attached_parts, attached_to, num_attachments, split
 
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 
@@ -45,6 +45,7 @@ class NestedSizes:
     ) -> None:
         self._modules = modules
         self._given: dict[str, NestedSplit] = {}
+        self._attached: tuple[int, dict[str, NestedSplit]] | None = None
         self._tail: LanguageTail | None = None
         if isinstance(nested, Mapping):
             for name, options in nested.items():
@@ -81,7 +82,9 @@ class NestedSizes:
 
     def _by_name(self) -> dict[str, NestedSplit]:
         tails = {} if self._tail is None else self._tail.splits
-        return {**self._given, **tails, **attached_parts(self._modules)}
+        if self._attached is None or self._attached[0] != num_attachments():
+            self._attached = num_attachments(), attached_parts(self._modules)
+        return {**self._given, **tails, **self._attached[1]}
 
     def sizes(self) -> dict[str, list[int]]:
         """Rows of the slices of the last call of each part, by its name."""

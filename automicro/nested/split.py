@@ -213,6 +213,7 @@ class NestedSplit:
         if not isinstance(part, nn.Module):
             raise TypeError("only a module can be attached to; call what split() gave in its place")
         if not self.is_attached:
+            _count_attachment()
             self._earlier = part.__dict__.get("forward")
             part.forward = _Forward(self)
         return self
@@ -221,6 +222,7 @@ class NestedSplit:
         """Let the module run in one piece again."""
         if not self.is_attached:
             return
+        _count_attachment()
         del self._part.forward  # type: ignore[attr-defined]
         if self._earlier is not None:
             self._part.forward = self._earlier  # type: ignore[attr-defined]
@@ -474,6 +476,19 @@ def attached_to(part: Any) -> NestedSplit | None:
     """The size of its own that a module has; None for none."""
     forward = getattr(part, "__dict__", {}).get("forward")
     return forward.nested if isinstance(forward, _Forward) else None
+
+
+_attachments = 0
+
+
+def _count_attachment() -> None:
+    global _attachments
+    _attachments += 1
+
+
+def num_attachments() -> int:
+    """How often a part was given a size of its own, or lost it: while it stays, parts do."""
+    return _attachments
 
 
 def attached_parts(modules: Iterable[nn.Module]) -> dict[str, NestedSplit]:

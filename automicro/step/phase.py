@@ -403,6 +403,10 @@ class Phase:
         took = [nested.took_shortage() for nested in self._shared.nested()]  # all are asked
         return any(took)
 
+    def nested_sizes(self) -> dict[str, int]:
+        """Rows of the largest slice of each part with a size of its own, in its last call."""
+        return {each.name: max(each.sizes) for each in self._shared.nested() if each.sizes}
+
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""
         observer = None if self.is_rehearsing else self._shared.observer

@@ -259,6 +259,8 @@ class Finished(Generic[T]):
         recalled_size: rows that an earlier run found, where the step was the first to use them.
         grown_from: rows that had been known to fit, where the step was the first with more.
         exploration: how far the search for the fastest size has come; None where there is none.
+        level_name: how microbatches were computed, in words.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
     """
 
     result: T | None
@@ -270,6 +272,8 @@ class Finished(Generic[T]):
     recalled_size: int | None = None
     grown_from: int | None = None
     exploration: Exploration | None = None
+    level_name: str = "plain"
+    nested_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def cuts(self) -> list[Cut]:
@@ -299,6 +303,8 @@ class Finished(Generic[T]):
             "exploration": self.exploration,
             "stops": plan.stops,
             "peak_bytes": None if self.measured is None else self.measured.peak_bytes,
+            "level": self.level_name,
+            "nested_sizes": self.nested_sizes,
         }
 
 

@@ -264,6 +264,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 recalled_size=recalled_size,
                 grown_from=policy.grown_from,
                 exploration=policy.exploration,
+                nested_sizes=phase.nested_sizes(),
             )
             phase.end(finished)
             return finished
