@@ -267,6 +267,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 recalled_size=recalled_size,
                 grown_from=policy.grown_from,
                 exploration=policy.exploration,
+                level_name=policy.levels[plan.level],
                 nested_sizes=phase.nested_sizes(),
             )
             phase.end(finished)
