@@ -20,6 +20,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
+from automicro.rungs.levels import WhenTooLarge
 from automicro.step.unit import Cost
 from automicro.trainer.composer import (
     missing_attribute,
@@ -121,6 +122,9 @@ class Trainer:
             then sorted and packed.
         nested: sizes of parts that need far smaller slices than the rest of the model, by their
             names: ``{"joint": "auto"}``; see `NestedSplit`.
+        when_too_large: what to do where not even the smallest size fits: ``"error"``,
+            ``"recompute"``, ``"offload"``, a list of these in order, or ``"auto"`` for what is
+            fastest by measured seconds; see `Microbatcher`.
         padding: where the lengths of padded tensors are, by their paths.
         cut_padding: whether each microbatch is cut to its longest row: ``"auto"`` for where that
             changes nothing.
@@ -207,6 +211,7 @@ class Trainer:
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
         nested: NestedParts = None,
+        when_too_large: WhenTooLarge = "error",
         padding: Mapping[str, Any] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
@@ -300,6 +305,7 @@ class Trainer:
                 "batch_layout": batch_layout,
                 "microbatch_unit": microbatch_unit,
                 "nested": nested,
+                "when_too_large": when_too_large,
                 "padding": padding,
                 "cut_padding": cut_padding,
                 "update_metric": update_metric,
