@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from automicro.cli.arguments import split_inputs
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.keys import about, key_in, keys_of
@@ -14,6 +16,8 @@ from automicro.cli.config.schema import TO_TRAIN, RunConfig
 from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, summarize_error
 from automicro.errors import ConfigError, DataLoaderError
+from automicro.options import check_model
+from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
 from automicro.trainer.surroundings import noting
 
@@ -116,6 +120,27 @@ def importing_beside(*paths: str) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
+    """A config's model on its device, and the arguments that say how it computes a loss.
+
+    Raises:
+        TypeError: the model is none.
+        ValueError: there is no such device.
+    """
+    device = choose_device(recipe.config.device)
+    model = recipe.make_model()
+    check_model(model)
+    model.to(device)
+    loss_fn = recipe.make("loss_fn")
+    return model, {
+        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
+        "forward": recipe.make("forward"),
+        "loss_average": recipe.make_loss_average(),
+        "batch_layout": recipe.config.batch_layout,
+        "device": device,
+    }
 
 
 def first_batch(data: Iterable[Any]) -> Any:

@@ -5,6 +5,7 @@ and each slice is cut to its own longest row (`batch.padding`). A policy then pr
 what a slice may cost with its padding, in whole units, takes the place of its rows.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.padding import Declared, Group, Padding, cut_padding, restore_padding
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.errors import BatchError
 from automicro.policy.packing import (
     Array,
@@ -71,12 +72,12 @@ class Packing:
         """Of the batch."""
         return len(self.order)
 
-    @property
+    @functools.cached_property
     def extent(self) -> int:
         """What the whole batch costs as one slice, in whole units."""
         return self._units([self.num_rows])[0]
 
-    @property
+    @functools.cached_property
     def average(self) -> float:
         """Cost of a row."""
         return float(self.combine(self.lengths).mean())
@@ -181,29 +182,26 @@ def _padded(
     windows = {g.name: [g.window(each) for each in rows] for g in packing.groups}
     padded = {group.name: group.padded for group in packing.groups}
     leaves = [tensor_leaves(output) for output in outputs]
-    dims: list[dict[str, dict[int, str]]] = []
-    for column in zip(*leaves, strict=False):
-        path = column[0][0]
-        tensors = [tensor for _, tensor in column]
-        dims.append({path: _length_dims(tensors, windows, packing.output_dims.get(path, {}))})
-    by_path = {path: each for table in dims for path, each in table.items()}
+    dims = {
+        path: _length_dims(
+            [tensor for _, tensor in column], windows, packing.output_dims.get(path, {})
+        )
+        for column in zip(*leaves, strict=False)
+        for path, _ in column[:1]
+    }
     whole = []
     for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
         restored: dict[int, Tensor] = {}
         for path, tensor in own:
             places = {
                 dim: (windows[name][index][0], padded[name])
-                for dim, name in by_path.get(path, {}).items()
+                for dim, name in dims.get(path, {}).items()
                 if tensor.shape[dim] < padded[name]
             }
             if places:
                 restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
-        whole.append(_replaced(output, restored))
+        whole.append(replace_tensors(output, restored))
     return whole
-
-
-def _replaced(output: Any, others: Mapping[int, Tensor]) -> Any:
-    return map_tensors(output, lambda tensor: others.get(id(tensor), tensor))
 
 
 def _length_dims(
