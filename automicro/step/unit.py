@@ -18,6 +18,7 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.padding import Declared, Group, Padding, cut_padding, restore_padding
 from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.errors import BatchError
+from automicro.options import check_choice
 from automicro.policy.packing import (
     Array,
     Combine,
@@ -32,10 +33,7 @@ Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
 
 ROWS, TOKENS, SECONDS = "rows", "tokens", "seconds"
 _DURATIONS = ("seconds", "duration", "durations", "duration_seconds")
-_ACCEPTED = (
-    "give 'rows', 'tokens' (of padded texts), 'seconds' (of a tensor of that name, or "
-    "'durations'), or a function from a batch of one row to what it costs"
-)
+_OR_COST = "or a function from a batch of one row to what it costs"
 
 
 def _sum(lengths: Array) -> Array:
@@ -229,10 +227,24 @@ def check_unit(unit: object) -> None:
     >>> check_unit("tokens")
     """
     if isinstance(unit, str):
-        if unit not in (ROWS, TOKENS, SECONDS):
-            raise ValueError(f"microbatch_unit={unit!r} is not known: {_ACCEPTED}")
+        try:
+            check_choice("microbatch_unit", unit, (ROWS, TOKENS, SECONDS))
+        except ValueError as error:
+            raise ValueError(f"{error}, {_OR_COST}") from None
     elif not callable(unit):
-        raise TypeError(f"microbatch_unit={unit!r} is no unit: {_ACCEPTED}")
+        raise TypeError(
+            f"microbatch_unit={unit!r} is no unit: give 'rows', 'tokens' (of padded texts), "
+            f"'seconds' (of a tensor of that name, or 'durations'), {_OR_COST}"
+        )
+
+
+def unit_name(unit: str | Cost) -> str:
+    """What messages call the unit, in the plural.
+
+    >>> unit_name("tokens"), unit_name(len)
+    ('tokens', 'units of cost')
+    """
+    return unit if isinstance(unit, str) else "units of cost"
 
 
 class MicrobatchUnit:
@@ -272,7 +284,7 @@ class MicrobatchUnit:
         ignore_index: int = -100,
     ) -> None:
         check_unit(unit)
-        self.name = unit if isinstance(unit, str) else "units of cost"
+        self.name = unit_name(unit)
         self._cost = None if isinstance(unit, str) else unit
         self.is_rows = unit == ROWS
         if self.is_rows and padding is not None:
