@@ -265,7 +265,7 @@ class Microbatcher:
             if remember_sizes and isinstance(size, str) and unit.is_rows:
                 shapes = functools.partial(describe_shapes, layout=self._layout)
                 recollection = Recollection(describe, shapes)
-            policy = make_policy(size, name=argument)
+            policy = make_policy(size, name=argument, unit=unit.name)
             unit.refuse_policy(policy, argument)
             if policy.explores and repeatable:
                 raise ValueError(

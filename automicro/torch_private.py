@@ -61,6 +61,7 @@ __all__ = [
     "is_compiled",
     "is_uninitialized",
     "is_wrapper",
+    "keeping_versions",
     "mark_dynamic",
     "module_tables",
     "node_hooks",
@@ -231,6 +232,19 @@ def all_versions(tensors: Iterable[Tensor]) -> list[int]:
     [1]
     """
     return list(map(_VERSION, tensors))
+
+
+def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Let in-place writes to tensors go unnoticed by autograd.
+
+    >>> tensor = torch.zeros(2)
+    >>> with keeping_versions([tensor]):
+    ...     _ = tensor.add_(1)
+    >>> tensor._version
+    0
+    """
+    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    return preserve(tuple(tensors))
 
 
 Hooks = dict[int, Any]

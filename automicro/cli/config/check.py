@@ -462,7 +462,7 @@ def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
         if key.rpartition(".")[2] in SIZES:  # a policy is a node here
             text = (
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
-                f"halving), explore (the fastest that fits) or null (the whole batch)"
+                f"halving), explore (the fastest number of rows) or null (the whole batch)"
             )
         raise mistake(text if text.startswith(key) else f"{key}: {text}", key) from error
 
