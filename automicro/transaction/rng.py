@@ -67,6 +67,11 @@ class RandomState:
         self._state = None
 
     def roll_back(self) -> None:
+        self.put_back()
+        self._state = None
+
+    def put_back(self) -> None:
+        """As they were at the beginning, as often as wanted."""
         if self._state is None:
             return
         python, numpy, cpu, accelerators, own = self._state
@@ -77,7 +82,6 @@ class RandomState:
             torch.get_device_module(device).set_rng_state(state, device)
         for generator, state in own:
             set_state(generator, state)
-        self._state = None
 
 
 class OwnGenerators:
