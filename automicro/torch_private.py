@@ -39,6 +39,7 @@ __all__ = [
     "all_versions",
     "are_tables_of",
     "buffer_table",
+    "call_of",
     "calls_step_hooks",
     "can_record_memory",
     "children_of",
@@ -571,6 +572,16 @@ def is_compiled(module: nn.Module) -> bool:
         # module.forward = torch.compile(module.forward)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def call_of(module: nn.Module) -> str:
+    """The attribute that runs a module's call: where ``module.compile()`` was, all of it.
+
+    >>> call_of(nn.Linear(2, 2))
+    'forward'
+    """
+    is_in_place = vars(module).get("_compiled_call_impl") is not None
+    return "_compiled_call_impl" if is_in_place else "forward"
 
 
 def compiler_is_loaded() -> bool:
