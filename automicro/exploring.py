@@ -367,7 +367,7 @@ class _Trials:
             if not self._seconds:
                 raise
             ended = "interrupted"
-        search.base = self._base(search)
+        search.base = self._base()
         found = search.find()
         size = int(found.best[SIZE])
         rows = self._pool.batch_rows
@@ -408,7 +408,7 @@ class _Trials:
         search.base = Candidate.of(**{SIZE: start})
         return search
 
-    def _base(self, search: Search) -> Candidate:
+    def _base(self) -> Candidate:
         """The largest that was measured and is no more than the batch."""
         known = [size for size in self._seconds if size <= self._pool.batch_rows]
         return Candidate.of(**{SIZE: max(known, default=min(self._seconds, default=1))})

@@ -29,7 +29,7 @@ LAYERS = (
     ("loggers", "modules", "policy", "units"),
     ("data", "memory", "options", "pictures", "schedules", "values"),
     ("batch", "checkpoints", "doctor", "ranks", "transaction"),
-    ("compilation",),
+    ("compilation", "rungs"),
     ("loss", "optimizer", "remembered"),
     ("nested",),
     ("step",),

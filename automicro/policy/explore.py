@@ -224,20 +224,20 @@ class Explore(Policy):
         self._fitting.level = self.level
         return self._fitting.climb(cost)
 
-    def suggest(self, rows: int, cost: float | None = None, *, level: int | None = None) -> bool:
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
         """Start from a size that an earlier run found.
 
         Args:
             rows: of a microbatch.
             cost: of one of them.
-            level: at which they fitted; None where nobody knows.
+            level: at which they fitted.
 
         Raises:
             TypeError: if the rows are not an int.
             ValueError: if the rows are below 1, the cost is not positive, or there is no such
                 level.
         """
-        return self._fitting.suggest(rows, cost, level=level or 0)
+        return self._fitting.at(level).suggest(rows, cost)
 
     def take_rehearsal(self) -> None:
         """Try nothing that has not fitted yet: levels are only climbed, unless all are known."""
@@ -614,10 +614,15 @@ class FastestLevel(Explore):
         self._search_in(policy, levels, choices or {})
 
     def __repr__(self) -> str:
-        return f"FastestLevel({self._fitting.at(0)!r}, {list(self.levels)})"
+        return f"FastestLevel({self.plain!r}, {list(self.levels)})"
 
-    def suggest(self, rows: int, cost: float | None = None, *, level: int | None = None) -> bool:
-        """Start from a size that an earlier run found; its level is the choice.
+    @property
+    def plain(self) -> Policy:
+        """Of the sizes at level 0."""
+        return self._fitting.plain
+
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
+        """Start from a size that an earlier run found; a level above 0 is the choice.
 
         Raises:
             TypeError: if the rows are not an int.
@@ -625,7 +630,7 @@ class FastestLevel(Explore):
                 level.
         """
         does = super().suggest(rows, cost, level=level)
-        if does and level is not None:
+        if does and level > 0:
             self._progress.is_over = True
             self._progress.current = Candidate.of(**{LEVEL: self.levels[level]})
         return does
@@ -639,7 +644,7 @@ class FastestLevel(Explore):
             ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
                 changed then.
         """
-        if state.get("kind") in ("Ladder", type(self._fitting.at(0)).__name__):
+        if state.get("kind") in ("Ladder", type(self.plain).__name__):
             self._fitting.load_state_dict(state)
             self._progress, self.exploration = _Progress(), None
             return

@@ -84,6 +84,11 @@ class Ladder(Policy):
         return f"Ladder({self._levels[0].policy!r}, {list(self.levels)})"
 
     @property
+    def plain(self) -> Policy:
+        """Of the sizes at level 0."""
+        return self._levels[0].policy
+
+    @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt are compared."""
         return self._policy().compares_seconds
@@ -112,7 +117,13 @@ class Ladder(Policy):
         return level
 
     def at(self, level: int) -> Policy:
-        """Return the policy of a level."""
+        """Return the policy of a level.
+
+        Raises:
+            ValueError: if there is no such level.
+        """
+        if not 0 <= level < len(self._levels):
+            raise ValueError(f"level={level}, but there are {len(self._levels)}: {self.levels}")
         return self._levels[level].policy
 
     def climb(self, cost: float | None = None) -> bool:
@@ -143,10 +154,9 @@ class Ladder(Policy):
             ValueError: if the rows are below 1, the cost is not positive, or there is no such
                 level.
         """
-        if not 0 <= level < len(self._levels):
-            raise ValueError(f"level={level}, but there are {len(self._levels)}: {self.levels}")
+        policy = self.at(level)
         failed = Failed(rows=1, cost=require_cost(cost), need=None, room=None, batch=self._batches)
-        does = self._levels[level].policy.suggest(rows, cost)
+        does = policy.suggest(rows, cost)
         if does:
             for lower in self._levels[:level]:
                 lower.failed = failed

@@ -164,7 +164,8 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
             narrator.begin(plan.cuts, unit=plan.unit, is_measuring=plan.is_measuring)
         if meter is not None:
             meter.begin(waits=times)
-        result = work.attempt(plan)
+        with phase.applying(plan.level):
+            result = work.attempt(plan)
         if meter is not None:
             measured = meter.end()
         if narrator is not None:

@@ -69,10 +69,13 @@ class RandomState:
         self._state = None
 
     def roll_back(self) -> None:
-        if self._state is None:
-            return
-        self._set(self._state)
+        self.put_back()
         self._state = None
+
+    def put_back(self) -> None:
+        """As they were at the beginning, as often as wanted."""
+        if self._state is not None:
+            self._set(self._state)
 
     def _set(self, state: tuple[Any, ...]) -> None:
         python, numpy, cpu, accelerators, own = state
