@@ -121,9 +121,7 @@ class Recollection:
         )
         return int(size)
 
-    def _recall(
-        self, batch: ReadBatch | None, levels: Sequence[str]
-    ) -> tuple[float, float, float]:
+    def _recall(self, batch: ReadBatch | None, levels: Sequence[str]) -> tuple[float, float, float]:
         """Rows, cost of a row and level that are remembered; zeros where nothing is of use."""
         if batch is None:
             return 0.0, 0.0, 0.0
