@@ -40,10 +40,10 @@ from automicro.options import (
     unwrapped,
 )
 from automicro.policy.choose import make_policy
+from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
-from automicro.policy.ladder import Ladder
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.rungs.levels import Level, WhenTooLarge, make_levels

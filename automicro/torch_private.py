@@ -69,6 +69,7 @@ __all__ = [
     "node_in_backward",
     "num_nodes_made",
     "overflows",
+    "parameter_table",
     "record_memory_history",
     "run_backward",
     "schema_of",
@@ -337,6 +338,15 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
     return module._buffers
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself holds, by name; writing to it puts others in their place.
+
+    >>> list(parameter_table(nn.Linear(2, 2)))
+    ['weight', 'bias']
+    """
+    return module._parameters
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:

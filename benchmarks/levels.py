@@ -128,7 +128,7 @@ class Runner:
         torch.manual_seed(0)
         self._job = job
         self._model = copy.deepcopy(job.make())
-        when = {} if level is not None else {"when_too_large": "auto"}
+        when: dict[str, Any] = {} if level is not None else {"when_too_large": "auto"}
         self._microbatcher = Microbatcher(
             self._model, memory_limit=job.limit, **when, **job.options
         )

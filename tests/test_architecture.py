@@ -26,7 +26,7 @@ LAYERS = (
         "torch_private_distributed",
         "version",
     ),
-    ("loggers", "modules", "policy", "units"),
+    ("batchnorm", "loggers", "modules", "policy", "units"),
     ("data", "memory", "options", "pictures", "schedules", "values"),
     ("batch", "checkpoints", "doctor", "ranks", "transaction"),
     ("compilation", "rungs"),

@@ -106,7 +106,7 @@ def test_nothing_is_left_where_no_level_fits() -> None:
 def test_the_level_is_in_the_state() -> None:
     torch.manual_seed(1)
     model, limit = Model(), int(needed() * 0.5)
-    options = {
+    options: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(), "memory_limit": limit, "when_too_large": "recompute"
     }  # fmt: skip
     first = Microbatcher(model, **options)

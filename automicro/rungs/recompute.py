@@ -24,9 +24,9 @@ from automicro.torch_private import (
     buffer_table,
     call_of,
     is_uninitialized,
+    keeping_versions,
     version_of,
 )
-from automicro.torch_private_distributed import keeping_versions
 from automicro.transaction.rng import RandomState
 
 logger = logging.getLogger(__name__)

@@ -56,9 +56,9 @@ from automicro.options import (
     read_time,
 )
 from automicro.policy.choose import make_policy
+from automicro.rungs.levels import check_levels
 from automicro.step.sorting import check_cut_padding
 from automicro.step.split_guard import BATCHNORM_MODES
-from automicro.rungs.levels import check_levels
 from automicro.step.unit import check_unit
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
