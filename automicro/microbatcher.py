@@ -244,6 +244,9 @@ class Microbatcher:
             when_too_large, self._modules, self._device, generators=reach.generators
         )
 
+        for tail in {id(t): t for level in levels for t in level.tails}.values():
+            self._nested.add(tail)
+
         def make_phase(
             name: str,
             size: Any,
