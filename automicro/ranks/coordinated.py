@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,12 +47,14 @@ from automicro.ranks.guards.guard import GroupState, Guard, opened_state, state_
 from automicro.ranks.heartbeat import MissingRanks, watch_peers
 from automicro.ranks.interface import (
     Agreement,
+    HeldBackError,
     OneRank,
     Proposal,
     Ranks,
     Report,
     Status,
     StrayedError,
+    Sync,
     note_told,
 )
 from automicro.ranks.votes import Votes
@@ -114,6 +117,7 @@ class CoordinatedRanks:
         self._looks_alone = False
         self._trained: list[int] = []  # the parameters, by identity
         self._strayed: StrayedError | None = None  # in this attempt, at a collective
+        self._sync = Sync.EACH  # of this attempt
 
     @property
     def is_alone(self) -> bool:
@@ -145,8 +149,10 @@ class CoordinatedRanks:
         except BaseException as error:
             self.fail(error)
             raise
+        proposal = replace(proposal, sync=self._latest_here())
         with self._between_steps():
             agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
+        self._sync = agreement.sync
         try:
             if agreement.max_extent:
                 with own_collectives():
@@ -157,6 +163,9 @@ class CoordinatedRanks:
             self.fail(error)
             raise
         return agreement
+
+    def _latest_here(self) -> Sync:
+        return min([Sync.REPLICAS_LAST, *(guard.latest for guard in self._guards)])
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         for guard in self._guards:
@@ -170,7 +179,7 @@ class CoordinatedRanks:
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         try:
             for guard in self._guards:
-                guard.open(num_microbatches, training=training)
+                guard.open(num_microbatches, training=training, sync=self._sync)
         except BaseException as error:
             self.fail(error)
             raise
@@ -261,7 +270,8 @@ class CoordinatedRanks:
                 failure.add_note(_CANNOT_TAKE_BACK)
                 status = Status.FATAL
             self._play_rest()
-        has_strayed = isinstance(failure, StrayedError)
+        # What was held back says nothing of the collectives that are to come.
+        has_strayed = isinstance(failure, StrayedError) and not isinstance(failure, HeldBackError)
         together = self._votes.report(status, highs, strayed=has_strayed)
         trouble = self._recover()
         self._votes.clear()

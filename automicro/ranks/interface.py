@@ -47,8 +47,23 @@ class Status(enum.IntEnum):
     FATAL = 4
 
 
+class Sync(enum.IntEnum):
+    """How late gradients are reduced over ranks. The earliest of all ranks counts for all."""
+
+    EACH = 0
+    """With every microbatch."""
+    REPLICAS_LAST = 1
+    """Shards with every microbatch; replicas of these add up with the last one."""
+    LAST = 2
+    """With the last microbatch; until then every rank holds gradients of whole parameters."""
+
+
 class StrayedError(Exception):
     """A model is about to run other collectives than before. It reaches nobody outside a step."""
+
+
+class HeldBackError(StrayedError):
+    """What was held back for the last microbatch cannot be reduced with it: with each, then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,7 @@ class Proposal:
         wants_to_stop: whether somebody asked this rank to end the run.
         training: whether gradients will be computed.
         lacks_rows: whether this rank has no rows and has never had any, not even for fillers.
+        sync: how late its wrappers may reduce gradients.
     """
 
     num_rows: int
@@ -77,6 +93,7 @@ class Proposal:
     wants_to_stop: bool = False
     training: bool = True
     lacks_rows: bool = False
+    sync: Sync = Sync.EACH
 
     @property
     def largest(self) -> int:
@@ -98,6 +115,7 @@ class Agreement:
         cost: the highest of a row, None where nobody knows one.
         stops: whether any rank wants to end the run.
         donor: the lowest rank that has rows, where another lacks any to run fillers on; else None.
+        sync: how late wrappers may reduce gradients on every rank.
     """
 
     microbatch_size: int
@@ -109,6 +127,7 @@ class Agreement:
     cost: float | None
     stops: bool
     donor: int | None = None
+    sync: Sync = Sync.EACH
 
     @property
     def num_microbatches(self) -> int:

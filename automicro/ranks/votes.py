@@ -20,7 +20,7 @@ from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankE
 from automicro.ranks.exchange import SLOTS, Ballot, Exchange, failed, healthy, padded_highs
 from automicro.ranks.guards.collectives import Call
 from automicro.ranks.heartbeat import NoMissingRanks, NoWatch, Watch
-from automicro.ranks.interface import Agreement, Proposal, Report, Status
+from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
 COUNT = 4
 _LARGEST = 1 << 24  # times the ranks of any world it is exact in fp64
@@ -227,6 +227,7 @@ class Votes:
             cost=together.highs[1] if together.highs[1] > -math.inf else None,
             stops=together.flag > 0,
             donor=_donor(together.highs),
+            sync=Sync(int(-together.highs[4])),
         )
 
     def commit(
@@ -450,7 +451,7 @@ def _proposed_size(proposal: Proposal) -> float:
 def _highs(proposal: Proposal, rank: int) -> list[float]:
     cost = -math.inf if proposal.cost is None else proposal.cost
     has_rows_as = float(-rank) if proposal.num_rows else -math.inf
-    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as]
+    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as, -proposal.sync]
 
 
 def _donor(highs: Sequence[float]) -> int | None:
