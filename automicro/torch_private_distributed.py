@@ -30,6 +30,7 @@ __all__ = [
     "broadcast_on_host",
     "buffer_comm_hook",
     "can_hold_back",
+    "clear_whole_gradients",
     "collectives_of",
     "comm_hooks",
     "default_store",
@@ -41,6 +42,7 @@ __all__ = [
     "groups_of_shards",
     "has_many_groups",
     "holds_back",
+    "holds_two_types",
     "is_fsdp_module",
     "is_in_backward",
     "is_in_fsdp1",
@@ -58,6 +60,7 @@ __all__ = [
     "reset_sharded",
     "uses_symmetric_memory",
     "whole_numel",
+    "whole_parameters",
 ]
 
 
@@ -424,6 +427,34 @@ def holds_back(module: "FSDPModule") -> bool:
         or any(gradient is not None for gradient in map(_whole_gradient, group.fsdp_params))
         for group in _groups(module)
     )
+
+
+def holds_two_types(module: "FSDPModule") -> bool:
+    """Whether what a module holds back may have another type than what is still to come.
+
+    Torch cannot reduce them together, where some of its parameters have a gradient and others have
+    none yet.
+    """
+    for group in _groups(module):
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        held = {_whole_gradient(each) is not None for each in trained}
+        if len(held) > 1 and any(each.reduce_dtype is not None for each in trained):
+            return True
+    return False
+
+
+def whole_parameters(module: "FSDPModule") -> list[Tensor]:
+    """What a module gathers in place of its shards; empty before it has gathered any."""
+    every = [each for group in _groups(module) for each in group.fsdp_params]
+    return [each._unsharded_param for each in every if hasattr(each, "_unsharded_param")]
+
+
+def clear_whole_gradients(module: "FSDPModule") -> None:
+    """Put zeros in place of gradients of whole parameters that were not reduced."""
+    for group in _groups(module):
+        for gradient in map(_whole_gradient, group.fsdp_params):
+            if gradient is not None:
+                gradient.zero_()
 
 
 def _whole_gradient(parameter: Any) -> Tensor | None:

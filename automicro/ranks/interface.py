@@ -186,6 +186,9 @@ class Ranks(Protocol):
     def communication_share(self) -> float:
         """Of a device's memory, what sizes that are predicted leave to communication."""
 
+    whole_fits_below: dict[int, int]
+    """By level, the smallest size at which gradients of whole parameters did not fit."""
+
     @property
     def told(self) -> Sequence[float]:
         """The highs of the vote that ended the last attempt; empty where nobody told any."""
@@ -211,6 +214,13 @@ class Ranks(Protocol):
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Put together what all ranks bring to an attempt. All call it."""
+
+    def drop_whole_gradients(self) -> bool:
+        """After an attempt that ran out of memory: whether the same size needs less from now on.
+
+        It does where gradients of whole parameters were held back for the last microbatch. All
+        ranks answer alike.
+        """
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         """Begin the attempt that was agreed on, with so many microbatches on every rank."""
@@ -282,6 +292,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
+        self.whole_fits_below: dict[int, int] = {}
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         """There is no wrapper."""
@@ -307,6 +318,9 @@ class OneRank:
             stops=proposal.wants_to_stop,
             level=proposal.level,
         )
+
+    def drop_whole_gradients(self) -> bool:
+        return False
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         """There is nothing to guard."""

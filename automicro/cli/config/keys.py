@@ -64,6 +64,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "The run": (
         "parallel",
+        "sync",
         "device",
         "seed",
         "progress",

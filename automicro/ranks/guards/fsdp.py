@@ -19,16 +19,19 @@ from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
 from automicro.torch_private_distributed import (
     can_hold_back,
+    clear_whole_gradients,
     collectives_of,
     drop_unsharded,
     groups_of_shards,
     has_many_groups,
     holds_back,
+    holds_two_types,
     replicas_average,
     replicate_group,
     reset_sharded,
     uses_symmetric_memory,
     whole_numel,
+    whole_parameters,
     withholds_gradients,
 )
 
@@ -106,7 +109,7 @@ class GuardedReduceScatter(_Guarded):
         reduction = self.guard.reduction(self, group, op, input_tensor.device)
         self.guard.before(step, group, reduction)
         with own_collectives():
-            if self.guard.is_weightless:
+            if self.guard.weighs_nothing(self.where):
                 input_tensor.zero_()
             work: dist.Work | None = self.inner(
                 output_tensor=output_tensor,
@@ -176,7 +179,8 @@ class FsdpGuard:
         self._is_playing = False
         self._has_looked = False
         self._next_sum: dist.ProcessGroup | None = None
-        self.is_weightless = False
+        self._is_weightless = False
+        self._zeroed: set[int] = set()  # modules whose parameters get zeros for gradients
 
     communicates_in_forward = True
     has_strayed = False  # it ends an attempt
@@ -263,15 +267,25 @@ class FsdpGuard:
     @contextlib.contextmanager
     def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         assert index == self._index, "microbatches run in order"
-        self.is_weightless = weightless
+        self._is_weightless = weightless
+        holds_whole = self._sync is Sync.LAST
+        if holds_whole and self._reduces_all:
+            self._is_uneven |= any(map(holds_two_types, self._modules))
+            self._require_even()
+        hooks = self._zero_whole_gradients() if weightless and holds_whole else []
         if not self._reduces_all:
             self._hold_back(self._sync)
         try:
             yield
         finally:
-            self.is_weightless = False
+            self._is_weightless = False
+            for hook in hooks:
+                hook.remove()
             if not self._reduces_all:
                 self._hold_back(Sync.EACH)
+        if weightless and holds_whole and not self._reduces_all:
+            for where in set(range(len(self._modules))) - self._zeroed:
+                clear_whole_gradients(self._modules[where])
         if self._sync is not Sync.EACH and self._reduces_all:
             self._is_uneven |= any(map(holds_back, self._modules))
         self._require_even()
@@ -295,6 +309,24 @@ class FsdpGuard:
         for module in self._modules:
             module.set_requires_gradient_sync(sync is not Sync.LAST, recurse=False)
             module.set_requires_all_reduce(sync is Sync.EACH, recurse=False)
+
+    def _zero_whole_gradients(self) -> list[Any]:
+        """Keep what counts for nothing apart from what is held back: it may compute as NaN.
+
+        A module that was never gathered has no parameters yet, and so nothing is held back of it.
+        """
+        hooks = []
+        self._zeroed = set()
+        for where, module in enumerate(self._modules):
+            for parameter in whole_parameters(module):
+                self._zeroed.add(where)
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+        return hooks
+
+    def weighs_nothing(self, where: int) -> bool:
+        """Whether what a module is about to reduce is to be zero, whatever it computed to."""
+        return self._is_weightless and not (self._sync is Sync.LAST and where in self._zeroed)
 
     def _require_even(self) -> None:
         if self._is_uneven and self._sync is not Sync.EACH:
