@@ -41,11 +41,13 @@ from automicro.options import (
     unwrapped,
 )
 from automicro.policy.choose import make_policy
+from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
+from automicro.rungs.levels import Level, WhenTooLarge, make_levels
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -99,6 +101,11 @@ class Microbatcher:
         nested: sizes of parts of the model that need far smaller slices than the rest, by their
             names in the model: ``{"joint": "auto"}``, an int, or a mapping of `NestedSplit`'s
             arguments; or splits that were made already.
+        when_too_large: what to do where not even the smallest size fits, in training: ``"error"``;
+            ``"recompute"`` (repeated blocks keep their input alone, and compute again in the
+            backward), ``"offload"`` (what is saved for the backward waits in host memory), or a
+            list of these in order, of which each adds to those before; ``"auto"`` for what is
+            fastest of them by measured seconds, also where smaller sizes would fit.
         padding: where the lengths of padded tensors are, where names do not tell: by the path of
             a tensor the path of its lengths or of its mask, a pair of that and the dimension that
             is padded, or None for one that is never cut.
@@ -174,6 +181,7 @@ class Microbatcher:
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
         nested: NestedParts = None,
+        when_too_large: WhenTooLarge = "error",
         padding: Mapping[str, str | tuple[str, int] | None] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
@@ -237,7 +245,21 @@ class Microbatcher:
             nested=self._nested.parts,
         )
 
-        def make_phase(name: str, size: Any, argument: str, *, strict: bool = False) -> Phase:
+        self._levels = levels = make_levels(
+            when_too_large, self._modules, self._device, generators=reach.generators
+        )
+
+        for tail in {id(t): t for level in levels for t in level.tails}.values():
+            self._nested.add(tail)
+
+        def make_phase(
+            name: str,
+            size: Any,
+            argument: str,
+            *,
+            strict: bool = False,
+            levels: Sequence[Level] = (),
+        ) -> Phase:
             describe = functools.partial(
                 describe_run,
                 self._modules,
@@ -251,7 +273,7 @@ class Microbatcher:
             if remember_sizes and isinstance(size, str) and unit.is_rows:
                 shapes = functools.partial(describe_shapes, layout=self._layout)
                 recollection = Recollection(describe, shapes)
-            policy = make_policy(size, name=argument)
+            policy = make_policy(size, name=argument, unit=unit.name)
             unit.refuse_policy(policy, argument)
             if policy.explores and repeatable:
                 raise ValueError(
@@ -259,6 +281,8 @@ class Microbatcher:
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
+            if len(levels) > 1:
+                policy = Ladder(policy, [level.name for level in levels])
             return Phase(
                 name,
                 policy,
@@ -266,10 +290,11 @@ class Microbatcher:
                 strict_divisible=strict,
                 unit=unit.name,
                 recollection=recollection,
+                levels=levels,
             )
 
         self._train = make_phase(
-            "train", microbatch_size, "microbatch_size", strict=strict_divisible
+            "train", microbatch_size, "microbatch_size", strict=strict_divisible, levels=levels
         )
         self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
@@ -368,6 +393,18 @@ class Microbatcher:
     def eval_microbatch_size(self) -> int | None:
         """The same of the last evaluated batch."""
         return self._eval.size
+
+    def describe_level(self, level: str) -> str:
+        """What is done at a level that a result names, in words.
+
+        Example:
+            >>> microbatcher = Microbatcher(
+            ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), when_too_large="offload"
+            ... )
+            >>> microbatcher.describe_level("offload")
+            'what is saved for the backward waits in host memory'
+        """
+        return next(each.describe() for each in self._levels if each.name == level)
 
     @property
     def loss_average_is(self) -> str:

@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,7 +45,6 @@ __all__ = [
     "is_fsdp_module",
     "is_in_backward",
     "is_in_fsdp1",
-    "keeping_versions",
     "local_used_map",
     "mesh_dims",
     "missing_gradients",
@@ -75,19 +73,6 @@ def default_tcp_store() -> TCPStore | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None
-
-
-def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let in-place writes to tensors go unnoticed by autograd.
-
-    >>> tensor = torch.zeros(2)
-    >>> with keeping_versions([tensor]):
-    ...     _ = tensor.add_(1)
-    >>> tensor._version
-    0
-    """
-    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-    return cast(AbstractContextManager[None], preserve(tuple(tensors)))
 
 
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:

@@ -4,20 +4,28 @@ from automicro.policy.explore import Explore
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Fixed, Policy, require_size
 
-ACCEPTED = (
-    'give an int of at least 1, "auto" (found by halving), "explore" (the fastest of those that '
-    "fit), None (the whole batch), or a policy such as Halving(initial=64)"
-)
+
+def _accepted(unit: str) -> str:
+    """What makes sense where sizes are counted in this."""
+    explore = '"explore" (the fastest of those that fit), ' if unit == "rows" else ""
+    counted = "" if unit == "rows" else f" (of {unit}, with padding)"
+    return (
+        f'give an int of at least 1{counted}, "auto" (found by halving), {explore}None (the whole '
+        "batch), or a policy such as Halving(initial=64)"
+    )
 
 
 def make_policy(
-    microbatch_size: int | str | Policy | None, *, name: str = "microbatch_size"
+    microbatch_size: int | str | Policy | None,
+    *,
+    name: str = "microbatch_size",
+    unit: str = "rows",
 ) -> Policy:
     """Return the policy that a ``microbatch_size`` stands for.
 
     An int is a fixed size, ``"auto"`` starts with the whole batch and halves, ``"explore"`` looks
     for the fastest of the sizes that fit, None is always the whole batch, and a policy stands for
-    itself. ``name`` is how errors call it.
+    itself. ``name`` is how errors call it, and ``unit`` what it is counted in.
 
     Raises:
         TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
@@ -34,7 +42,7 @@ def make_policy(
             return Halving()
         if microbatch_size == "explore":
             return Explore()
-        raise ValueError(f"{name}={microbatch_size!r} means nothing: {ACCEPTED}")
+        raise ValueError(f"{name}={microbatch_size!r} means nothing: {_accepted(unit)}")
     # The class of a policy has all the methods of one, but nothing to call them on.
     if isinstance(microbatch_size, type):
         raise TypeError(
@@ -51,4 +59,4 @@ def make_policy(
     try:
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}={microbatch_size!r} is no size: {ACCEPTED}") from None
+        raise type(error)(f"{name}={microbatch_size!r} is no size: {_accepted(unit)}") from None

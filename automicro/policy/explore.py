@@ -113,7 +113,7 @@ class Explore(Policy):
         """Whether a batch to come might be cut smaller only to measure it, if it may be."""
         return not self._progress.is_over or self._fitting.wants_to_measure
 
-    def suggest(self, rows: int, cost: float | None = None) -> bool:
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
         """Start from a size that an earlier run found.
 
         Raises:

@@ -84,6 +84,11 @@ class Ladder(Policy):
         return f"Ladder({self._levels[0].policy!r}, {list(self.levels)})"
 
     @property
+    def plain(self) -> Policy:
+        """Of the sizes at level 0."""
+        return self._levels[0].policy
+
+    @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt are compared."""
         return self._policy().compares_seconds

@@ -183,8 +183,14 @@ class Policy(abc.ABC):
         """
         return False
 
-    def suggest(self, rows: int, cost: float | None = None) -> bool:
-        """Start from a size that an earlier run found, and return whether it does."""
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
+        """Start from a size that an earlier run found, and return whether it does.
+
+        Args:
+            rows: of a microbatch.
+            cost: of one row; None where nobody knows.
+            level: at which it was found.
+        """
         return False
 
     def take_rehearsal(self) -> None:  # noqa: B027

@@ -25,6 +25,7 @@ class TrainerConfig:
     eval_microbatch_size: Any = "auto"
     microbatch_unit: Any = "rows"
     nested: Any = None
+    when_too_large: Any = "error"
     padding: Any = None
     cut_padding: Any = "auto"
     strict_divisible: bool = False

@@ -43,6 +43,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "eval_microbatch_size",
         "microbatch_unit",
         "nested",
+        "when_too_large",
         "padding",
         "cut_padding",
         "memory_limit",

@@ -15,6 +15,7 @@ from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
 from automicro.ranks.interface import StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
+from automicro.torch_private import keeping_versions
 from automicro.torch_private_distributed import (
     GradBucket,
     arrive,
@@ -22,7 +23,6 @@ from automicro.torch_private_distributed import (
     comm_hooks,
     expect_gradients,
     joins_uneven_inputs,
-    keeping_versions,
     local_used_map,
     missing_gradients,
     rebuild_buckets,
