@@ -28,6 +28,7 @@ from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
+    SYNCS,
     check_choice,
     check_model,
     check_modules,
@@ -144,6 +145,9 @@ class Microbatcher:
             so that the gradient is that of one batch. False leaves ranks to whoever calls: each
             has its own mean, and the wrapper averages those of all, as ``DistributedDataParallel``
             does by itself.
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
             a fourth parameter called ``name`` it is told the metric's name.
@@ -195,6 +199,7 @@ class Microbatcher:
         update_metric: Callable[..., None] | None = None,
         state: Iterable[Any] = (),
         scales_for_ranks: bool = True,
+        sync: str = "each",
         probe: bool | str = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
@@ -206,7 +211,7 @@ class Microbatcher:
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         innermost = check_optimizer(optimizer, self._modules)
-        self._ranks = find_ranks(self._modules)
+        self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
