@@ -298,10 +298,13 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
 def _plan(step: Step, phase: Phase) -> Plan:
     ranks, rule, spare = phase.ranks, phase.rule, phase.spare
     if ranks.is_alone:
-        return plan_alone(step, rule)
+        plan = plan_alone(step, rule)
+        phase.arrange(plan.settings)
+        return plan
     with announcing_failure(ranks):
         lacks_rows = spare is not None and spare.is_lacking
         proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
+        phase.arrange(step.policy.settings)
     agreement = ranks.agree(proposal)
     if agreement.max_extent == 0:
         return nothing_to_run(stops=agreement.stops)
