@@ -39,14 +39,13 @@ from automicro.options import (
     resolve_device,
     unwrapped,
 )
-from automicro.policy.choose import make_policy
-from automicro.policy.ladder import Ladder
+from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.rungs.levels import Level, WhenTooLarge, make_levels
+from automicro.rungs.levels import Level, WhenTooLarge, is_by_time, make_levels
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -277,7 +276,10 @@ class Microbatcher:
                     f"as in {argument}=16"
                 )
             if len(levels) > 1:
-                policy = Ladder(policy, [level.name for level in levels])
+                # Seconds are compared per row, and slices by cost have rows of many lengths.
+                by_time = is_by_time(when_too_large) and unit.is_rows and not repeatable
+                names = [level.name for level in levels]
+                policy = with_levels(policy, names, by_time=by_time)
             return Phase(
                 name,
                 policy,

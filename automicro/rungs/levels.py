@@ -230,6 +230,15 @@ def check_levels(when_too_large: Any) -> None:
     _read(when_too_large)
 
 
+def is_by_time(when_too_large: WhenTooLarge) -> bool:
+    """Whether the fastest level is asked for, and not only one that fits.
+
+    >>> is_by_time("auto"), is_by_time({"auto": ["encoder.*"]}), is_by_time(["recompute"])
+    (True, True, False)
+    """
+    return _read(when_too_large)[1]
+
+
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     """Rungs in order with the names of what they are for, and whether it is ``"auto"``."""
     if isinstance(given, str):
