@@ -28,6 +28,7 @@ from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
+    SYNCS,
     check_choice,
     check_model,
     check_modules,
@@ -45,7 +46,7 @@ from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.rungs.levels import Level, WhenTooLarge, is_by_time, make_levels
+from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -143,6 +144,9 @@ class Microbatcher:
             so that the gradient is that of one batch. False leaves ranks to whoever calls: each
             has its own mean, and the wrapper averages those of all, as ``DistributedDataParallel``
             does by itself.
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
             a fourth parameter called ``name`` it is told the metric's name.
@@ -194,6 +198,7 @@ class Microbatcher:
         update_metric: Callable[..., None] | None = None,
         state: Iterable[Any] = (),
         scales_for_ranks: bool = True,
+        sync: str = "each",
         probe: bool | str = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
@@ -205,7 +210,7 @@ class Microbatcher:
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         innermost = check_optimizer(optimizer, self._modules)
-        self._ranks = find_ranks(self._modules)
+        self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
@@ -276,10 +281,14 @@ class Microbatcher:
                     f"as in {argument}=16"
                 )
             if len(levels) > 1:
-                # Seconds are compared per row, and slices by cost have rows of many lengths.
-                by_time = is_by_time(when_too_large) and unit.is_rows and not repeatable
-                names = [level.name for level in levels]
-                policy = with_levels(policy, names, by_time=by_time)
+                policy = with_levels(
+                    policy,
+                    [level.name for level in levels],
+                    # Slices by cost have rows of many lengths, whose seconds are not alike.
+                    by_time=(
+                        chooses_by_time(when_too_large) and unit.is_rows and not repeatable
+                    ),
+                )
             return Phase(
                 name,
                 policy,

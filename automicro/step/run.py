@@ -253,6 +253,15 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 rule.min_rows = 2
             attempts -= 1  # not a question of memory: the same size again
             continue
+        if done.verdict is Verdict.OUT_OF_MEMORY and ranks.drop_whole_gradients():
+            logger.log(
+                logging.WARNING if ranks.rank == 0 else logging.DEBUG,
+                "out of memory, microbatch size %d again, gradients reduced with each microbatch",
+                size,
+            )
+            tried.append(size)
+            del done  # it holds the failure
+            continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
         if plan.unit != ROWS and done.verdict is Verdict.OUT_OF_MEMORY:
