@@ -285,9 +285,7 @@ class Microbatcher:
                     policy,
                     [level.name for level in levels],
                     # Slices by cost have rows of many lengths, whose seconds are not alike.
-                    by_time=(
-                        chooses_by_time(when_too_large) and unit.is_rows and not repeatable
-                    ),
+                    by_time=(chooses_by_time(when_too_large) and unit.is_rows and not repeatable),
                 )
             return Phase(
                 name,
