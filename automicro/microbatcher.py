@@ -280,7 +280,8 @@ class Microbatcher:
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
-            by_time = chooses_by_time(when_too_large) and not repeatable
+            # Slices by cost have rows of many lengths, whose seconds are not alike.
+            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
             further = choices(self._nested.parts(), self._ranks) if levels else {}
             if len(levels) > 1 or (further and policy.explores):
                 policy = with_levels(
