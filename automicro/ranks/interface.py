@@ -186,6 +186,9 @@ class Ranks(Protocol):
     def communication_share(self) -> float:
         """Of a device's memory, what sizes that are predicted leave to communication."""
 
+    synced: Sync
+    """How late the gradients of the last attempt were reduced."""
+
     whole_fits_below: dict[int, int]
     """By level, the smallest size at which gradients of whole parameters did not fit."""
 
@@ -289,6 +292,7 @@ class OneRank:
     communicates_in_forward = False
     communication_share = 0.0
     told: Sequence[float] = ()
+    synced = Sync.EACH
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
