@@ -40,14 +40,13 @@ from automicro.options import (
     resolve_device,
     unwrapped,
 )
-from automicro.policy.choose import make_policy
-from automicro.policy.ladder import Ladder
+from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.rungs.levels import Level, WhenTooLarge, make_levels
+from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -282,7 +281,11 @@ class Microbatcher:
                     f"as in {argument}=16"
                 )
             if len(levels) > 1:
-                policy = Ladder(policy, [level.name for level in levels])
+                policy = with_levels(
+                    policy,
+                    [level.name for level in levels],
+                    by_time=chooses_by_time(when_too_large) and not repeatable,
+                )
             return Phase(
                 name,
                 policy,

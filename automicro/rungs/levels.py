@@ -219,6 +219,15 @@ def make_levels(
     return plain + [Level(tuple(rungs[: index + 1])) for index in range(len(rungs))]
 
 
+def chooses_by_time(when_too_large: WhenTooLarge) -> bool:
+    """Whether the fastest level is wanted, and not the first that fits.
+
+    >>> chooses_by_time("auto"), chooses_by_time("recompute")
+    (True, False)
+    """
+    return _read(when_too_large)[1]
+
+
 def check_levels(when_too_large: Any) -> None:
     """Refuse what stands for no levels, before there is a model.
 

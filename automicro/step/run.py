@@ -322,6 +322,7 @@ def _failing(plan: Plan) -> Outcome:
         fits=False,
         cost=plan.cost,
         level=plan.level,
+        settings=plan.settings,
     )
 
 
@@ -338,4 +339,5 @@ def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
         seconds=None if took is None or repeatable else took.seconds,
         alloc_retries=None if took is None else took.alloc_retries,
         level=plan.level,
+        settings=plan.settings,
     )
