@@ -189,6 +189,9 @@ class Ranks(Protocol):
     sync: Sync
     """How late gradients are to be reduced, where wrappers and memory allow it."""
 
+    synced: Sync
+    """How late the gradients of the last attempt were reduced."""
+
     whole_fits_below: dict[int, int]
     """By level, the smallest size at which gradients of whole parameters did not fit."""
 
@@ -292,6 +295,7 @@ class OneRank:
     communicates_in_forward = False
     communication_share = 0.0
     told: Sequence[float] = ()
+    synced = Sync.EACH
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()

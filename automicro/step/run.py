@@ -184,6 +184,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     policy, rule, ranks = step.policy, phase.rule, phase.ranks
     recalled_size = phase.begin(step)
     learned: dict[str, Any] | None = None
+    whole_fits_below = dict(ranks.whole_fits_below)
     last_size = phase.size
     tried: list[int] = []
     attempts = 0
@@ -220,7 +221,9 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             finally:
                 failure = None  # it holds this frame: a cycle
                 assert learned is not None
-                policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
+                # An impossible batch teaches nothing about others.
+                policy.load_state_dict(learned)
+                ranks.whole_fits_below = whole_fits_below
         if failure is not None:
             logger.log(
                 logging.WARNING if ranks.rank == 0 else logging.DEBUG,
