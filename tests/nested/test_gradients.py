@@ -331,11 +331,9 @@ def test_padding_that_the_loss_ignores_by_another_number_is_found_before_it_is_w
 
 def test_autocast_is_the_same_in_slices_and_when_they_are_computed_again() -> None:
     for name in ("mlp", "mlp tail"):
-        part, given = made(name)
-        part, given = (
-            part.float(),
-            [each.detach().float() if each.is_floating_point() else each for each in given],
-        )
+        part, doubles = made(name)
+        part = part.float()
+        given = [each.detach().float() if each.is_floating_point() else each for each in doubles]
         other = twin(part)
         split(part, microbatch_size=3)
         leaf, leaf_again = (given[0].clone().requires_grad_() for _ in range(2))
