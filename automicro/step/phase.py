@@ -340,6 +340,8 @@ class Phase:
             failed = None if math.isinf(self.rule.failed) else self.rule.failed
             overhead = self.rule.overhead.state_dict()
             state |= {"unit": self.rule.unit, "overhead": overhead, "failed": failed}
+        if self.is_training and self.ranks.whole_fits_below:
+            state["whole_fits_below"] = sorted(map(list, self.ranks.whole_fits_below.items()))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -361,6 +363,8 @@ class Phase:
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
         self.rule.min_rows = state["min_rows"]
+        if self.is_training:
+            self.ranks.whole_fits_below = dict(map(tuple, state.get("whole_fits_below", [])))
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -253,6 +253,15 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 rule.min_rows = 2
             attempts -= 1  # not a question of memory: the same size again
             continue
+        if done.verdict is Verdict.OUT_OF_MEMORY and ranks.drop_whole_gradients():
+            logger.log(
+                logging.WARNING if ranks.rank == 0 else logging.DEBUG,
+                "out of memory, microbatch size %d again, gradients reduced with each microbatch",
+                size,
+            )
+            tried.append(size)
+            del done  # it holds the failure
+            continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
         if plan.unit != ROWS and done.verdict is Verdict.OUT_OF_MEMORY:
@@ -310,6 +319,7 @@ def _failing(plan: Plan) -> Outcome:
         fits=False,
         cost=plan.cost,
         level=plan.level,
+        settings=plan.settings,
     )
 
 
@@ -326,4 +336,5 @@ def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
         seconds=None if took is None or repeatable else took.seconds,
         alloc_retries=None if took is None else took.alloc_retries,
         level=plan.level,
+        settings=plan.settings,
     )
