@@ -185,6 +185,8 @@ class LanguageTail:
         self.splits: dict[str, NestedSplit] = {}
         self._earlier: Any = None
         self._forward: Callable[..., Any] = model.forward
+        get_head: Any = getattr(model, "get_output_embeddings", None)
+        self._split(is_sum=False, head=get_head())
 
     @classmethod
     def of(cls, model: nn.Module, options: Mapping[str, Any]) -> "LanguageTail":

@@ -169,6 +169,7 @@ class NestedSplit:
         self._in_backward = False
         self.has_shrunk = False
         self.name = getattr(part, "__name__", type(part).__name__)
+        self.finer = 1  # into how many each slice that fits is cut, for the sake of time
         self.sizes: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,6 +182,11 @@ class NestedSplit:
     def part(self) -> Callable[..., Any]:
         """As given."""
         return self._part
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its sizes may change."""
+        return self._policy.adapts
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -430,7 +436,7 @@ class _Sizer:
         self._before: dict[str, Any] | None = None
 
     def begin(self) -> int:
-        return self._policy.propose(self.num_rows, self._cost)
+        return -(-self._policy.propose(self.num_rows, self._cost) // self._nested.finer)
 
     def smaller(self, size: int) -> int | None:
         if not self._policy.adapts:
