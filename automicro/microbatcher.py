@@ -28,6 +28,7 @@ from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
+    SYNCS,
     check_choice,
     check_model,
     check_modules,
@@ -39,20 +40,19 @@ from automicro.options import (
     resolve_device,
     unwrapped,
 )
-from automicro.policy.choose import make_policy
-from automicro.policy.ladder import Ladder
+from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.rungs.levels import Level, WhenTooLarge, make_levels
+from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
-from automicro.step.phase import Phase, Recollection, Shared
+from automicro.step.phase import Phase, Recollection, Shared, choices
 from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
@@ -144,6 +144,9 @@ class Microbatcher:
             so that the gradient is that of one batch. False leaves ranks to whoever calls: each
             has its own mean, and the wrapper averages those of all, as ``DistributedDataParallel``
             does by itself.
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
             a fourth parameter called ``name`` it is told the metric's name.
@@ -195,6 +198,7 @@ class Microbatcher:
         update_metric: Callable[..., None] | None = None,
         state: Iterable[Any] = (),
         scales_for_ranks: bool = True,
+        sync: str = "each",
         probe: bool | str = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
@@ -206,7 +210,7 @@ class Microbatcher:
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         innermost = check_optimizer(optimizer, self._modules)
-        self._ranks = find_ranks(self._modules)
+        self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
@@ -244,6 +248,9 @@ class Microbatcher:
             when_too_large, self._modules, self._device, generators=reach.generators
         )
 
+        for tail in {id(t): t for level in levels for t in level.tails}.values():
+            self._nested.add(tail)
+
         def make_phase(
             name: str,
             size: Any,
@@ -273,8 +280,13 @@ class Microbatcher:
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
-            if len(levels) > 1:
-                policy = Ladder(policy, [level.name for level in levels])
+            # Slices by cost have rows of many lengths, whose seconds are not alike.
+            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
+            further = choices(self._nested.parts(), self._ranks) if levels else {}
+            if len(levels) > 1 or (further and policy.explores):
+                policy = with_levels(
+                    policy, [level.name for level in levels], by_time=by_time, choices=further
+                )
             return Phase(
                 name,
                 policy,

@@ -1,6 +1,7 @@
 """The private names of `torch.distributed` and of its wrappers: as `torch_private`, for them."""
 
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ __all__ = [
     "before_collectives",
     "broadcast_on_host",
     "buffer_comm_hook",
+    "can_hold_back",
+    "clear_whole_gradients",
     "collectives_of",
     "comm_hooks",
     "default_store",
@@ -37,6 +40,9 @@ __all__ = [
     "group_of",
     "groups_of_shards",
     "has_many_groups",
+    "has_reduction_hook",
+    "holds_back",
+    "holds_two_types",
     "is_fsdp_module",
     "is_in_backward",
     "is_in_fsdp1",
@@ -52,6 +58,8 @@ __all__ = [
     "reset_reducer",
     "reset_sharded",
     "uses_symmetric_memory",
+    "whole_numel",
+    "whole_parameters",
 ]
 
 
@@ -361,13 +369,95 @@ def withholds_gradients(module: "FSDPModule") -> bool:
     return any(not (each.reduce_grads and each.all_reduce_grads) for each in _groups(module))
 
 
+def has_reduction_hook(module: "FSDPModule") -> bool:
+    """Whether a hook of a user's expects each reduction (``set_all_reduce_hook``)."""
+    return any(group._all_reduce_hook is not None for group in _groups(module))
+
+
+def can_hold_back(module: "FSDPModule") -> bool:
+    """Whether gradients may add up before they are reduced, as well as afterwards.
+
+    Not where they add up in a type that rounds more coarsely than that of the shards. With one rank
+    to a shard nothing tells what is in one.
+    """
+    return all(
+        group._reduce_scatter_process_group.size() > 1
+        and all(
+            torch.finfo(_reduced_in(group, each)).eps <= torch.finfo(each.sharded_param.dtype).eps
+            for each in group.fsdp_params
+            if each.sharded_param.requires_grad
+        )
+        for group in _groups(module)
+    )
+
+
+def _reduced_in(group: Any, parameter: Any) -> torch.dtype:
+    policy = group.mp_policy
+    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+    return found
+
+
+def whole_numel(module: "FSDPModule") -> int:
+    """How many numbers go into a reduce-scatter of all parameters that a module trains."""
+    num_ranks = _groups(module)[0]._reduce_scatter_process_group.size()
+    total = 0
+    for each in _groups(module)[0].fsdp_params:
+        if each.sharded_param.requires_grad:
+            size = list(each._orig_size)
+            dim = each.fsdp_placement.dim
+            size[dim] = -(-size[dim] // num_ranks) * num_ranks
+            total += math.prod(size)
+    return total
+
+
+def holds_back(module: "FSDPModule") -> bool:
+    """Whether a module has gradients that nobody has reduced over all ranks."""
+    return any(
+        group._partial_reduce_output is not None
+        or any(gradient is not None for gradient in map(_whole_gradient, group.fsdp_params))
+        for group in _groups(module)
+    )
+
+
+def holds_two_types(module: "FSDPModule") -> bool:
+    """Whether what a module holds back may have another type than what is still to come.
+
+    Torch cannot reduce them together, where some of its parameters have a gradient and others have
+    none yet.
+    """
+    for group in _groups(module):
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        held = {_whole_gradient(each) is not None for each in trained}
+        if len(held) > 1 and any(each.reduce_dtype is not None for each in trained):
+            return True
+    return False
+
+
+def whole_parameters(module: "FSDPModule") -> list[Tensor]:
+    """What a module gathers in place of its shards; empty before it has gathered any."""
+    every = [each for group in _groups(module) for each in group.fsdp_params]
+    return [each._unsharded_param for each in every if hasattr(each, "_unsharded_param")]
+
+
+def clear_whole_gradients(module: "FSDPModule") -> None:
+    """Put zeros in place of gradients of whole parameters that were not reduced."""
+    for group in _groups(module):
+        for gradient in map(_whole_gradient, group.fsdp_params):
+            if gradient is not None:
+                gradient.zero_()
+
+
+def _whole_gradient(parameter: Any) -> Tensor | None:
+    gradient: Tensor | None = parameter.unsharded_accumulated_grad
+    whole = getattr(parameter, "_unsharded_param", None)
+    return gradient if gradient is not None or whole is None else whole.grad
+
+
 def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:
-    """The group over which gradients are summed right after the reduce-scatter; None for none."""
+    """The group of ranks that have replicas of a module's shards; None for none."""
     group = _groups(module)[0]
-    if group._is_hsdp and group.all_reduce_grads:
-        found: dist.ProcessGroup = group._all_reduce_process_group
-        return found
-    return None
+    found: dist.ProcessGroup | None = group._all_reduce_process_group if group._is_hsdp else None
+    return found
 
 
 def replicas_average(module: "FSDPModule", op: Any) -> bool:

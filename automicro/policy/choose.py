@@ -1,8 +1,12 @@
 """From what users write as ``microbatch_size=`` to a policy."""
 
-from automicro.policy.explore import Explore
+from collections.abc import Mapping, Sequence
+
+from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.halving import Halving
+from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy, require_size
+from automicro.policy.search import Value
 
 
 def _accepted(unit: str) -> str:
@@ -60,3 +64,42 @@ def make_policy(
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}={microbatch_size!r} is no size: {_accepted(unit)}") from None
+
+
+def with_levels(
+    policy: Policy,
+    levels: Sequence[str],
+    *,
+    by_time: bool,
+    choices: Mapping[str, Sequence[Value]] | None = None,
+) -> Policy:
+    """Return a policy that finds the level beside the size.
+
+    One that explores sizes explores levels with them. Others climb when not even their smallest
+    size fits, or where the clock may decide, choose the level that is the fastest with the largest
+    size that fits there.
+
+    Args:
+        policy: of the sizes, that has not begun.
+        levels: their names, that of level 0 first; names of rungs that are used together are
+            joined by " + ".
+        by_time: whether the clock may decide. It may not where runs have to be repeatable.
+        choices: further coordinates and their values, those that need the least memory first; of
+            no use where the clock may not decide.
+
+    Raises:
+        ValueError: if levels have no names of their own, or a coordinate has no value.
+        TypeError: if the policy cannot be copied.
+
+    >>> with_levels(Halving(), ["plain", "recompute"], by_time=False)
+    Ladder(Halving(initial=None), ['plain', 'recompute'])
+    >>> with_levels(Halving(), ["plain", "recompute"], by_time=True)
+    FastestLevel(Halving(initial=None), ['plain', 'recompute'])
+    >>> with_levels(Explore(), ["plain", "recompute"], by_time=True)
+    Explore(max_steps=60, ['plain', 'recompute'])
+    """
+    if isinstance(policy, Explore):
+        return policy.with_levels(levels, choices)
+    if by_time:
+        return FastestLevel(policy, levels, choices)
+    return Ladder(policy, levels)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.options import check_choice
 from automicro.rungs.blocks import find_blocks, named_blocks, shown_blocks
 from automicro.rungs.offload import offloading
@@ -27,8 +28,10 @@ logger = logging.getLogger(__name__)
 PLAIN = "plain"
 """The name of level 0."""
 
-RECOMPUTE, OFFLOAD = "recompute", "offload"
-RUNGS = (RECOMPUTE, OFFLOAD)  # a further rung is named here, and made in `_Maker.rung`
+RECOMPUTE, OFFLOAD, NESTED = "recompute", "offload", "nested"
+RUNGS = (RECOMPUTE, OFFLOAD, NESTED)  # a further rung is named here, and made in `_Maker.rung`
+# A tail in slices leaves outputs without logits, which metrics may want.
+_OF_AUTO = (RECOMPUTE, OFFLOAD)
 _CHOICES = ("error", *RUNGS, "auto")
 
 _NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
@@ -76,6 +79,11 @@ class Level:
     def name(self) -> str:
         """Of all rungs, or `PLAIN`."""
         return " + ".join(rung.name for rung in self.rungs) or PLAIN
+
+    @property
+    def tails(self) -> list[LanguageTail]:
+        """Of language models, that run in slices."""
+        return [rung.tail for rung in self.rungs if isinstance(rung, NestedTail)]
 
     @property
     def is_plain(self) -> bool:
@@ -141,6 +149,29 @@ class Offload:
         return "what is saved for the backward waits in host memory"
 
 
+@dataclass
+class NestedTail:
+    """Head and loss of a language model run in slices, so that its logits are never there whole.
+
+    Args:
+        tail: of the model.
+    """
+
+    tail: LanguageTail
+    name: str = field(default=NESTED, init=False)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        self.tail.attach()
+        try:
+            yield
+        finally:
+            self.tail.remove()
+
+    def describe(self) -> str:
+        return "the logits and their loss are computed in slices"
+
+
 def make_levels(
     when_too_large: WhenTooLarge,
     modules: Sequence[nn.Module],
@@ -188,6 +219,15 @@ def make_levels(
     return plain + [Level(tuple(rungs[: index + 1])) for index in range(len(rungs))]
 
 
+def chooses_by_time(when_too_large: WhenTooLarge) -> bool:
+    """Whether the fastest level is wanted, and not the first that fits.
+
+    >>> chooses_by_time("auto"), chooses_by_time("recompute")
+    (True, False)
+    """
+    return _read(when_too_large)[1]
+
+
 def check_levels(when_too_large: Any) -> None:
     """Refuse what stands for no levels, before there is a model.
 
@@ -205,7 +245,7 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
         check_choice("when_too_large", given, _CHOICES)
         if given == "error":
             return {}, False
-        return (dict.fromkeys(RUNGS), True) if given == "auto" else ({given: None}, False)
+        return (dict.fromkeys(_OF_AUTO), True) if given == "auto" else ({given: None}, False)
     if isinstance(given, Mapping):
         return _read_mapping(given)
     if not isinstance(given, Sequence):
@@ -246,13 +286,13 @@ def _read_mapping(given: Mapping[Any, Any]) -> tuple[dict[str, list[str] | None]
         )
     if not given:
         raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
-    wanted: dict[str, list[str] | None] = dict.fromkeys(RUNGS) if is_auto else {}
+    wanted: dict[str, list[str] | None] = dict.fromkeys(_OF_AUTO) if is_auto else {}
     for name, value in given.items():
         check_choice("when_too_large", name, (*RUNGS, "auto"))
-        if name == OFFLOAD:
+        if name in (OFFLOAD, NESTED):
             if value is not True and value is not None:
                 raise ValueError(
-                    f"when_too_large={dict(given)!r}: {OFFLOAD!r} has no names, but {value!r}; "
+                    f"when_too_large={dict(given)!r}: {name!r} has no names, but {value!r}; "
                     f"{_example()}"
                 )
             wanted[name] = None
@@ -289,7 +329,19 @@ class _Maker:
     def rung(self, name: str, names: list[str] | None) -> Rung:
         if name == OFFLOAD:
             return Offload(self.modules)
+        if name == NESTED:
+            return NestedTail(self._tail())
         return Recompute(self._blocks(names), self._random)
+
+    def _tail(self) -> LanguageTail:
+        model = find_language_model(self.modules[0])
+        if model is None:
+            raise ValueError(
+                f"{type(self.modules[0]).__name__} is no language model of transformers', whose "
+                "head and loss are known by name; give the part that computes them a size of its "
+                "own with nested={…}, or leave 'nested' out of when_too_large"
+            )
+        return LanguageTail(model, {"microbatch_unit": "tokens"})
 
     @functools.cached_property
     def _devices(self) -> tuple[torch.device, ...]:

@@ -184,6 +184,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     policy, rule, ranks = step.policy, phase.rule, phase.ranks
     recalled_size = phase.begin(step)
     learned: dict[str, Any] | None = None
+    whole_fits_below = dict(ranks.whole_fits_below)
     last_size = phase.size
     tried: list[int] = []
     attempts = 0
@@ -220,7 +221,9 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             finally:
                 failure = None  # it holds this frame: a cycle
                 assert learned is not None
-                policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
+                # An impossible batch teaches nothing about others.
+                policy.load_state_dict(learned)
+                ranks.whole_fits_below = whole_fits_below
         if failure is not None:
             logger.log(
                 logging.WARNING if ranks.rank == 0 else logging.DEBUG,
@@ -252,6 +255,15 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             if done.verdict is Verdict.NEEDS_TWO_ROWS:
                 rule.min_rows = 2
             attempts -= 1  # not a question of memory: the same size again
+            continue
+        if done.verdict is Verdict.OUT_OF_MEMORY and ranks.drop_whole_gradients():
+            logger.log(
+                logging.WARNING if ranks.rank == 0 else logging.DEBUG,
+                "out of memory, microbatch size %d again, gradients reduced with each microbatch",
+                size,
+            )
+            tried.append(size)
+            del done  # it holds the failure
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
@@ -289,10 +301,13 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
 def _plan(step: Step, phase: Phase) -> Plan:
     ranks, rule, spare = phase.ranks, phase.rule, phase.spare
     if ranks.is_alone:
-        return plan_alone(step, rule)
+        plan = plan_alone(step, rule)
+        phase.arrange(plan.settings)
+        return plan
     with announcing_failure(ranks):
         lacks_rows = spare is not None and spare.is_lacking
         proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
+        phase.arrange(step.policy.settings)
     agreement = ranks.agree(proposal)
     if agreement.max_extent == 0:
         return nothing_to_run(stops=agreement.stops)
@@ -310,6 +325,7 @@ def _failing(plan: Plan) -> Outcome:
         fits=False,
         cost=plan.cost,
         level=plan.level,
+        settings=plan.settings,
     )
 
 
@@ -326,4 +342,5 @@ def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
         seconds=None if took is None or repeatable else took.seconds,
         alloc_retries=None if took is None else took.alloc_retries,
         level=plan.level,
+        settings=plan.settings,
     )

@@ -37,6 +37,7 @@ class TrainerConfig:
     rehearse: str | None = None
     precision: str = "fp32"
     gradient_sums: str = "fp32"
+    sync: str = "each"
     grad_clip_norm: float | None = None
     parameter_groups: Any = ()
     non_finite: str = "stop"

@@ -27,7 +27,7 @@ from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, describe_hours
 from automicro.memory.device import peak_bytes
-from automicro.policy.explore import Explore
+from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy
@@ -228,7 +228,11 @@ def describe_size(policy: Policy) -> str:
     ('auto', '4', 'whole batch')
     >>> describe_size(Explore()), describe_size(Ladder(Fixed(8), ["plain", "recompute"]))
     ('explore', '8, then recompute')
+    >>> describe_size(FastestLevel(Halving(), ["plain", "recompute"]))
+    'auto, and the fastest of plain, recompute'
     """
+    if isinstance(policy, FastestLevel):
+        return f"{describe_size(policy.plain)}, and the fastest of {', '.join(policy.levels)}"
     if isinstance(policy, Ladder):
         return f"{describe_size(policy.plain)}, then {' or '.join(policy.levels[1:])}"
     if isinstance(policy, Halving) and policy.state_dict()["limit"] is None:

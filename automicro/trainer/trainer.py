@@ -141,6 +141,9 @@ class Trainer:
         gradient_sums: what the gradients of parameters in bf16 or fp16 add up in, where a batch is
             split: ``"fp32"``, or ``"native"`` for the parameters' own type, which needs less
             memory. On several ranks it is always their own.
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
         grad_clip_norm: the largest norm of the gradient of all the optimizer's parameters
             together; larger gradients are scaled down to it.
         non_finite: what to do where the loss of a batch, or the norm of its gradient where that
@@ -220,6 +223,7 @@ class Trainer:
         strict_divisible: bool = False,
         precision: str = "fp32",
         gradient_sums: str = "fp32",
+        sync: str = "each",
         grad_clip_norm: float | None = None,
         non_finite: str = "stop",
         channels_last: bool = False,
@@ -302,6 +306,7 @@ class Trainer:
                 "strict_divisible": strict_divisible,
                 "precision": precision,
                 "gradient_sums": gradient_sums,
+                "sync": sync,
                 "batch_layout": batch_layout,
                 "microbatch_unit": microbatch_unit,
                 "nested": nested,

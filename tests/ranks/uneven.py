@@ -88,11 +88,16 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def train_on_words(
-    kind: str | None, loss: str, rows: Sequence[int], parts: int, earlier: bool = False
+    kind: str | None,
+    loss: str,
+    rows: Sequence[int],
+    parts: int,
+    earlier: bool = False,
+    sync: str = "each",
 ) -> list[Tensor]:
     """Loss and whole gradient of a step, of batches of so many rows, each given in parts."""
     model = tagger(kind)
-    microbatcher = Microbatcher(model, microbatch_size=3, probe=False, **LOSSES[loss])
+    microbatcher = Microbatcher(model, microbatch_size=3, probe=False, sync=sync, **LOSSES[loss])
     inputs, targets = words(sum(rows))
     rank = dist.get_rank() if kind else 0
     if 0 in rows:

@@ -49,7 +49,7 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
         ([], ValueError, "is empty"),
         ({}, ValueError, "is empty"),
         (["offload", "offload"], ValueError, "names 'offload' twice"),
-        (3, TypeError, "of type int; use one of error, recompute, offload, auto"),
+        (3, TypeError, "of type int; use one of error, recompute, offload, nested, auto"),
         (True, TypeError, "of type bool"),
         ([3], TypeError, "lists 3 of type int"),
         ({"recompute": 3}, TypeError, "3 of type int names no blocks"),

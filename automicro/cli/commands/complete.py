@@ -72,6 +72,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "eval_dataloader.microbatch_size": _SIZES,
     "eval_microbatch_size": _SIZES,
     "gradient_sums": ("fp32", "native"),
+    "sync": ("each", "auto"),
     "loss_average": ("auto", "samples", "tokens", "none"),
     "cut_padding": ("auto", *_TRUTH),
     "microbatch_size": _SIZES,

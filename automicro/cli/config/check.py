@@ -48,6 +48,7 @@ from automicro.migration import synonym_of
 from automicro.nested.parts import check_nested
 from automicro.options import (
     GRADIENT_SUMS,
+    SYNCS,
     check_choice,
     check_precision_name,
     read_accumulation,
@@ -577,6 +578,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
     "precision": check_precision_name,
     "gradient_sums": lambda value: check_choice("gradient_sums", value, GRADIENT_SUMS),
+    "sync": lambda value: check_choice("sync", value, SYNCS),
     "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
     "parallel": read_parallel,

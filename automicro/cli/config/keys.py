@@ -65,6 +65,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "The run": (
         "parallel",
+        "sync",
         "device",
         "seed",
         "progress",
