@@ -52,7 +52,7 @@ from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
-from automicro.step.phase import Phase, Recollection, Shared
+from automicro.step.phase import Phase, Recollection, Shared, choices
 from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
@@ -285,11 +285,12 @@ class Microbatcher:
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
-            if len(levels) > 1:
+            # Slices by cost have rows of many lengths, whose seconds are not alike.
+            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
+            further = choices(self._nested.parts(), self._ranks) if levels else {}
+            if len(levels) > 1 or (further and policy.explores):
                 policy = with_levels(
-                    policy,
-                    [level.name for level in levels],
-                    by_time=chooses_by_time(when_too_large) and not repeatable,
+                    policy, [level.name for level in levels], by_time=by_time, choices=further
                 )
             return Phase(
                 name,
