@@ -209,6 +209,11 @@ class Microbatcher:
         self._modules = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
+        for argument, size in (
+            ("microbatch_size", microbatch_size),
+            ("eval_microbatch_size", eval_microbatch_size),
+        ):
+            _refuse_to_cut(self._modules, size, argument)
         innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
@@ -792,3 +797,16 @@ class Microbatcher:
             cost = cost_of_row(contents, num_rows)
             found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=contents))
         return found
+
+
+def _refuse_to_cut(modules: Iterable[nn.Module], size: Any, argument: str) -> None:
+    """Refuse a size for a model that says of itself that it compares all rows of a batch."""
+    if size is None:
+        return
+    for module in (each for root in modules for each in root.modules()):
+        if getattr(module, "compares_rows", False) is True:
+            raise ValueError(
+                f"{argument}={size!r}, and {type(module).__name__} compares all rows of a batch, "
+                f"which has to stay whole: give {argument}=None; its encoders have sizes of their "
+                "own, and run in slices"
+            )
