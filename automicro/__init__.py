@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from automicro.memory.budget import MemoryBudget
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
+    from automicro.nested.split import NestedSplit, split
     from automicro.planning.plan import plan
     from automicro.planning.report import PlanReport
     from automicro.policy.explore import Explore
@@ -93,6 +94,7 @@ _HOMES = {
     "PaddingWarning": "automicro.errors",
     "MemoryBudget": "automicro.memory.budget",
     "Microbatcher": "automicro.microbatcher",
+    "NestedSplit": "automicro.nested.split",
     "NonFiniteLossError": "automicro.errors",
     "OptimizerStepError": "automicro.errors",
     "Outcome": "automicro.policy.policy",
@@ -116,6 +118,7 @@ _HOMES = {
     "plan": "automicro.planning.plan",
     "register_batch_type": "automicro.batch.structure",
     "replay": "automicro.replaying",
+    "split": "automicro.nested.split",
     "split_batch": "automicro.batch.layout",
     "verify": "automicro.verification.verify",
 }
@@ -148,6 +151,7 @@ __all__ = [
     "MemoryBudget",
     "MetricWarning",
     "Microbatcher",
+    "NestedSplit",
     "NonFiniteLossError",
     "OptimizerStepError",
     "Outcome",
@@ -172,6 +176,7 @@ __all__ = [
     "plan",
     "register_batch_type",
     "replay",
+    "split",
     "split_batch",
     "verify",
 ]

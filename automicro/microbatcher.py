@@ -23,6 +23,7 @@ from automicro.loss.probe import Prober
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice
 from automicro.modules import evaluation_mode
+from automicro.nested.parts import NestedParts, NestedSizes
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     GRADIENT_SUMS,
@@ -94,6 +95,9 @@ class Microbatcher:
             the cost of a row: then the rows of a batch are sorted by it and packed into
             microbatches that cost no more than the size with their padding, which is cut to the
             longest row of each.
+        nested: sizes of parts of the model that need far smaller slices than the rest, by their
+            names in the model: ``{"joint": "auto"}``, an int, or a mapping of `NestedSplit`'s
+            arguments; or splits that were made already.
         padding: where the lengths of padded tensors are, where names do not tell: by the path of
             a tensor the path of its lengths or of its mask, a pair of that and the dimension that
             is padded, or None for one that is never cut.
@@ -165,6 +169,7 @@ class Microbatcher:
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
+        nested: NestedParts = None,
         padding: Mapping[str, str | tuple[str, int] | None] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
@@ -206,6 +211,7 @@ class Microbatcher:
                 "update_metric": update_metric,
             }
         )
+        self._nested = NestedSizes(nested, model=unwrapped(model), modules=self._modules)
         self._spare = SpareRows(self._layout, self._ranks)
         self._unit = unit = MicrobatchUnit(
             microbatch_unit,
@@ -223,6 +229,7 @@ class Microbatcher:
             observer=carrying.hiding(observer),
             repeatable=repeatable,
             state=read_state(state),
+            nested=self._nested.parts,
         )
 
         def make_phase(name: str, size: Any, argument: str, *, strict: bool = False) -> Phase:
@@ -369,7 +376,9 @@ class Microbatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
-        return {"train": self._train.state_dict(), "eval": self._eval.state_dict()}
+        state = {"train": self._train.state_dict(), "eval": self._eval.state_dict()}
+        nested = self._nested.state_dict()
+        return state | ({"nested": nested} if nested else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with sizes that were found earlier.
@@ -377,7 +386,8 @@ class Microbatcher:
         Raises:
             ValueError: a state of other policies than these.
         """
-        check_state(state, self.state_dict())
+        check_state(state, {"train": None, "eval": None})
+        self._nested.load_state_dict(state.get("nested", {}))
         self._train.load_state_dict(state["train"])
         self._eval.load_state_dict(state["eval"])
 

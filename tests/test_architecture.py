@@ -31,6 +31,7 @@ LAYERS = (
     ("batch", "checkpoints", "doctor", "ranks", "transaction"),
     ("compilation",),
     ("loss", "optimizer", "remembered"),
+    ("nested",),
     ("step",),
     ("microbatcher",),
     ("events", "exploring", "planning", "replaying", "torture", "verification"),
@@ -94,6 +95,7 @@ PUBLIC_NAMES = [
     "MetricWarning",
     "PaddingWarning",
     "Microbatcher",
+    "NestedSplit",
     "NonFiniteLossError",
     "OptimizerStepError",
     "Outcome",
@@ -117,6 +119,7 @@ PUBLIC_NAMES = [
     "plan",
     "register_batch_type",
     "replay",
+    "split",
     "split_batch",
     "verify",
 ]

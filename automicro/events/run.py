@@ -24,12 +24,24 @@ class Sizes:
     '4 × 128 of 512'
     >>> str(Sizes(num_rows=10, microbatch_size=4, num_microbatches=3))
     '3 × up to 4 of 10'
+    >>> str(Sizes(num_rows=64, microbatch_size=32, num_microbatches=2, nested={"joint": 4}))
+    '2 × 32 of 64, joint 4 at a time'
+
+    Attributes:
+        num_rows: of the batch.
+        microbatch_size: of the largest microbatch.
+        num_microbatches: of the batch.
+        unit: of sizes.
+        level: how microbatches were computed.
+        nested: rows of the largest slice of parts with a size of their own, by their names.
     """
 
     num_rows: int
     microbatch_size: int
     num_microbatches: int
     unit: str = "rows"
+    level: str = "plain"
+    nested: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, result: StepResult | EvalResult) -> "Sizes":
@@ -39,12 +51,16 @@ class Sizes:
             microbatch_size=result.microbatch_size,
             num_microbatches=result.num_microbatches,
             unit=result.microbatch_unit,
+            level=result.level,
+            nested=dict(result.nested_sizes),
         )
 
     def __str__(self) -> str:
-        return describe_cut(
+        cut = describe_cut(
             self.num_rows, self.microbatch_size, self.num_microbatches, unit=self.unit
         )
+        words = [cut, *(f"{name} {size} at a time" for name, size in self.nested.items())]
+        return ", ".join(words if self.level == "plain" else [*words, self.level])
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ the same sizes on every rank and in every test.
 import abc
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Outcome:
         seconds: how long the attempt took.
         cost: of one row (elements, tokens): rows of the same structure that are longer cost more.
         alloc_retries: how often the allocator had to free its cache and ask again.
+        level: at which it ran, see `Policy.levels`.
 
     Raises:
         ValueError: if the size is not between 1 and the rows of the batch, or the cost is not a
@@ -47,6 +49,7 @@ class Outcome:
     seconds: float | None = None
     cost: float | None = None
     alloc_retries: int | None = None
+    level: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size <= self.num_rows:
@@ -100,10 +103,16 @@ class Policy(abc.ABC):
     outcome tells; `canonical_size` says what becomes of a proposal. A batch of which not even the
     smallest size fits teaches nothing: the caller puts back what ``state_dict`` gave before it.
 
+    Where microbatches can be computed at several levels (as they come, or with less memory and more
+    time), the caller asks `level_for` each batch, sets ``level``, and then asks for sizes. When
+    nothing smaller is left it asks to `climb` before it gives up.
+
     Attributes:
         adapts: whether sizes may change. Where they may not, running out of memory is final.
         multiple_of: what the caller makes slices a multiple of, but for the last one.
         may_measure: set by the caller before each batch: whether it may be.
+        levels: the name of each level, the plain one first.
+        level: set by the caller before it asks for sizes: the level at which they will be used.
         grown_from: rows that had been known to fit, where the last outcome was the first that
             fitted with more after memory had run out; else None.
         explores: whether it tries sizes that fit for the sake of time, so that a run with it has
@@ -129,6 +138,8 @@ class Policy(abc.ABC):
     adapts: bool = True
     multiple_of: int = 1
     may_measure: bool = True
+    levels: Sequence[str] = ("plain",)
+    level: int = 0
     grown_from: int | None = None
     explores: bool = False
     exploration: Exploration | None = None
@@ -154,6 +165,23 @@ class Policy(abc.ABC):
 
     def record(self, outcome: Outcome) -> None:  # noqa: B027
         """Learn what became of an attempt."""
+
+    def level_for(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the level at which a batch should begin: 0, where there is no other.
+
+        Args:
+            num_rows: of the batch.
+            cost: of its costliest row; None where nobody knows.
+        """
+        return 0
+
+    def climb(self, cost: float | None = None) -> bool:
+        """Go one level up, because nothing smaller is left; return whether there is one.
+
+        Args:
+            cost: of the costliest row of the batch that did not fit; None where nobody knows.
+        """
+        return False
 
     def suggest(self, rows: int, cost: float | None = None) -> bool:
         """Start from a size that an earlier run found, and return whether it does."""

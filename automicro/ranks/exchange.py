@@ -38,7 +38,7 @@ class Ballot(NamedTuple):
         max_extent: the largest of a batch: its rows, or what they cost.
         min_rows: of a batch.
         num_rows: of all batches.
-        size: the smallest proposed.
+        size: the smallest proposed, below it whole steps for levels (see ``ranks.votes``).
         fewest_unused: the fewest parameters that no microbatch of a rank used.
         highs: of what the highest of all ranks counts.
         sums: of what is added up over ranks.

@@ -43,8 +43,10 @@ class Status(enum.IntEnum):
     """The model ran other collectives than before: the same again, with a vote before each."""
     TWO_ROWS = 2
     """BatchNorm refused a single row: the same size, cut so that no row is alone."""
-    OUT_OF_MEMORY = 3
-    FATAL = 4
+    SMALLER_PART = 3
+    """Memory ran out in a part with a size of its own, smaller now: the same size again."""
+    OUT_OF_MEMORY = 4
+    FATAL = 5
 
 
 class StrayedError(Exception):
@@ -58,6 +60,7 @@ class Proposal:
     Attributes:
         num_rows: of this rank's batch, or of all that count as one; 0 where its data have run out.
         microbatch_size: that its policy proposes.
+        level: at which it is to be used.
         denominators: what each loss of its batch is divided by, by name.
         num_batches: that count as one.
         max_extent: what sizes are shares of, of the largest of them: its rows, or what they cost as
@@ -77,6 +80,7 @@ class Proposal:
     wants_to_stop: bool = False
     training: bool = True
     lacks_rows: bool = False
+    level: int = 0
 
     @property
     def largest(self) -> int:
@@ -89,7 +93,7 @@ class Agreement:
     """What all ranks together bring to a step; the same on every one of them.
 
     Attributes:
-        microbatch_size: the smallest that a rank proposed, at most `max_extent`.
+        microbatch_size: the smallest that a rank proposed at the level, at most `max_extent`.
         max_extent: rows of the largest batch, or what they cost as one slice.
         min_rows: rows of the smallest batch.
         num_rows: of all batches.
@@ -98,6 +102,7 @@ class Agreement:
         cost: the highest of a row, None where nobody knows one.
         stops: whether any rank wants to end the run.
         donor: the lowest rank that has rows, where another lacks any to run fillers on; else None.
+        level: the highest that a rank proposed.
     """
 
     microbatch_size: int
@@ -109,6 +114,7 @@ class Agreement:
     cost: float | None
     stops: bool
     donor: int | None = None
+    level: int = 0
 
     @property
     def num_microbatches(self) -> int:
@@ -280,6 +286,7 @@ class OneRank:
             num_batches=proposal.num_batches,
             cost=proposal.cost,
             stops=proposal.wants_to_stop,
+            level=proposal.level,
         )
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:

@@ -217,8 +217,9 @@ class Votes:
         self._agreements += 1
         self._trained += proposal.training
         max_extent = int(together.max_extent)
+        level, size = _level_and_size(together.size)
         return Agreement(
-            microbatch_size=max(1, int(min(together.size, max_extent))),
+            microbatch_size=max(1, int(min(size, max_extent))),
             max_extent=max_extent,
             min_rows=int(together.min_rows),
             num_rows=int(together.num_rows),
@@ -227,6 +228,7 @@ class Votes:
             cost=together.highs[1] if together.highs[1] > -math.inf else None,
             stops=together.flag > 0,
             donor=_donor(together.highs),
+            level=level,
         )
 
     def commit(
@@ -441,10 +443,32 @@ class Votes:
         raise self._broken from error
 
 
+# The smallest number of all ranks is to be the smallest size at the highest level: each level
+# takes so much off. Sizes are below half of it, and fp64 holds all exactly.
+_LEVEL = 2.0**40
+
+
 def _proposed_size(proposal: Proposal) -> float:
     # Whose whole batch fits says nothing about larger ones.
     fits = proposal.microbatch_size >= proposal.largest
-    return math.inf if fits else float(proposal.microbatch_size)
+    size = _LEVEL / 2 if fits else float(proposal.microbatch_size)
+    return size - proposal.level * _LEVEL
+
+
+def _level_and_size(lowest: float) -> tuple[int, float]:
+    """The highest level, and the smallest size of the ranks that proposed it.
+
+    >>> sizes = [Proposal(num_rows=9, microbatch_size=2), Proposal(num_rows=9, microbatch_size=4)]
+    >>> above = Proposal(num_rows=9, microbatch_size=8, level=1)
+    >>> _level_and_size(min(map(_proposed_size, sizes)))
+    (0, 2.0)
+    >>> _level_and_size(min(map(_proposed_size, [*sizes, above])))
+    (1, 8.0)
+    """
+    if lowest == math.inf:  # no rank has told any
+        return 0, lowest
+    level = math.ceil(-lowest / _LEVEL)
+    return level, lowest + level * _LEVEL
 
 
 def _highs(proposal: Proposal, rank: int) -> list[float]:

@@ -88,6 +88,7 @@ class Verdict(enum.Enum):
     DECLINED = "it went through, and nobody wants it"
     OUT_OF_MEMORY = "memory ran out"
     NEEDS_TWO_ROWS = "BatchNorm cannot train on the one row of a slice"
+    SMALLER_PART = "memory ran out in a part with a size of its own, which is smaller now"
     STRAYED = "collectives of several ranks, or gradients, have to be watched"
 
 
@@ -181,7 +182,7 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
         transaction.commit()
         return Tried(verdict=Verdict.COMMITTED, result=result, measured=measured)
     except BaseException as error:
-        status = _status(error, plan, can_recut=can_recut)
+        status = _status(error, plan, phase, can_recut=can_recut)
         if status is Status.FATAL and ranks.is_alone:
             _roll_back(transaction, error)
             _explain(error, plan)
@@ -210,6 +211,8 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
             return Tried(verdict=Verdict.STRAYED)
         if status is Status.TWO_ROWS:
             return Tried(verdict=Verdict.NEEDS_TWO_ROWS)
+        if status is Status.SMALLER_PART:
+            return Tried(verdict=Verdict.SMALLER_PART)
         if not ranks.is_alone:
             measured = measured_by_all(ranks.told, measured)
         if narrator is not None:
@@ -220,12 +223,14 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
         del failure  # it holds this frame: a cycle
 
 
-def _status(error: BaseException, plan: Plan, *, can_recut: bool) -> Status:
+def _status(error: BaseException, plan: Plan, phase: Phase, *, can_recut: bool) -> Status:
     if can_recut and _leaves_one_alone(plan) and needs_two_rows(error):
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED
-    return Status.OUT_OF_MEMORY if classify(error) is Failure.RETRYABLE else Status.FATAL
+    if classify(error) is not Failure.RETRYABLE:
+        return Status.FATAL
+    return Status.SMALLER_PART if phase.has_smaller_parts() else Status.OUT_OF_MEMORY
 
 
 def _leaves_one_alone(plan: Plan) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from automicro.errors import SizeCacheWarning, describe_error, warn
 from automicro.memory.device import use_libraries
 from automicro.memory.meter import Meter
 from automicro.modules import ModuleIndex
+from automicro.nested.split import NestedSplit
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import OneRank, Ranks, announcing_failure
 from automicro.reach import Reach
@@ -213,6 +214,7 @@ class Shared:
         observer: told of every attempt; None for nobody.
         repeatable: whether sizes may not depend on how long attempts took.
         state: further state of the caller's, as parts of a transaction.
+        nested: parts of the modules that have a size of their own.
     """
 
     modules: Sequence[nn.Module]
@@ -223,6 +225,7 @@ class Shared:
     observer: Observer | None = None
     repeatable: bool = False
     state: Sequence[Part] = ()
+    nested: Callable[[], Iterable[NestedSplit]] = tuple
 
     @functools.cached_property
     def index(self) -> ModuleIndex:
@@ -394,6 +397,15 @@ class Phase:
     def random_state(self) -> RandomState:
         """Every generator that a step may draw from."""
         return RandomState(self._shared.devices, self.reach.generators)
+
+    def has_smaller_parts(self) -> bool:
+        """Whether the memory that has run out was that of parts, which have smaller sizes now."""
+        took = [nested.took_shortage() for nested in self._shared.nested()]  # all are asked
+        return any(took)
+
+    def nested_sizes(self) -> dict[str, int]:
+        """Rows of the largest slice of each part with a size of its own, in its last call."""
+        return {each.name: max(each.sizes) for each in self._shared.nested() if each.sizes}
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""

@@ -39,6 +39,11 @@ class ReadBatch:
         """What a policy takes it for: its rows, or what they cost as one slice."""
         return self.num_rows if self.packing is None else self.packing.extent
 
+    @property
+    def row_cost(self) -> float | None:
+        """What the smallest microbatch costs: a row, the costliest where they differ."""
+        return self.cost if self.packing is None else self.packing.largest([1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -209,6 +214,7 @@ class Plan:
         is_measuring: whether it is smaller than fits, and only there to measure what rows need.
         agreement: with the other ranks; None where there are none.
         budget: that the policy proposed; a single row may be larger. The size unless given.
+        level: at which microbatches are computed, of the policy's levels.
     """
 
     cuts: list[Cut]
@@ -222,6 +228,7 @@ class Plan:
     is_measuring: bool = False
     agreement: Agreement | None = None
     budget: int | None = None
+    level: int = 0
 
     @property
     def most(self) -> int:
@@ -229,10 +236,20 @@ class Plan:
         return self.size if self.budget is None else min(self.size, self.budget)
 
     def needs_less_than(self, other: "Plan") -> bool:
-        """Whether the largest slice is smaller, or others beside it are: there are more of them."""
+        """Whether slices are smaller, or computed at a higher level.
+
+        Where sizes are costs, more of them are smaller beside the largest.
+        """
+        if self.level != other.level:
+            return self.level > other.level
         if self.unit != ROWS and self.num_microbatches > other.num_microbatches:
             return True
         return self.size < other.size
+
+    @property
+    def row_cost(self) -> float | None:
+        """What the smallest microbatch costs, of those of this size: see `Policy.climb`."""
+        return self.cost if self.unit == ROWS else float(self.size)
 
     @property
     def num_fillers(self) -> int:
@@ -259,6 +276,8 @@ class Finished(Generic[T]):
         recalled_size: rows that an earlier run found, where the step was the first to use them.
         grown_from: rows that had been known to fit, where the step was the first with more.
         exploration: how far the search for the fastest size has come; None where there is none.
+        level_name: how microbatches were computed, in words.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
     """
 
     result: T | None
@@ -270,6 +289,8 @@ class Finished(Generic[T]):
     recalled_size: int | None = None
     grown_from: int | None = None
     exploration: Exploration | None = None
+    level_name: str = "plain"
+    nested_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def cuts(self) -> list[Cut]:
@@ -280,6 +301,11 @@ class Finished(Generic[T]):
     def microbatch_size(self) -> int:
         """Of the largest slice, in the unit of sizes."""
         return self.plan.size
+
+    @property
+    def level(self) -> int:
+        """At which it ran, of the policy's levels."""
+        return self.plan.level
 
     @property
     def counts(self) -> Counts:
@@ -299,6 +325,8 @@ class Finished(Generic[T]):
             "exploration": self.exploration,
             "stops": plan.stops,
             "peak_bytes": None if self.measured is None else self.measured.peak_bytes,
+            "level": self.level_name,
+            "nested_sizes": self.nested_sizes,
         }
 
 
@@ -309,6 +337,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         BatchError: as `CutRule.cut`.
     """
     policy = step.policy
+    policy.level = _level_for(step)
     unit = policy.multiple_of
     if len(step.batches) == 1:
         [batch] = step.batches
@@ -325,6 +354,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
             unit=rule.unit,
             is_measuring=policy.is_measuring(batch.extent, batch.cost),
             budget=None if rule.unit == ROWS else proposed,
+            level=policy.level,
         )
     sizes = [_propose(each, policy, rule) for each in step.batches]
     cuts = [
@@ -344,6 +374,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         unit=rule.unit,
         is_measuring=any(map(policy.is_measuring, step.extents, step.costs)),
         budget=None if rule.unit == ROWS else max(sizes),
+        level=policy.level,
     )
 
 
@@ -356,6 +387,7 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
         training: whether gradients are computed.
         lacks_rows: whether it has no rows, not even for fillers.
     """
+    step.policy.level = _level_for(step)
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
     largest = max(step.extents, default=0)
     # A batch that goes whole says nothing of the size of others.
@@ -370,6 +402,7 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
         wants_to_stop=step.wants_to_stop,
         training=training,
         lacks_rows=lacks_rows,
+        level=step.policy.level,
     )
 
 
@@ -380,6 +413,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         BatchError: ``strict_divisible`` is set, and ranks have batches of different rows.
     """
     policy, size = step.policy, agreement.microbatch_size
+    policy.level = agreement.level
     unit = policy.multiple_of
     if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_extent:
         raise BatchError(
@@ -413,6 +447,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         is_measuring=policy.is_measuring(agreement.max_extent, agreement.cost),
         agreement=agreement,
         budget=None if rule.unit == ROWS else agreement.microbatch_size,
+        level=agreement.level,
     )
 
 
@@ -429,6 +464,12 @@ def nothing_to_run(*, stops: bool) -> Plan:
 
 def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
     return [size for size in rows_of_microbatches(num_rows, count, min_rows=min_rows) if size]
+
+
+def _level_for(step: Step) -> int:
+    """The level that the batch begins at which needs the highest."""
+    levels = [step.policy.level_for(each.extent, each.row_cost) for each in step.batches]
+    return max(levels, default=0)
 
 
 def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:

@@ -25,6 +25,8 @@ class Counts(TypedDict):
     exploration: Exploration | None
     stops: bool
     peak_bytes: int | None
+    level: str
+    nested_sizes: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,6 +62,9 @@ class StepResult:
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
         peak_bytes: the most that live tensors held in the attempt that succeeded, on any rank; None
             where nobody counts, or sizes are fixed.
+        level: how microbatches were computed: ``"plain"``, or what saved memory, such as
+            ``"recompute"``; see ``when_too_large``.
+        nested_sizes: rows of the largest slice of each part with a size of its own, by its name.
         loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
             ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
             ``"wrong"`` where a few rows showed that it is another. Ranks other than 0 do not look.
@@ -82,6 +87,8 @@ class StepResult:
     exploration: Exploration | None = None
     stops: bool = False
     peak_bytes: int | None = None
+    level: str = "plain"
+    nested_sizes: Mapping[str, int] = field(default_factory=dict)
     loss_average_is: str = "unchecked"
     outputs: Any = None
     carry: Any = None
@@ -120,6 +127,8 @@ class EvalResult:
         exploration: as in `StepResult`.
         stops: as in `StepResult`.
         peak_bytes: as in `StepResult`.
+        level: as in `StepResult`.
+        nested_sizes: as in `StepResult`.
         carry: as in `StepResult`.
     """
 
@@ -140,6 +149,8 @@ class EvalResult:
     exploration: Exploration | None = None
     stops: bool = False
     peak_bytes: int | None = None
+    level: str = "plain"
+    nested_sizes: Mapping[str, int] = field(default_factory=dict)
     carry: Any = None
 
     @property
@@ -158,6 +169,9 @@ def _one_line(result: StepResult | EvalResult) -> str:
     up_to = "" if result.microbatch_unit == "rows" else "up to "
     size = f"{result.microbatch_size} {result.microbatch_unit}"
     words.append(f"{result.num_microbatches} × {up_to}{size}")
+    words += [f"{name} {size} at a time" for name, size in result.nested_sizes.items()]
+    if result.level != "plain":
+        words.append(result.level)
     if result.ooms:
         words.append(f"out of memory with {', '.join(map(str, result.failed_sizes))}")
     if result.is_measuring:

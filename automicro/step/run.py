@@ -159,7 +159,7 @@ T = TypeVar("T")
 
 
 def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
-    """Attempt a step at ever smaller sizes, until it fits.
+    """Attempt a step at ever smaller sizes, then at the next level, until it fits.
 
     Where no rank has any row nothing is attempted, and there is no result.
 
@@ -192,6 +192,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             failed = plan
             continue
         if failure is not None and failed is not None and not plan.needs_less_than(failed):
+            if policy.climb(failed.row_cost):
+                continue  # it proposes anew, one level up
             try:
                 if not policy.adapts:
                     give_up_fixed(failure, plan, tried[-1])
@@ -213,10 +215,11 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if failure is not None:
             logger.log(
                 logging.WARNING if ranks.rank == 0 else logging.DEBUG,
-                "out of memory, microbatch size %d → %d %s (%s)",
+                "out of memory, microbatch size %d → %d %s%s (%s)",
                 tried[-1],
                 plan.most,
                 plan.unit.removesuffix("s") if plan.most == 1 else plan.unit,
+                f", {policy.levels[plan.level]}" if plan.level else "",
                 describe_cut(sum(step.rows), size, plan.num_microbatches, unit=plan.unit),
             )
             failure = None  # it holds this frame, which the next attempt may leave by an exception
@@ -234,6 +237,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             can_recut=rule.min_rows == 1 and (policy.adapts or not ranks.is_alone),
             times=not phase.is_repeatable and (policy.compares_seconds or phase.fits_overhead),
         )
+        if done.verdict is Verdict.SMALLER_PART:
+            continue  # the same size: the policy has nothing to learn from it
         if done.verdict in (Verdict.NEEDS_TWO_ROWS, Verdict.STRAYED):
             if done.verdict is Verdict.NEEDS_TWO_ROWS:
                 rule.min_rows = 2
@@ -262,6 +267,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 recalled_size=recalled_size,
                 grown_from=policy.grown_from,
                 exploration=policy.exploration,
+                level_name=policy.levels[plan.level],
+                nested_sizes=phase.nested_sizes(),
             )
             phase.end(finished)
             return finished
@@ -288,7 +295,13 @@ def _plan(step: Step, phase: Phase) -> Plan:
 
 def _failing(plan: Plan) -> Outcome:
     """That slices of what was proposed do not fit."""
-    return Outcome(num_rows=plan.extent, microbatch_size=plan.most, fits=False, cost=plan.cost)
+    return Outcome(
+        num_rows=plan.extent,
+        microbatch_size=plan.most,
+        fits=False,
+        cost=plan.cost,
+        level=plan.level,
+    )
 
 
 def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
@@ -303,4 +316,5 @@ def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
         capacity_bytes=None if took is None else took.capacity_bytes,
         seconds=None if took is None or repeatable else took.seconds,
         alloc_retries=None if took is None else took.alloc_retries,
+        level=plan.level,
     )

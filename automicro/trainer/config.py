@@ -24,6 +24,7 @@ class TrainerConfig:
     microbatch_size: Any = "auto"
     eval_microbatch_size: Any = "auto"
     microbatch_unit: Any = "rows"
+    nested: Any = None
     padding: Any = None
     cut_padding: Any = "auto"
     strict_divisible: bool = False

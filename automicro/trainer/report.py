@@ -36,6 +36,8 @@ class FitSummary:
         microbatch_size: settled on: that of the last of the largest batches, and not of one that
             was cut smaller to measure.
         microbatch_unit: what it is counted in.
+        level: how microbatches of that batch were computed, see `StepResult`.
+        nested_sizes: of parts with a size of their own, see `StepResult`.
         num_microbatches: how many of them made up that batch.
         batch_size: rows of that batch, of several devices on that of rank 0.
         eval_microbatch_size: settled on, in the same; None without an evaluation.
@@ -66,6 +68,8 @@ class FitSummary:
     batch_size: int
     eval_microbatch_size: int | None
     microbatch_unit: str = "rows"
+    level: str = "plain"
+    nested_sizes: Mapping[str, int] = field(default_factory=dict)
     train_loss: float
     stop_reason: str | None = None
     loss_average_is: str = "unchecked"
@@ -96,6 +100,8 @@ class FitSummary:
             microbatch_size=self.microbatch_size,
             num_microbatches=self.num_microbatches,
             unit=self.microbatch_unit,
+            level=self.level,
+            nested=self.nested_sizes,
         )
 
     def _repr_html_(self) -> str:
@@ -199,6 +205,8 @@ def summarize(
         microbatch_size=cut.microbatch_size,
         num_microbatches=cut.num_microbatches,
         microbatch_unit=cut.unit,
+        level=cut.level,
+        nested_sizes=cut.nested,
         batch_size=cut.num_rows,
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,

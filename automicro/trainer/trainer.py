@@ -16,6 +16,7 @@ from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Run
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
+from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
@@ -118,6 +119,8 @@ class Trainer:
         microbatch_unit: what microbatch sizes are counted in: ``"rows"``, ``"tokens"``,
             ``"seconds"`` or a function from a row to its cost, by which the rows of each batch are
             then sorted and packed.
+        nested: sizes of parts that need far smaller slices than the rest of the model, by their
+            names: ``{"joint": "auto"}``; see `NestedSplit`.
         padding: where the lengths of padded tensors are, by their paths.
         cut_padding: whether each microbatch is cut to its longest row: ``"auto"`` for where that
             changes nothing.
@@ -203,6 +206,7 @@ class Trainer:
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
+        nested: NestedParts = None,
         padding: Mapping[str, Any] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
@@ -295,6 +299,7 @@ class Trainer:
                 "gradient_sums": gradient_sums,
                 "batch_layout": batch_layout,
                 "microbatch_unit": microbatch_unit,
+                "nested": nested,
                 "padding": padding,
                 "cut_padding": cut_padding,
                 "update_metric": update_metric,

@@ -1,8 +1,9 @@
 """Random number generators: a retried attempt draws the numbers that the failed one drew."""
 
+import contextlib
 import ctypes
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.reach import Reach
+from automicro.values import same_values
 
 _Words = ctypes.c_char * 2500  # of a Mersenne Twister: 624 numbers, and where in them it stands
 
@@ -69,15 +71,49 @@ class RandomState:
     def roll_back(self) -> None:
         if self._state is None:
             return
-        python, numpy, cpu, accelerators, own = self._state
+        self._set(self._state)
+        self._state = None
+
+    def _set(self, state: tuple[Any, ...]) -> None:
+        python, numpy, cpu, accelerators, own = state
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        for device, state in accelerators:
-            torch.get_device_module(device).set_rng_state(state, device)
-        for generator, state in own:
-            set_state(generator, state)
-        self._state = None
+        for device, there in accelerators:
+            torch.get_device_module(device).set_rng_state(there, device)
+        for generator, there in own:
+            set_state(generator, there)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any number was drawn since it began."""
+        before, self._state = self._state, None
+        self.begin()
+        now, self._state = self._state, before
+        return not same_values(before, now)
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Meanwhile the numbers come that came after it began; afterwards, those that were next.
+
+        >>> state = RandomState([])
+        >>> state.begin()
+        >>> first = torch.rand(1)
+        >>> with state.replaying():
+        ...     again = torch.rand(1)
+        >>> torch.equal(first, again)
+        True
+        """
+        before = self._state
+        assert before is not None
+        self.begin()
+        now, self._state = self._state, before
+        assert now is not None
+        self._set(before)
+        try:
+            yield
+        finally:
+            self._set(now)
 
 
 class OwnGenerators:

@@ -17,6 +17,8 @@ from automicro.memory.residents import measure_residents
 from automicro.optimizer import step as clipping
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
+from automicro.policy.halving import Halving
+from automicro.policy.ladder import Ladder
 from tests.ranks.uneven import Sum
 
 CPU = torch.device("cpu")
@@ -44,6 +46,37 @@ def batch(
 
 def full(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def climb(kind: str) -> dict[str, Any]:
+    """Steps of which rank 1 has long rows every other time, which do not fit at level 0."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model: Any = nn.Linear(1, 1)
+    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+    policy = Ladder(Halving(), ["plain", "recompute"])
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[1] > 8 and policy.level == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss: Tensor = model(x[..., None]).square().mean()
+        return loss
+
+    microbatcher = Microbatcher(
+        model, forward=forward, loss_average="samples", microbatch_size=policy, probe=False
+    )
+    levels, failed, gradients = [], [], []
+    for step in range(4):
+        is_long = rank == 1 and step % 2 == 0
+        x = torch.arange(1, 5)[:, None].expand(4, 32 if is_long else 4) / 8
+        result = microbatcher.backward(x)
+        levels.append(policy.level)
+        failed.append(len(result.failed_sizes))
+        gradients += [full(each.grad).sum().item() for each in model.parameters()]
+        model.zero_grad()
+    # Rows are alike but for their lengths.
+    assert torch.allclose(torch.tensor(gradients[:2]), torch.tensor(gradients[2:4]))
+    return {"levels": levels, "failed": failed, "state": str(policy.state_dict())}
 
 
 def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
 from tests.ranks.agreeing import (
+    climb,
     clip,
     count_residents,
     decline,
@@ -27,6 +28,15 @@ def test_ranks_with_other_limits_find_one_size(world2: World, kind: str) -> None
     first, second = world2.run(train_within, kind, ["10MiB", limit])
     assert first == second
     assert first["failed"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_go_up_and_down_between_levels_together(world2: World, kind: str) -> None:
+    first, second = world2.run(climb, kind)
+    assert first == second
+    # One rank alone has long rows that fit at level 1 only, in the first and third step.
+    assert first["levels"] == [1, 0, 1, 0]
+    assert first["failed"] == [3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("size", ["auto", 4])

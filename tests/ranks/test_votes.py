@@ -68,6 +68,20 @@ def test_the_smallest_size_is_agreed_on_but_for_ranks_whose_whole_batch_fits() -
     assert run(4, work) == [4, 4, 4, 4]
 
 
+def test_the_highest_level_counts_and_the_smallest_size_at_it() -> None:
+    def work(ranks: CoordinatedRanks) -> list[tuple[int, int]]:
+        found = []
+        for levels in ([0, 0, 0], [0, 1, 1], [1, 1, 2], [0, 0, 2]):
+            size = [2, 6, 4][ranks.rank]
+            proposed = proposal(0, num_rows=9, microbatch_size=size, level=levels[ranks.rank])
+            agreement = ranks.agree(proposed)
+            found.append((agreement.level, agreement.microbatch_size))
+        whole = ranks.agree(proposal(0, microbatch_size=8, level=int(ranks.rank == 1)))
+        return [*found, (whole.level, whole.microbatch_size)]
+
+    assert run(3, work) == [[(0, 2), (1, 4), (2, 4), (2, 4), (1, 8)]] * 3
+
+
 def test_any_rank_can_ask_for_the_end() -> None:
     def work(ranks: CoordinatedRanks) -> bool:
         return ranks.agree(proposal(0, wants_to_stop=ranks.rank == 2)).stops

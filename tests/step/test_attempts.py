@@ -10,6 +10,7 @@ import torch
 
 from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
 from automicro.memory.residents import ResidentMemory
+from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
 from automicro.step.events import Narrator
 from automicro.step.phase import Phase, Shared
@@ -114,6 +115,71 @@ def test_what_one_batch_taught_holds_for_the_next() -> None:
         finished = run(fits(4, tried), 8, policy)
     assert tried == [[8], [4, 4], [4, 4]]
     assert len(finished.failed_sizes) == 0
+
+
+def climbing(
+    policy: Policy, most: Sequence[int], tried: list[tuple[int, int]]
+) -> Callable[[list[int]], str]:
+    """Fits with so many rows at each level."""
+
+    def attempt(sizes: list[int]) -> str:
+        tried.append((policy.level, max(sizes)))
+        if max(sizes) > most[policy.level]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return "done"
+
+    return attempt
+
+
+def test_where_not_even_one_row_fits_the_next_level_is_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = Ladder(Halving(), ["plain", "recompute"])
+    tried: list[tuple[int, int]] = []
+    with caplog.at_level(logging.WARNING, "automicro.attempts"):
+        finished = run(climbing(policy, [0, 4], tried), 8, policy)
+    assert tried == [(0, 8), (0, 4), (0, 2), (0, 1), (1, 8), (1, 4)]
+    assert (finished.level, finished.attempts, finished.microbatch_size) == (1, 6, 4)
+    said = [record.getMessage().split(" (")[0] for record in caplog.records]
+    assert said[2] == "out of memory, microbatch size 2 → 1 row"
+    assert said[3] == "out of memory, microbatch size 1 → 8 rows, recompute"
+    del tried[:]
+    assert run(climbing(policy, [0, 4], tried), 8, policy).level == 1
+    assert tried == [(1, 4)]
+
+
+def test_a_fixed_size_has_levels_too_and_says_how_it_ends() -> None:
+    policy = Ladder(Fixed(4), ["plain", "recompute"])
+    tried: list[tuple[int, int]] = []
+    assert run(climbing(policy, [3, 4], tried), 8, policy).level == 1
+    assert tried == [(0, 4), (1, 4)]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(climbing(policy, [3, 3], tried), 8, policy)
+    assert "the microbatch size is fixed" in "".join(caught.value.__notes__)
+
+
+def test_the_smallest_size_of_the_highest_level_is_the_last_and_teaches_nothing() -> None:
+    policy = Ladder(Halving(), ["plain", "recompute"])
+    before = policy.state_dict()
+    tried: list[tuple[int, int]] = []
+    with pytest.raises(SampleTooLargeError):
+        run(climbing(policy, [0, 0], tried), 2, policy)
+    assert tried == [(0, 2), (0, 1), (1, 2), (1, 1)]
+    assert policy.state_dict() == before
+
+
+def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
+    policy = Ladder(Halving(), ["plain", "recompute"])
+    rows = [ReadBatch(batch=None, num_rows=4, cost=cost) for cost in (10.0, 1.0)]
+    policy.record(Outcome(num_rows=4, microbatch_size=1, fits=False, cost=10.0))
+    policy.climb(10.0)
+    policy.record(Outcome(num_rows=4, microbatch_size=4, fits=True, cost=10.0, level=1))
+    levels = []
+    for batches in (rows, rows[1:]):
+        step = Step(batches=batches, policy=policy)
+        phase = Phase("train", policy, Shared(modules=[], device=torch.device("cpu")))
+        levels.append(run_step(step, Attempt(lambda _: "done"), phase).level)
+    assert levels == [1, 0]
 
 
 def test_the_smallest_size_is_the_last_and_teaches_nothing() -> None:

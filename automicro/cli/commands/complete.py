@@ -77,6 +77,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "microbatch_size": _SIZES,
     "microbatch_unit": ("rows", "tokens", "seconds"),
     "non_finite": ("stop", "skip", "ignore"),
+    "nested": ("null",),
     "padding": ("null",),
     "parallel": ("ddp", "fsdp", "null"),
     "precision": ("fp32", "bf16", "fp16"),

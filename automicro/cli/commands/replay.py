@@ -115,6 +115,7 @@ def _make(recipe: "Recipe", failed: "FailedBatch") -> "Callable[[], ReplayReport
         "optimizer": optimizer,
         "loss_average": recipe.make_loss_average(),
         "batch_layout": config.batch_layout,
+        "nested": config.nested,
         "padding": config.padding,
         "cut_padding": config.cut_padding,
         "precision": "bf16" if config.precision == "fp16" else config.precision,

@@ -45,6 +45,7 @@ from automicro.compilation import check_compile
 from automicro.data.plan import MODES
 from automicro.errors import ConfigError
 from automicro.migration import synonym_of
+from automicro.nested.parts import check_nested
 from automicro.options import (
     GRADIENT_SUMS,
     check_choice,
@@ -72,6 +73,7 @@ OF_ANY_TYPE: Mapping[str, tuple[type, ...]] = {
     "cut_padding": (bool, str),
     "loss_average": (str, Mapping),
     "microbatch_unit": (str, Mapping),
+    "nested": (Mapping, NoneType),
     "padding": (Mapping, NoneType),
 }
 SIZES = ("microbatch_size", "eval_microbatch_size")
@@ -564,6 +566,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "microbatch_size": _check_size,
     "eval_microbatch_size": _check_size,
     "microbatch_unit": _check_unit,
+    "nested": check_nested,
     "padding": Padding,
     "cut_padding": check_cut_padding,
     "memory_limit": _check_limit,

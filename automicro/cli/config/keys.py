@@ -42,6 +42,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "microbatch_size",
         "eval_microbatch_size",
         "microbatch_unit",
+        "nested",
         "padding",
         "cut_padding",
         "memory_limit",

@@ -223,6 +223,7 @@ _IN_WORDS = {
     "microbatch_size": "a whole number, auto, explore, a node or null",
     "eval_microbatch_size": "a whole number, auto, explore, a node or null",
     "microbatch_unit": "rows, tokens, seconds, or a node that gives a function",
+    "nested": "a mapping, or null",
     "padding": "a mapping, or null",
     "cut_padding": "auto, true or false",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",

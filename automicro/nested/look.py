@@ -1,0 +1,345 @@
+"""A look at a few rows of a part: what it gives, and that slices of it are the same.
+
+Nothing tells from outside what a part is. So before it is cut, a few rows go through it whole and
+in two uneven pieces, without a trace: in evaluation mode, without gradients, with buffers and
+random numbers put back.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import LossAverageError, LossAverageWarning, UnsplittableModelError, warn
+from automicro.loss.averages import (
+    IGNORED,
+    REMEDY,
+    Average,
+    LossAverage,
+    candidates,
+    is_declared,
+    read_average,
+)
+from automicro.loss.conventions import TARGET_KEYS
+from automicro.loss.passes import extra_pass
+from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.memory.oom import Failure, classify, release
+from automicro.modules import evaluation_mode
+from automicro.nested.slices import Call
+from automicro.torch_private import AnyBatchNorm
+
+ROWS = (4, 2)
+"""How many rows are looked at; fewer where memory runs out."""
+
+# How far two ways of computing one thing may be apart, by the widest type.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 3e-2
+_NAMES = ("samples", "tokens", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What is known of a part.
+
+    Attributes:
+        averages: what its loss averages over; None where it gives outputs and no loss.
+        is_sure: whether another look would show nothing new.
+    """
+
+    averages: Mapping[str, Average] | None
+    is_sure: bool
+
+
+def look(
+    call: Call, modules: Sequence[nn.Module], declared: LossAverage, known: Looked | None
+) -> Looked:
+    """Look at a few rows of a call.
+
+    Args:
+        call: of the part.
+        modules: of the part.
+        declared: what its loss is said to average over, or ``"auto"``.
+        known: from earlier calls.
+
+    Raises:
+        LossAverageError: the losses of slices do not add up as declared, or in no known way.
+        UnsplittableModelError: slices give other outputs than the whole.
+        BaseException: not even two rows fit without gradients.
+
+    Warns:
+        LossAverageWarning: it could not be seen that slices are the same.
+    """
+    num_rows = call.layout.num_rows(call.batch)
+    counts = _counts(call.batch, num_rows)
+    if known is not None and (counts is None or len(set(counts)) == 1):
+        return known  # these rows show nothing new
+    failure: BaseException | None = None
+    for most in ROWS:
+        try:
+            with _without_trace(call):
+                return _Look(call, modules, _telling(num_rows, most, counts), declared).judge()
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE or most == ROWS[-1] or num_rows <= 2:
+                raise
+            failure = error
+        try:
+            release(failure, call.device)
+        finally:
+            failure = None  # it holds this frame: a cycle
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _without_trace(call: Call) -> Iterator[None]:
+    undo = call.undoing()
+    undo.begin()
+    try:
+        with extra_pass(), torch.no_grad():
+            yield
+    finally:
+        undo.roll_back()
+
+
+class _Look:
+    """The outputs for a few rows, whole and in two pieces."""
+
+    def __init__(
+        self,
+        call: Call,
+        modules: Sequence[nn.Module],
+        indices: Sequence[int],
+        declared: LossAverage,
+    ) -> None:
+        self._call, self._modules, self._declared = call, modules, declared
+        self._rows = call.layout.take_rows(call.batch, indices)
+        self._sizes = [1, len(indices) - 1]
+
+    def judge(self) -> Looked:
+        """What the part is.
+
+        Raises:
+            LossAverageError, UnsplittableModelError: as `look`.
+        """
+        first = self._compute(self._rows)
+        again = self._compute(self._rows)
+        is_tail = _is_loss(first)
+        averages_over_rows = any(isinstance(each, AnyBatchNorm) for each in self._all_modules())
+        if averages_over_rows or not _is_same(first, again, tolerance=0.0):
+            with evaluation_mode(self._modules):
+                first, again = self._compute(self._rows), self._compute(self._rows)
+                if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=0.0):
+                    return self._unseen(is_tail)
+                return self._judge_loss(first) if is_tail else self._judge_outputs(first)
+        return self._judge_loss(first) if is_tail else self._judge_outputs(first)
+
+    def _all_modules(self) -> Iterator[nn.Module]:
+        return (each for root in self._modules for each in root.modules())
+
+    def _compute(self, rows: Any) -> Any:
+        return self._call.compute(map_tensors(rows, lambda leaf: leaf.detach().clone()), {})
+
+    def _averages(self, declared: LossAverage) -> Mapping[str, Average]:
+        return read_average(
+            declared, loss_fn=None, model=nn.Identity(), targets=targets_of, reads_model=False
+        )
+
+    def _unseen(self, is_tail: bool) -> Looked:
+        if not is_tail:
+            averages = None
+        elif is_declared(self._declared):
+            averages = self._averages(self._declared)
+        else:
+            raise LossAverageError(
+                "what the loss of a part averages over cannot be seen: in evaluation mode it gives "
+                f"no loss, or another one each time; {REMEDY}"
+            )
+        warn(
+            "it could not be seen that slices of a part compute the same as the whole: in "
+            "evaluation mode it gives something else than in training, or other values each time",
+            LossAverageWarning,
+        )
+        return Looked(averages=averages, is_sure=True)
+
+    def _judge_outputs(self, whole: Any) -> Looked:
+        parts = [self._compute(rows) for rows in self._split(self._rows)]
+        pieces = [[leaf for _, leaf in tensor_leaves(part)] for part in parts]
+        for (path, leaf), *cut in zip(tensor_leaves(whole), *pieces, strict=False):
+            if leaf.dim() == 0 or any(each.dim() != leaf.dim() for each in cut):
+                self._refuse(path, f"a tensor of shape {tuple(leaf.shape)}")
+            try:
+                joined = torch.cat(cut)
+            except RuntimeError:
+                self._refuse(path, "tensors of other shapes in each slice")
+            if not _is_same(leaf, joined, tolerance=_tolerance(leaf)):
+                self._refuse(path, "other values in slices than in the whole")
+        return Looked(averages=None, is_sure=True)
+
+    def _refuse(self, path: str, what: str) -> NoReturn:
+        named = f" {path!r}" if path else ""
+        raise UnsplittableModelError(
+            f"a part with a size of its own gives{named} {what}, so it computes something over "
+            "rows and cannot be cut; give a size to a part that computes each row by itself (a "
+            "loss is a tensor without any dimension, and the only output)"
+        )
+
+    def _split(self, rows: Any) -> list[Any]:
+        return self._call.layout.split(rows, self._sizes)
+
+    def _judge_loss(self, whole: Tensor) -> Looked:
+        losses = [(self._rows, whole, [self._compute(part) for part in self._split(self._rows)])]
+        changed = _with_fewer_targets(self._rows)
+        if changed is not None:
+            with contextlib.suppress(Exception):  # targets that it does not know
+                parts = [self._compute(part) for part in self._split(changed)]
+                losses.append((changed, self._compute(changed), parts))
+        if not all(
+            bool(torch.isfinite(loss)) for _, loss, parts in losses for loss in [loss, *parts]
+        ):
+            losses = losses[:1]
+            if not bool(torch.isfinite(whole)):
+                declared = self._declared if is_declared(self._declared) else "tokens"
+                return Looked(averages=self._averages(declared), is_sure=False)
+        if is_declared(self._declared):
+            averages = self._averages(self._declared)
+            if not self._adds_up(averages, losses):
+                found = self._which(losses)
+                hint = f"; it is {found}" if found else f"; {REMEDY}"
+                raise LossAverageError(
+                    f"the losses of slices of a part do not add up to its loss with "
+                    f"loss_average={self._declared!r}{hint}"
+                )
+            return Looked(averages=averages, is_sure=True)
+        matching = [
+            name
+            for name in _NAMES
+            if self._can(name) and self._adds_up(self._averages(name), losses)
+        ]
+        if not matching:
+            found = self._which(losses)
+            hint = f"pass loss_average={found}" if found else REMEDY
+            raise LossAverageError(
+                "the losses of slices of a part add up to its loss neither as a mean over samples "
+                f"or targets nor as a sum, so that it cannot be cut as it is; {hint}"
+            )
+        name = "tokens" if "tokens" in matching else matching[0]
+        return Looked(averages=self._averages(name), is_sure=len(matching) == 1)
+
+    def _can(self, name: str) -> bool:
+        return name != "tokens" or _integers(self._rows) is not None
+
+    def _which(self, losses: Sequence[tuple[Any, Tensor, Sequence[Tensor]]]) -> str | None:
+        """What a user would declare, in code."""
+        convention: Any = SimpleNamespace(targets=targets_of)
+        for candidate in candidates(self._rows, convention):
+            with contextlib.suppress(Exception):  # one that does not apply
+                if self._adds_up(self._averages(candidate.value), losses):
+                    return candidate.code
+        return None
+
+    def _adds_up(
+        self,
+        averages: Mapping[str, Average],
+        losses: Sequence[tuple[Any, Tensor, Sequence[Tensor]]],
+    ) -> bool:
+        for rows, whole, parts in losses:
+            cut = CutBatch(batch=rows, microbatches=self._split(rows), sizes=self._sizes)
+            weights = BatchWeights(averages, [cut])
+            summed = [weights.apply(index, loss, {})[0] for index, loss in enumerate(parts)]
+            if not _is_same(whole, torch.stack(summed).sum(), tolerance=_tolerance(whole)):
+                return False
+        return True
+
+
+def targets_of(batch: Mapping[str, Any]) -> Tensor:
+    """The targets among the arguments of a tail: by name, else the last tensor of whole numbers.
+
+    >>> targets_of({"hidden": torch.ones(2, 3), "target": torch.tensor([1, 2])}).tolist()
+    [1, 2]
+    """
+    for name in TARGET_KEYS:
+        if isinstance(batch.get(name), Tensor):
+            return cast(Tensor, batch[name])
+    integers = _integers(batch)
+    if integers is not None:
+        return integers
+    leaves = tensor_leaves(batch)
+    if not leaves:
+        raise LossAverageError(f"a tail was given no tensor that could be its targets; {REMEDY}")
+    return leaves[-1][1]
+
+
+def _integers(batch: Any) -> Tensor | None:
+    """The last tensor of whole numbers with the most dimensions: lengths have one."""
+    found = [
+        leaf
+        for _, leaf in tensor_leaves(batch)
+        if leaf.dim() and not leaf.is_floating_point() and leaf.dtype is not torch.bool
+    ]
+    most = max((leaf.dim() for leaf in found), default=0)
+    return next((leaf for leaf in reversed(found) if leaf.dim() == most), None)
+
+
+def _counts(batch: Any, num_rows: int) -> list[int] | None:
+    """How many targets of each row count; None where there are none."""
+    targets = targets_of(batch) if tensor_leaves(batch) else None
+    if targets is None or targets.is_floating_point() or targets.shape[:1] != (num_rows,):
+        return None
+    counted: list[int] = (targets != IGNORED).reshape(num_rows, -1).sum(1).tolist()
+    return counted
+
+
+def _telling(num_rows: int, most: int, counts: Sequence[int] | None) -> list[int]:
+    """Rows of which as many differ as may be, the first in a piece of its own."""
+    if counts is None:
+        return list(range(min(num_rows, most)))
+    order = sorted(range(num_rows), key=lambda row: counts[row])
+    fewest = next((row for row in order if counts[row]), order[0])
+    others = [row for row in reversed(order) if row != fewest]
+    return [fewest, *others[: most - 1]]
+
+
+def _with_fewer_targets(rows: Any) -> Any:
+    """The same rows, of which the first has fewer targets; None where that cannot be asked.
+
+    On an accelerator a target that a loss does not know may end the process.
+    """
+    targets = _integers(rows)
+    if targets is None or targets.device.type != "cpu" or not targets.numel():
+        return None
+    fewer = targets.clone()
+    first = fewer[0].reshape(-1)
+    if first.numel() < 2:
+        fewer[-1] = IGNORED
+    else:
+        first[: first.numel() // 2] = IGNORED
+        fewer[0] = first.reshape(fewer[0].shape)
+    return map_tensors(rows, lambda leaf: fewer if leaf is targets else leaf)
+
+
+def _is_loss(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.dim() == 0
+
+
+def _tolerance(like: Tensor) -> float:
+    return _TOLERANCES.get(like.dtype, _COARSE)
+
+
+def _is_same(one: Any, other: Any, *, tolerance: float) -> bool:
+    ones, others = tensor_leaves(one), tensor_leaves(other)
+    if len(ones) != len(others):
+        return False
+    for (_, a), (_, b) in zip(ones, others, strict=True):
+        if a.shape != b.shape:
+            return False
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        a, b = a.to("cpu", wide), b.to("cpu", wide)
+        difference = torch.linalg.vector_norm((a - b).nan_to_num())
+        size = torch.linalg.vector_norm(a.nan_to_num())
+        if float(difference) > tolerance * max(float(size), 1e-30):
+            return False
+    return True

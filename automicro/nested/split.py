@@ -1,0 +1,584 @@
+"""A part of a model with a size of its own: what users wrap, and what finds its sizes."""
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.device import cost_of_row
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
+from automicro.errors import BatchError, UnsplittableModelError
+from automicro.loss.averages import LossAverage
+from automicro.loss.passes import is_extra_pass
+from automicro.memory.oom import Failure, classify, release
+from automicro.modules import ModuleIndex
+from automicro.nested.look import Looked, look
+from automicro.nested.slices import Call, split_loss, split_outputs
+from automicro.policy.choose import make_policy
+from automicro.policy.policy import Outcome, Policy, require_rows, require_size
+from automicro.reach import Reach, captured_modules
+from automicro.sharding import is_sharded
+from automicro.transaction.buffers import BufferHistory, Buffers
+from automicro.transaction.leaves import leaves_of
+from automicro.transaction.rng import RandomState, devices_of
+from automicro.transaction.transaction import Transaction
+
+logger = logging.getLogger("automicro.attempts")
+
+UNITS = ("rows", "tokens")
+
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+class Share(Policy):
+    """A share of the rows: one of so many slices of a call.
+
+    >>> Share(4).propose(10), Share(4).propose(3)
+    (3, 1)
+    """
+
+    adapts = False
+
+    def __init__(self, split_factor: int) -> None:
+        self._split_factor = require_size(split_factor, name="batch_split_factor")
+
+    def __repr__(self) -> str:
+        return f"Share({self._split_factor})"
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        """Return the rows of the largest of so many slices.
+
+        Raises:
+            ValueError: if the batch has no rows.
+        """
+        require_rows(num_rows)
+        return -(-num_rows // self._split_factor)
+
+
+class NestedSplit:
+    """A part of a model that is computed in slices, each smaller than the microbatch.
+
+    A transducer's joint network, or the logits of a language model, need far more memory for each
+    row than all before them. With a size of its own such a part runs slice by slice, and the rest
+    of the model on microbatches as large as fit. Loss, gradients and outputs are those of the part
+    in one piece; only one slice's activations are alive at a time.
+
+    Two kinds of parts are told apart by what they give:
+
+    - a *tail* gives the loss, a tensor without any dimension: ``tail(hidden, targets) -> loss``.
+      The gradients of each slice are taken in the forward, so that nothing is computed twice;
+    - any other gives tensors with the rows in dimension 0. Its slices are computed again in the
+      backward, with the same random numbers. It pays where what it *gives* is much smaller than
+      what it computes on the way.
+
+    Memory that runs out inside shrinks this part's slices alone, and redoes that slice alone.
+
+    Args:
+        part: a module; or a function, whose parameters are those of ``modules``.
+        microbatch_size: of a slice: an int, ``"auto"``, None (the whole), or a policy.
+        batch_split_factor: in place of a size: into how many slices a microbatch is cut.
+        microbatch_unit: ``"rows"``; or ``"tokens"``: the first two dimensions, rows and positions,
+            are one to the part, which sees tensors of shape (tokens, …).
+        loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` finds
+            it out by a look at a few rows.
+        batch_layout: where the rows of arguments are, by their names; see `split_batch`.
+        modules: whose parameters a function uses; those that it refers to unless given.
+
+    Raises:
+        TypeError, ValueError: arguments that make no sense, each with its remedy.
+
+    Example:
+        >>> class Tail(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.head = nn.Linear(8, 1000)
+        ...     def forward(self, hidden, targets):
+        ...         return nn.functional.cross_entropy(self.head(hidden), targets)
+        >>> tail = NestedSplit(Tail(), microbatch_size=4)
+        >>> hidden = torch.randn(10, 8, requires_grad=True)
+        >>> tail(hidden, torch.randint(1000, (10,))).backward()
+        >>> hidden.grad.shape, tail.sizes
+        (torch.Size([10, 8]), [4, 3, 3])
+    """
+
+    def __init__(
+        self,
+        part: Callable[..., Any],
+        *,
+        microbatch_size: int | str | Policy | None = "auto",
+        batch_split_factor: int | None = None,
+        microbatch_unit: str = "rows",
+        loss_average: LossAverage = "auto",
+        batch_layout: int | Mapping[str, Any] = 0,
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        if isinstance(part, type) or not callable(part):
+            raise TypeError(
+                f"a part is a module or a function, and not {part!r}; give model.joint, say"
+            )
+        if attached_to(part) is not None:
+            raise ValueError(
+                f"{type(part).__name__} has a size of its own already; give it once, or take the "
+                "first one back with .remove()"
+            )
+        if microbatch_unit not in UNITS:
+            raise ValueError(
+                f"microbatch_unit={microbatch_unit!r} is neither 'rows' nor 'tokens'; sizes of a "
+                "part are counted in one of these"
+            )
+        if batch_split_factor is not None and microbatch_size != "auto":
+            raise ValueError(
+                f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
+                "both say how a part is cut; give one of them"
+            )
+        self._part = part
+        self._policy = make_policy(microbatch_size)
+        if batch_split_factor is not None:
+            self._policy = Share(batch_split_factor)
+        if self._policy.explores:
+            raise ValueError(
+                'microbatch_size="explore" is for the microbatches of a whole model; give a part '
+                '"auto" or an int'
+            )
+        self.unit = microbatch_unit
+        self._layout = BatchLayout(batch_layout)
+        self._modules = [part] if isinstance(part, nn.Module) else list(modules)
+        if not self._modules:
+            self._modules = captured_modules(part)
+        self._declared = loss_average
+        self._policies: dict[int, Policy] = {}
+        self._looked: Looked | None = None
+        self._about: _Known | None = None
+        self._earlier: Any = None  # a forward that stood there before
+        self._last: _Sizer | None = None
+        self._is_new = True
+        self._is_inside = False
+        self._in_backward = False
+        self.has_shrunk = False
+        self.name = getattr(part, "__name__", type(part).__name__)
+        self.sizes: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_about": None, "_last": None, "_is_inside": False}
+
+    def __repr__(self) -> str:
+        return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
+
+    @property
+    def part(self) -> Callable[..., Any]:
+        """As given."""
+        return self._part
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Whose parameters it uses."""
+        return list(self._modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes that were found, as plain values."""
+        return {str(key): policy.state_dict() for key, policy in self._policies.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with sizes that were found earlier.
+
+        Raises:
+            ValueError: a state of another policy.
+        """
+        policies = {int(key): copy.deepcopy(self._policy) for key in state}
+        for key, policy in policies.items():
+            policy.load_state_dict(state[str(key)])
+        self._policies = policies
+
+    def of(self, part: Callable[..., Any]) -> "NestedSplit":
+        """The same sizes for another function, which computes the same."""
+        self._part = part
+        return self
+
+    def attach(self) -> "NestedSplit":
+        """Let the module run in slices wherever it is called. Its class and its names stay.
+
+        Hooks of the module run once, around all slices.
+
+        Raises:
+            TypeError: the part is no module.
+        """
+        part = self._part
+        if not isinstance(part, nn.Module):
+            raise TypeError("only a module can be attached to; call what split() gave in its place")
+        if not self.is_attached:
+            _count_attachment()
+            self._earlier = part.__dict__.get("forward")
+            part.forward = _Forward(self)
+        return self
+
+    def remove(self) -> None:
+        """Let the module run in one piece again."""
+        if not self.is_attached:
+            return
+        _count_attachment()
+        del self._part.forward  # type: ignore[attr-defined]
+        if self._earlier is not None:
+            self._part.forward = self._earlier  # type: ignore[attr-defined]
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the module runs in slices wherever it is called."""
+        return attached_to(self._part) is self
+
+    def took_shortage(self) -> bool:
+        """Whether memory ran out inside since the last question, and slices are smaller now."""
+        if self._in_backward:  # of a part in one piece
+            self._in_backward = False
+            if self._last is not None and self._last.smaller(self._last.num_rows) is not None:
+                self.has_shrunk = True
+        found, self.has_shrunk = self.has_shrunk, False
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self._part, nn.Module):
+            return self._run(args, kwargs)
+        if self.is_attached:
+            return self._part(*args, **kwargs)
+        self.attach()
+        try:
+            return self._part(*args, **kwargs)
+        finally:
+            self.remove()
+
+    def _forward(self) -> Callable[..., Any]:
+        """What computes the part, without its hooks."""
+        if not isinstance(self._part, nn.Module):
+            return self._part
+        if self._earlier is not None:
+            return cast(Callable[..., Any], self._earlier)
+        forward: Callable[..., Any] = type(self._part).forward.__get__(self._part)
+        return forward
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        forward = self._forward()
+        if self._is_inside:
+            return forward(*args, **kwargs)
+        self._in_backward = False
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        batch: dict[str, Any] = dict(bound.arguments)
+        shape: tuple[int, int] | None = None
+        if self.unit == "tokens":
+            batch, shape = _flattened(batch)
+        num_rows = self._layout.num_rows(batch)
+        sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
+        if num_rows == 1:
+            return self._in_one_piece(args, kwargs)
+        call = self._call(forward, bound, batch, sizer)
+        looked = self._look(call)
+        if looked.averages is not None:
+            return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
+        if sizer.begin() >= num_rows:
+            found = self._if_it_fits(call, sizer, args, kwargs)
+            if found is not None:
+                return found[0]
+        outputs = split_outputs(call)
+        if shape is None:
+            return outputs
+        return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+
+    def _call(
+        self,
+        forward: Callable[..., Any],
+        bound: inspect.BoundArguments,
+        batch: Mapping[str, Any],
+        sizer: "_Sizer",
+    ) -> Call:
+        _refuse_sharded(self._modules)
+        known = self._known
+        known.index.refresh()
+        shim = _Shim(forward, self._modules)
+        parameters = {name: each for name, each in shim.named_parameters() if each.requires_grad}
+
+        def compute(rows: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+            arguments = inspect.BoundArguments(bound.signature, dict(rows))
+            self._is_inside = True
+            try:
+                output = torch.func.functional_call(
+                    shim, dict(tensors), arguments.args, arguments.kwargs
+                )
+            finally:
+                self._is_inside = False
+            if self._is_new and torch.is_grad_enabled():
+                _refuse_strangers(output, rows, tensors)
+                self._is_new = False
+            return output
+
+        return Call(
+            batch=batch,
+            layout=self._layout,
+            compute=compute,
+            parameters=parameters,
+            averages={},
+            sizer=sizer,
+            device=next((leaf.device for _, leaf in tensor_leaves(batch)), torch.device("cpu")),
+            undoing=lambda: Transaction([Buffers(known.history), known.random()]),
+            random=known.random,
+        )
+
+    @property
+    def _known(self) -> "_Known":
+        if self._about is None:
+            self._about = _Known(self._modules, [self._part])
+        return self._about
+
+    def _look(self, call: Call) -> Looked:
+        if self._looked is None or not self._looked.is_sure:
+            self._looked = look(call, self._modules, self._declared, self._looked)
+        return self._looked
+
+    def _if_it_fits(
+        self, call: Call, sizer: "_Sizer", args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any] | None:
+        """The output in one piece; None where that does not fit, and slices may."""
+        undo = call.undoing()
+        undo.begin()
+        failure: BaseException | None = None
+        try:
+            return (self._in_one_piece(args, kwargs),)
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE:
+                raise
+            failure = error
+        # Outside "except": inside it the traceback keeps the tensors alive.
+        try:
+            release(failure, call.device)
+            undo.roll_back()
+            if sizer.smaller(sizer.num_rows) is None:
+                raise failure
+        finally:
+            failure = None  # it holds this frame: a cycle
+        return None
+
+    def _in_one_piece(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The usual forward. It is noted when its backward runs, should memory run out there."""
+        given = {"args": args, "kwargs": dict(kwargs)}
+        inputs = [leaf for _, leaf in tensor_leaves(given) if leaf.requires_grad]
+        output = self._forward()(*args, **kwargs)
+        if torch.is_grad_enabled():
+            outputs = [leaf for _, leaf in tensor_leaves(output)]
+            for in_backward, leaves in ((True, outputs), (False, inputs)):
+                for leaf in leaves:
+                    if leaf.grad_fn is not None:
+                        hook: Any = functools.partial(self._note, in_backward)
+                        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+        return output
+
+    def _note(self, in_backward: bool, _: Tensor) -> None:
+        self._in_backward = in_backward
+
+    def policy_of(self, num_rows: int) -> Policy:
+        """What finds sizes for calls of about as many rows: others leave it more room, or less."""
+        if not self._policy.adapts:
+            return self._policy
+        return self._policies.setdefault((num_rows - 1).bit_length(), copy.deepcopy(self._policy))
+
+
+class _Sizer:
+    """Finds the sizes of the slices of one call."""
+
+    def __init__(self, nested: NestedSplit, num_rows: int, cost: float) -> None:
+        self.num_rows = num_rows
+        self._nested, self._cost = nested, cost
+        self._policy = nested.policy_of(num_rows)
+        self._before: dict[str, Any] | None = None
+
+    def begin(self) -> int:
+        return self._policy.propose(self.num_rows, self._cost)
+
+    def smaller(self, size: int) -> int | None:
+        if not self._policy.adapts:
+            return None
+        if self._before is None:
+            self._before = self._policy.state_dict()
+        self._policy.record(self._outcome(size, fits=False))
+        proposed = self._policy.propose(self.num_rows, self._cost)
+        if proposed >= size:
+            # Nothing smaller is left: that teaches nothing about other calls.
+            self._policy.load_state_dict(self._before)
+            self._before = None
+            self._nested.has_shrunk = False
+            return None
+        logger.log(
+            logging.DEBUG if is_extra_pass() else logging.WARNING,
+            "out of memory in %s, slices of %d → %d %s of %d",
+            self._nested.name,
+            size,
+            proposed,
+            self._nested.unit,
+            self.num_rows,
+        )
+        self._nested.has_shrunk = True
+        return proposed
+
+    def end(self, sizes: Sequence[int]) -> None:
+        self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
+        self._nested.sizes = list(sizes)
+        self._nested.has_shrunk = False
+
+    def _outcome(self, size: int, *, fits: bool) -> Outcome:
+        return Outcome(
+            num_rows=self.num_rows, microbatch_size=size, fits=fits, cost=self._cost or None
+        )
+
+
+class _Known:
+    """What is known of the modules of a part. It is found anew for a copy of the part."""
+
+    def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any]) -> None:
+        self.index = ModuleIndex(modules)
+        self.history = BufferHistory(self.index)
+        self._devices = devices_of(modules, torch.device("cpu"))
+        roots = {f"part {number}": each for number, each in enumerate([*modules, *functions])}
+        self._reach = Reach(roots)
+
+    def random(self) -> RandomState:
+        """Every generator that a slice may draw from."""
+        return RandomState(self._devices, self._reach.generators)
+
+
+class _Shim(nn.Module):
+    """Calls a function, with other tensors in place of the parameters of modules."""
+
+    def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class _Forward:
+    """Stands in the place of a module's forward."""
+
+    _torchdynamo_disable = True
+
+    def __init__(self, nested: NestedSplit) -> None:
+        self.nested = nested
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.nested._run(args, kwargs)
+
+
+def attached_to(part: Any) -> NestedSplit | None:
+    """The size of its own that a module has; None for none."""
+    forward = getattr(part, "__dict__", {}).get("forward")
+    return forward.nested if isinstance(forward, _Forward) else None
+
+
+_attachments = 0
+
+
+def _count_attachment() -> None:
+    global _attachments
+    _attachments += 1
+
+
+def num_attachments() -> int:
+    """How often a part was given a size of its own, or lost it: while it stays, parts do."""
+    return _attachments
+
+
+def attached_parts(modules: Iterable[nn.Module]) -> dict[str, NestedSplit]:
+    """The parts of some modules that have sizes of their own, by their names."""
+    return {
+        name: nested
+        for root in modules
+        for name, module in root.named_modules()
+        if (nested := attached_to(module)) is not None
+    }
+
+
+def split(part: P, **options: Any) -> NestedSplit:
+    """Give a part of a model a size of its own, in place.
+
+    A module runs in slices wherever it is called from then on; the names of its parameters and its
+    class stay, as with ``fully_shard``. Of a function, call what this returns.
+
+    Args:
+        part: a module or a function.
+        options: as `NestedSplit`.
+
+    Returns:
+        The split: its ``sizes``, its state, and ``remove()``, which takes it back.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 2)))
+        >>> head = split(model[1], microbatch_size=2)
+        >>> model(torch.randn(5, 4)).shape, head.sizes
+        (torch.Size([5, 2]), [2, 2, 1])
+    """
+    nested = NestedSplit(part, **options)
+    return nested.attach() if isinstance(part, nn.Module) else nested
+
+
+def _is_half(call: Call) -> bool:
+    """Whether gradients may be too small for their type, before a loss scale has raised them."""
+    kind = call.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind) is torch.float16
+    tensors = [*call.parameters.values(), *call.inputs().values()]
+    return any(each.dtype is torch.float16 for each in tensors)
+
+
+def _flattened(batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Rows and positions as one dimension, in all tensors."""
+    leaves = tensor_leaves(batch)
+    shape = next((leaf.shape[:2] for _, leaf in leaves if leaf.dim() >= 2), None)
+    if shape is None:
+        raise BatchError(
+            "microbatch_unit='tokens' needs tensors of shape (rows, positions, …), and the part "
+            "was given none; leave it out"
+        )
+    for path, leaf in leaves:
+        if leaf.dim() and leaf.shape[:2] != shape:
+            raise BatchError(
+                f"microbatch_unit='tokens': {path!r} has the shape {tuple(leaf.shape)}, and others "
+                f"begin with {tuple(shape)}; the part has to take tokens one by one, with all that "
+                "it needs for each; leave it out to cut along rows alone"
+            )
+    return map_tensors(dict(batch), lambda leaf: leaf.flatten(0, 1) if leaf.dim() else leaf), (
+        int(shape[0]),
+        int(shape[1]),
+    )
+
+
+def _refuse_sharded(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if is_sharded(parameter):
+                raise UnsplittableModelError(
+                    f"the part's parameter {name!r} is sharded while the part runs, so that every "
+                    "slice would communicate; apply fully_shard to the part itself, and to nothing "
+                    "inside of it, or leave its size out"
+                )
+
+
+def _refuse_strangers(output: Any, rows: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that would be lost: of what a part refers to, and does not hold."""
+    known = {id(each) for each in parameters.values()}
+    known |= {id(leaf) for _, given in tensor_leaves(rows) for leaf in _leaves(given)}
+    for _, leaf in tensor_leaves(output):
+        for found in _leaves(leaf):
+            if id(found) not in known:
+                raise UnsplittableModelError(
+                    f"the part computes with a tensor of shape {tuple(found.shape)} that needs a "
+                    "gradient and is neither an argument nor a parameter of its modules; give it "
+                    "as an argument, or name the module that holds it: split(part, modules=[…])"
+                )
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    return leaves_of(tensor) if tensor.requires_grad else []
