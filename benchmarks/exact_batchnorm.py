@@ -1178,6 +1178,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write raw figures there")
     arguments = parser.parse_args()
     image, rows = arguments.image, arguments.rows
+    repair_torchvision()
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "machine": platform.machine(),

@@ -285,7 +285,7 @@ class Joined:
         return map_tensors(self._form, lambda _: next(waiting))
 
 
-class _Gradients:
+class Gradients:
     """Sums of gradients: of inputs row by row, of parameters and shared inputs over slices.
 
     They lie there before the first slice: else that one would have more room than all others.
@@ -334,7 +334,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
+def with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
     """The same batch, with other tensors at these paths."""
     by_id = {id(leaf): inputs[path] for path, leaf in tensor_leaves(batch) if path in inputs}
     return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf))
@@ -345,7 +345,7 @@ def _marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     leaves = {path: leaf.detach().requires_grad_() for path, leaf in _at(batch, paths).items()}
     # The part may write into what it is given, as it may into any output of the layer before.
     seen = {path: leaf.view_as(leaf) for path, leaf in leaves.items()}
-    return _with_inputs(batch, seen), list(leaves.values())
+    return with_inputs(batch, seen), list(leaves.values())
 
 
 def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
@@ -353,7 +353,8 @@ def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
     return {path: found[path] for path in paths}
 
 
-def _aliases(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def aliases_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves with the values of parameters: hooks of these do not run for each slice."""
     return {name: each.detach().requires_grad_() for name, each in parameters.items()}
 
 
@@ -363,9 +364,9 @@ class _Tail(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, paths: Sequence[str], *tensors: Tensor) -> Tensor:
         inputs = dict(zip(paths, tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = _Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
-        aliases = _aliases(call.parameters)
+        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        sums = Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
+        aliases = aliases_of(call.parameters)
         walk = Walk(call, batch)
 
         def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -405,7 +406,7 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any, call: Call, paths: Sequence[str], joined: Joined | None, *tensors: Tensor
     ) -> Any:
         inputs = dict(zip(paths, tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         walk = Walk(call, batch)
         replays: list[RandomState | None] = []
         total: Tensor | None = None
@@ -425,10 +426,10 @@ class _Recomputed(torch.autograd.Function):
                 total = loss if total is None else total + loss
             del output
         # Autograd keeps the inputs, and whoever watches it may keep them elsewhere meanwhile.
-        template = _with_inputs(call.batch, {path: torch.empty(0) for path in paths})
+        template = with_inputs(call.batch, {path: torch.empty(0) for path in paths})
         ctx.call, ctx.paths = replace(call, batch=template), paths
         ctx.slices = list(zip(walk.sizes, replays, strict=True))
-        ctx.autocast = _Autocast(call.device)
+        ctx.autocast = Autocast(call.device)
         ctx.is_tail = joined is None
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -443,9 +444,9 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         call, paths = ctx.call, ctx.paths
         inputs = dict(zip(paths, ctx.saved_tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = _Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
-        aliases = _aliases(call.parameters)
+        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        sums = Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
+        aliases = aliases_of(call.parameters)
         walk = Walk(call, batch, ctx.slices)
 
         def gradients_of(each: Slice) -> Sequence[Tensor | None]:
@@ -493,7 +494,7 @@ def _leaving_no_trace(call: Call) -> Iterator[None]:
         undo.roll_back()
 
 
-class _Autocast:
+class Autocast:
     """How autocast is set, to be set so again.
 
     Args:

@@ -18,9 +18,11 @@ from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.oom import Failure, classify, release
-from automicro.modules import ModuleIndex
+from automicro.modules import ModuleIndex, sees_the_batch
+from automicro.nested.batchnorm import split_at_norms
 from automicro.nested.look import Looked, look
 from automicro.nested.slices import Call, split_loss, split_outputs
+from automicro.nested.stages import Stages
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import Reach, captured_modules
@@ -278,15 +280,36 @@ class NestedSplit:
         call = self._call(forward, bound, batch, sizer)
         looked = self._look(call)
         if looked.averages is not None:
+            self._refuse_norms_of_tails()
             return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
         if sizer.begin() >= num_rows:
             found = self._if_it_fits(call, sizer, args, kwargs)
             if found is not None:
                 return found[0]
-        outputs = split_outputs(call)
+        outputs = self._split_outputs(call)
         if shape is None:
             return outputs
         return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+
+    def _refuse_norms_of_tails(self) -> None:
+        for root in self._modules:
+            for name, each in root.named_modules():
+                if sees_the_batch(each):
+                    raise UnsplittableModelError(
+                        f"{self.name} gives a loss and has BatchNorm ({name or type(each).__name__}), "
+                        "which sees all rows before any loss is known; give a size to a part that "
+                        "ends before the loss, or freeze the layer with .eval()"
+                    )
+
+    def _split_outputs(self, call: Call) -> Any:
+        if not any(sees_the_batch(each) for root in self._modules for each in root.modules()):
+            return split_outputs(call)
+        if not isinstance(self._part, nn.Module) or self._earlier is not None:
+            raise UnsplittableModelError(
+                f"{self.name} has BatchNorm and is not a module with the forward of its class, so "
+                "where its rows meet cannot be told; give a size to a module, or leave it out"
+            )
+        return split_at_norms(call, self._part, self._known.stages(self._part, call.batch))
 
     def _call(
         self,
@@ -442,10 +465,20 @@ class _Known:
         self._devices = devices_of(modules, torch.device("cpu"))
         roots = {f"part {number}": each for number, each in enumerate([*modules, *functions])}
         self._reach = Reach(roots)
+        self._stages: tuple[Any, Stages] | None = None
 
     def random(self) -> RandomState:
         """Every generator that a slice may draw from."""
         return RandomState(self._devices, self._reach.generators)
+
+    def stages(self, part: nn.Module, batch: Mapping[str, Any]) -> Stages:
+        """Of a part with BatchNorm; found anew where modes or other arguments have changed."""
+        modes = [each.training for each in part.modules()]
+        others = {name: each for name, each in batch.items() if not isinstance(each, Tensor)}
+        key = modes, list(batch), others
+        if self._stages is None or self._stages[0] != key:
+            self._stages = key, Stages(part, batch)
+        return self._stages[1]
 
 
 class _Shim(nn.Module):

@@ -19,9 +19,8 @@ from automicro.errors import (
     text_of,
     warn,
 )
-from automicro.modules import ModuleIndex
+from automicro.modules import ModuleIndex, sees_the_batch
 from automicro.policy.policy import Fixed, Policy
-from automicro.torch_private import AnyBatchNorm
 from automicro.transaction.buffers import Buffers
 
 _NAMES_SHOWN = 5
@@ -100,18 +99,6 @@ def _layers(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[str, 
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
         if sees_the_batch(module):
             yield name, module
-
-
-def sees_the_batch(module: nn.Module) -> bool:
-    """Return whether a layer normalises with statistics of the rows it sees at once.
-
-    >>> sees_the_batch(nn.BatchNorm1d(2)), sees_the_batch(nn.BatchNorm1d(2).eval())
-    (True, False)
-    """
-    if isinstance(module, AnyBatchNorm):
-        # Without running statistics there is nothing else to normalise with, in eval mode too.
-        return module.training or (module.running_mean is None and module.running_var is None)
-    return False
 
 
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore")
