@@ -119,7 +119,15 @@ class _Norm:
 
     def normalise(self, x: Tensor) -> Tensor:
         """The output for a slice."""
-        return self._apply(x, self._statistics.mean, self._variance, self.leaves)
+        given = self._statistics.mean, self._variance, self.leaves
+        if len(x) > 1:
+            return self._apply(x, *given)
+        # The backward of torch's kernel for CPUs is wrong (2.13) for a single row whose gradient
+        # lies in memory as if channels were last, with a stride of rows that is none.
+        output = self._apply(x.contiguous(), *given)
+        if output.requires_grad:
+            output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        return output
 
     def _apply(self, x: Tensor, mean: Tensor, variance: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         layer = self._layer
@@ -194,7 +202,7 @@ class _Norm:
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
 
-class _Host:
+class Host:
     """Values that wait on the host, in pinned memory where the device is another."""
 
     def __init__(self) -> None:
@@ -289,7 +297,7 @@ class _Pass:
                 return joined
             # Outside "except": inside it the traceback keeps the tensors of the slice alive.
             try:
-                self._host = _Host()
+                self._host = Host()
                 release(failure, call.device)
                 undo.roll_back()
                 smaller = call.sizer.smaller(max(self.sizes))
@@ -300,7 +308,7 @@ class _Pass:
                 failure = None  # it holds this frame: a cycle
 
     def _forward(self, batch: Any) -> Joined:
-        self._host = _Host()
+        self._host = Host()
         self._random: dict[tuple[int, int], RandomState] = {}
         stages = self._stages
         self._norms = {

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -277,39 +277,39 @@ class NestedSplit:
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         if num_rows == 1:
             return self._in_one_piece(args, kwargs)
+        stages = self._stages(batch)
         call = self._call(forward, bound, batch, sizer)
         looked = self._look(call)
         if looked.averages is not None:
-            self._refuse_norms_of_tails()
+            if stages is not None:
+                self._refuse("it gives a loss, and that comes before all rows have arrived")
             return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
         if sizer.begin() >= num_rows:
             found = self._if_it_fits(call, sizer, args, kwargs)
             if found is not None:
                 return found[0]
-        outputs = self._split_outputs(call)
+        if stages is None:
+            outputs = split_outputs(call)
+        else:
+            outputs = split_at_norms(call, cast(nn.Module, self._part), stages)
         if shape is None:
             return outputs
         return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
 
-    def _refuse_norms_of_tails(self) -> None:
-        for root in self._modules:
-            for name, each in root.named_modules():
-                if sees_the_batch(each):
-                    raise UnsplittableModelError(
-                        f"{self.name} gives a loss and has BatchNorm ({name or type(each).__name__}), "
-                        "which sees all rows before any loss is known; give a size to a part that "
-                        "ends before the loss, or freeze the layer with .eval()"
-                    )
-
-    def _split_outputs(self, call: Call) -> Any:
+    def _stages(self, batch: Mapping[str, Any]) -> Stages | None:
+        """Of a part with BatchNorm that sees the rows; before any size is tried."""
         if not any(sees_the_batch(each) for root in self._modules for each in root.modules()):
-            return split_outputs(call)
+            return None
         if not isinstance(self._part, nn.Module) or self._earlier is not None:
-            raise UnsplittableModelError(
-                f"{self.name} has BatchNorm and is not a module with the forward of its class, so "
-                "where its rows meet cannot be told; give a size to a module, or leave it out"
-            )
-        return split_at_norms(call, self._part, self._known.stages(self._part, call.batch))
+            self._refuse("it is no module, or has another forward than its class")
+        return self._known.stages(self._part, batch)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UnsplittableModelError(
+            f"{self.name} has BatchNorm, and in slices all rows have to arrive at each before any "
+            f"go on, which cannot be: {why}; give a size to a module that ends before the loss, or "
+            "leave it out"
+        )
 
     def _call(
         self,

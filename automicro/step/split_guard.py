@@ -73,8 +73,10 @@ def batchnorm_message(names: Sequence[str], rows_now: int, rows_full: int) -> st
     return (
         f"{count} over {rows_now} rows at a time instead of {rows_full}: {listed}. "
         f"Gradients and running statistics are therefore not those of the whole batch. "
-        f"To make them exact, use GroupNorm or LayerNorm, or freeze the statistics with .eval() "
-        f"on these layers; on several ranks SyncBatchNorm averages over one microbatch of each. "
+        f'To make them exact, say batchnorm="exact", which computes each row forward twice and '
+        f"moves what waits to the host; or use GroupNorm or LayerNorm, or freeze the statistics "
+        f"with .eval() on these layers; on several ranks SyncBatchNorm averages over one "
+        f"microbatch of each. "
         f'Or say batchnorm="ignore" to accept it, "error" to refuse to split, '
         f'"disable" to train on whole batches only.'
     )
@@ -101,7 +103,7 @@ def _layers(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[str, 
             yield name, module
 
 
-BATCHNORM_MODES = ("warn", "error", "disable", "ignore")
+BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
 
 class SplitGuard:
@@ -124,7 +126,7 @@ class SplitGuard:
         Raises:
             UnsplittableModelError: BatchNorm forbids what the policy might propose.
         """
-        if self._mode not in ("error", "disable"):
+        if self._mode not in ("error", "disable", "exact"):
             return policy
         whole = Fixed(None)
         if policy.state_dict() == whole.state_dict():
@@ -132,7 +134,7 @@ class SplitGuard:
         names = self._batchnorm_names()
         if not names:
             return policy
-        if self._mode == "disable":
+        if self._mode != "error":  # "exact": the model itself cuts, stage by stage
             return whole
         raise UnsplittableModelError(
             f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}"
