@@ -8,11 +8,11 @@ what waits there, the last one first. So a row is computed forward twice, as wit
 A stage begins with its BatchNorms in evaluation mode, for their statistics are known by then. The
 gradients of their weight and bias, added up over all slices, are the two sums that the gradient of
 a BatchNorm's input needs: of ``dy`` and of ``dy · x̂``. The stage before it takes them: what came
-back through evaluation mode, less ``weight / σ / N · (Σ dy + x̂ · Σ dy · x̂)``.
+back through evaluation mode, less ``weight / deviation / N · (Σ dy + x̂ · Σ dy · x̂)``.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -132,8 +132,9 @@ class _Norm:
     def _apply(self, x: Tensor, mean: Tensor, variance: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         layer = self._layer
         if type(layer) in PLAIN:
-            return F.batch_norm(x, mean, variance, *leaves, training=False, eps=layer.eps)
-        own: dict[str, Tensor | None] = {"running_mean": mean, "running_var": variance}
+            scale, shift = leaves
+            return F.batch_norm(x, mean, variance, scale, shift, training=False, eps=layer.eps)
+        own: dict[str, Tensor] = {"running_mean": mean, "running_var": variance}
         for name, leaf in zip(SCALE_AND_SHIFT, leaves, strict=True):
             if getattr(layer, name) is not None:
                 own[name] = leaf
@@ -311,10 +312,8 @@ class _Pass:
         self._host = Host()
         self._random: dict[tuple[int, int], RandomState] = {}
         stages = self._stages
-        self._norms = {
-            node: _Norm(str(node.target), layer) for node, layer in stages.norms.items()
-        }
-        buffers = [each for each in self._module.buffers()]
+        self._norms = {node: _Norm(str(node.target), layer) for node, layer in stages.norms.items()}
+        buffers = list(self._module.buffers())
         versions = all_versions(buffers)
         slices = self._slices(batch)
         joined = Joined(sum(self.sizes))
@@ -350,7 +349,9 @@ class _Pass:
         pieces = self._call.layout.split(batch, self.sizes)
         return [
             Slice(index, start, start + size, piece)
-            for index, (start, size, piece) in enumerate(zip(starts, self.sizes, pieces, strict=True))
+            for index, (start, size, piece) in enumerate(
+                zip(starts, self.sizes, pieces, strict=True)
+            )
         ]
 
     def _input_of(self, node: fx.Node, values: Mapping[fx.Node, Any], each: Slice) -> Tensor:
@@ -429,10 +430,13 @@ class _Pass:
         leaves: dict[Any, Tensor] = {}
         started: dict[fx.Node, Any] = {}
         for node, value in self._given(number, each).items():
-            key = str(node.target) if node.op == "placeholder" else node
-            if isinstance(value, Tensor) and value.is_floating_point():
-                if node.op != "placeholder" or key in paths:
-                    leaves[key] = value = value.detach().requires_grad_()
+            is_given = node.op == "placeholder"
+            key = str(node.target) if is_given else node
+            needs = key in paths or not is_given
+            if needs and isinstance(value, Tensor) and value.is_floating_point():
+                leaves[key] = leaf = value.detach().requires_grad_()
+                with torch.enable_grad():
+                    value = leaf.view_as(leaf)  # hooks may be put on what is no leaf
             started[node] = value
         random = self._random.get((number, each.index))
         again = contextlib.nullcontext() if random is None else random.replaying()
@@ -478,11 +482,11 @@ class _Pass:
 
 
 def _waiting(node: fx.Node, value: Any) -> Any:
-    if isinstance(value, Tensor | int | float | None):
+    if isinstance(value, Tensor) or not tensor_leaves({"": value}):
         return value
     raise UnsplittableModelError(
         f"{node.name}, a {type(value).__name__}, would wait for all rows to arrive at a BatchNorm, "
-        "and only tensors and numbers can; take the tensors out of it before that layer"
+        "and what holds tensors cannot; take them out of it before that layer"
     )
 
 

@@ -6,7 +6,7 @@ random numbers put back.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -29,7 +29,7 @@ from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.passes import extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
-from automicro.modules import evaluation_mode
+from automicro.modules import evaluation_mode, sees_the_batch
 from automicro.nested.slices import Call
 from automicro.torch_private import AnyBatchNorm
 
@@ -105,6 +105,21 @@ def _without_trace(call: Call) -> Iterator[None]:
         undo.roll_back()
 
 
+@contextlib.contextmanager
+def _with_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Some for each BatchNorm that has none, and so would normalise with those of its rows."""
+    layers: list[Any] = [each for each in modules if sees_the_batch(each)]
+    for layer in layers:
+        like = next(iter(layer.parameters()), torch.empty(0))
+        layer.running_mean = like.new_zeros(layer.num_features)
+        layer.running_var = like.new_ones(layer.num_features)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.running_mean = layer.running_var = None
+
+
 class _Look:
     """The outputs for a few rows, whole and in two pieces."""
 
@@ -130,7 +145,7 @@ class _Look:
         is_tail = _is_loss(first)
         averages_over_rows = any(isinstance(each, AnyBatchNorm) for each in self._all_modules())
         if averages_over_rows or not _is_same(first, again, tolerance=0.0):
-            with evaluation_mode(self._modules):
+            with evaluation_mode(self._modules), _with_statistics(self._all_modules()):
                 first, again = self._compute(self._rows), self._compute(self._rows)
                 if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=0.0):
                     return self._unseen(is_tail)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from automicro.errors import UnsplittableModelError, text_of
 from automicro.modules import sees_the_batch
-from automicro.torch_private import AnyBatchNorm
+from automicro.torch_private import AnyBatchNorm, all_versions, has_call_hooks
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
@@ -30,6 +30,8 @@ _REMEDY = (
     "use GroupNorm there, or freeze these layers with .eval(), or leave out this part's size (with "
     "batchnorm='disable' batches stay whole)"
 )
+
+# fx's names for what is computed; others are what is given, held and given back.
 _CALLS = ("call_module", "call_function", "call_method")
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
@@ -91,8 +93,7 @@ class Stages:
 
     def _refuse_hooks(self) -> None:
         for name, module in self._module.named_modules():
-            found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-            if module is not self._module and any(found):
+            if module is not self._module and has_call_hooks(module):
                 self._refuse(f"{name!r} has hooks, which a trace does not hold")
 
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
@@ -105,13 +106,32 @@ class Stages:
             elif not isinstance(arguments.get(name), Tensor):
                 constants[name] = arguments.get(name, parameter.default)
         self.constants = constants
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+        with self._unchanged():
+            try:
                 return _Tracer().trace(self._module, constants)
-        except Exception as error:
-            lines = text_of(error).splitlines() or [""]
-            self._refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
+            except Exception as error:
+                lines = text_of(error).splitlines() or [""]
+                self._refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What does not go by the input is computed while it is traced, and never again."""
+        buffers = [(name, each, each.clone()) for name, each in self._module.named_buffers()]
+        versions = all_versions(each for _, each, _ in buffers)
+        random = torch.get_rng_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+        for (name, buffer, before), was, now in zip(
+            buffers, versions, all_versions(each for _, each, _ in buffers), strict=True
+        ):
+            if was != now:
+                with torch.no_grad():
+                    buffer.copy_(before)
+                self._refuse(f"its forward changes the buffer {name!r}")
+        if not torch.equal(random, torch.get_rng_state()):
+            torch.set_rng_state(random)
+            self._refuse("its forward draws random numbers that do not go by its input")
 
     def _norm(self, node: fx.Node) -> nn.Module | None:
         """The BatchNorm that a node calls, where that sees the batch."""
@@ -123,7 +143,9 @@ class Stages:
         if not sees_the_batch(layer):
             return None
         if isinstance(layer, nn.SyncBatchNorm):
-            self._refuse(f"{node.target} is a SyncBatchNorm, and each rank computes in its own time")
+            self._refuse(
+                f"{node.target} is a SyncBatchNorm, and each rank computes in its own time"
+            )
         if len(node.args) + len(node.kwargs) != 1 or len(node.all_input_nodes) != 1:
             self._refuse(f"{node.target}, a {type(layer).__name__}, takes more than one input")
         return layer
@@ -218,13 +240,13 @@ class Stages:
                 values[written] = values[written].clone()  # it waits there for others
             inputs = [value_of(each) for each in node.all_input_nodes]
             tensors = [each for each in inputs if isinstance(each, Tensor)]
-            versions = [each._version for each in tensors]
+            versions = all_versions(tensors)
             if node in self.norms:
                 values[node] = normalise(node, inputs[0])
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
                 values[node] = self._call(node, args, kwargs)
-            if written is None and versions != [each._version for each in tensors]:
+            if written is None and versions != all_versions(tensors):
                 self._refuse(f"{node.name} writes into what it is given")
             del inputs, tensors
             for each in dead:
