@@ -13,6 +13,7 @@ from automicro.version import __version__ as __version__
 if TYPE_CHECKING:
     from automicro.batch.layout import num_rows, split_batch
     from automicro.batch.structure import register_batch_type
+    from automicro.batchnorm import find_batchnorm
     from automicro.checkpoints.store import CheckpointConfig
     from automicro.errors import (
         AutomicroError,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from automicro.policy.policy import Fixed, Outcome, Policy
     from automicro.replaying import replay
     from automicro.step.results import EvalResult, StepResult
-    from automicro.step.split_guard import find_batchnorm
     from automicro.trainer.evaluators import Evaluator
     from automicro.trainer.report import FitSummary
     from automicro.trainer.trainer import Trainer
@@ -111,7 +111,7 @@ _HOMES = {
     "UntraceableModelError": "automicro.errors",
     "VerifyReport": "automicro.verification.report",
     "explore": "automicro.exploring",
-    "find_batchnorm": "automicro.step.split_guard",
+    "find_batchnorm": "automicro.batchnorm",
     "is_extra_pass": "automicro.loss.passes",
     "is_out_of_memory": "automicro.memory.oom",
     "num_rows": "automicro.batch.layout",

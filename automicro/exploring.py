@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from automicro.batch.cutting import concat_rows
 from automicro.batch.layout import BatchLayout
+from automicro.batchnorm import find_batchnorm
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import AutomicroError, SampleTooLargeError
 from automicro.microbatcher import Microbatcher
@@ -24,7 +25,6 @@ from automicro.pictures import Picture, speed_and_memory
 from automicro.policy.explore import EXPECTED, ROUND, SIZE, SURE
 from automicro.policy.policy import Outcome, Policy
 from automicro.policy.search import Candidate, Measurement, Search
-from automicro.step.split_guard import find_batchnorm
 from automicro.transaction.parameters import TensorCopy
 from automicro.units import format_bytes
 
@@ -367,7 +367,7 @@ class _Trials:
             if not self._seconds:
                 raise
             ended = "interrupted"
-        search.base = self._base(search)
+        search.base = self._base()
         found = search.find()
         size = int(found.best[SIZE])
         rows = self._pool.batch_rows
@@ -408,7 +408,7 @@ class _Trials:
         search.base = Candidate.of(**{SIZE: start})
         return search
 
-    def _base(self, search: Search) -> Candidate:
+    def _base(self) -> Candidate:
         """The largest that was measured and is no more than the batch."""
         known = [size for size in self._seconds if size <= self._pool.batch_rows]
         return Candidate.of(**{SIZE: max(known, default=min(self._seconds, default=1))})

@@ -28,6 +28,7 @@ from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
+    SYNCS,
     check_choice,
     check_model,
     check_modules,
@@ -39,12 +40,13 @@ from automicro.options import (
     resolve_device,
     unwrapped,
 )
-from automicro.policy.choose import make_policy
+from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
+from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -98,6 +100,11 @@ class Microbatcher:
         nested: sizes of parts of the model that need far smaller slices than the rest, by their
             names in the model: ``{"joint": "auto"}``, an int, or a mapping of `NestedSplit`'s
             arguments; or splits that were made already.
+        when_too_large: what to do where not even the smallest size fits, in training: ``"error"``;
+            ``"recompute"`` (repeated blocks keep their input alone, and compute again in the
+            backward), ``"offload"`` (what is saved for the backward waits in host memory), or a
+            list of these in order, of which each adds to those before; ``"auto"`` for what is
+            fastest of them by measured seconds, also where smaller sizes would fit.
         padding: where the lengths of padded tensors are, where names do not tell: by the path of
             a tensor the path of its lengths or of its mask, a pair of that and the dimension that
             is padded, or None for one that is never cut.
@@ -139,6 +146,9 @@ class Microbatcher:
             so that the gradient is that of one batch. False leaves ranks to whoever calls: each
             has its own mean, and the wrapper averages those of all, as ``DistributedDataParallel``
             does by itself.
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
         update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
             ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
             a fourth parameter called ``name`` it is told the metric's name.
@@ -172,6 +182,7 @@ class Microbatcher:
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
         nested: NestedParts = None,
+        when_too_large: WhenTooLarge = "error",
         padding: Mapping[str, str | tuple[str, int] | None] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
@@ -189,6 +200,7 @@ class Microbatcher:
         update_metric: Callable[..., None] | None = None,
         state: Iterable[Any] = (),
         scales_for_ranks: bool = True,
+        sync: str = "each",
         probe: bool | str = True,
         observer: Observer | None = None,
         remember_sizes: bool = False,
@@ -200,7 +212,7 @@ class Microbatcher:
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
         innermost = check_optimizer(optimizer, self._modules)
-        self._ranks = find_ranks(self._modules)
+        self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
@@ -236,7 +248,21 @@ class Microbatcher:
             nested=self._nested.parts,
         )
 
-        def make_phase(name: str, size: Any, argument: str, *, strict: bool = False) -> Phase:
+        self._levels = levels = make_levels(
+            when_too_large, self._modules, self._device, generators=reach.generators
+        )
+
+        for tail in {id(t): t for level in levels for t in level.tails}.values():
+            self._nested.add(tail)
+
+        def make_phase(
+            name: str,
+            size: Any,
+            argument: str,
+            *,
+            strict: bool = False,
+            levels: Sequence[Level] = (),
+        ) -> Phase:
             describe = functools.partial(
                 describe_run,
                 self._modules,
@@ -250,13 +276,19 @@ class Microbatcher:
             if remember_sizes and isinstance(size, str) and unit.is_rows:
                 shapes = functools.partial(describe_shapes, layout=self._layout)
                 recollection = Recollection(describe, shapes)
-            policy = make_policy(size, name=argument)
+            policy = make_policy(size, name=argument, unit=unit.name)
             unit.refuse_policy(policy, argument)
             if policy.explores and repeatable:
                 raise ValueError(
                     f"{argument}={size!r} finds sizes by the clock, and repeatable=True asks for "
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
+                )
+            if len(levels) > 1:
+                policy = with_levels(
+                    policy,
+                    [level.name for level in levels],
+                    by_time=chooses_by_time(when_too_large) and not repeatable,
                 )
             return Phase(
                 name,
@@ -265,10 +297,11 @@ class Microbatcher:
                 strict_divisible=strict,
                 unit=unit.name,
                 recollection=recollection,
+                levels=levels,
             )
 
         self._train = make_phase(
-            "train", microbatch_size, "microbatch_size", strict=strict_divisible
+            "train", microbatch_size, "microbatch_size", strict=strict_divisible, levels=levels
         )
         self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
@@ -365,6 +398,18 @@ class Microbatcher:
     def eval_microbatch_size(self) -> int | None:
         """The same of the last evaluated batch."""
         return self._eval.size
+
+    def describe_level(self, level: str) -> str:
+        """What is done at a level that a result names, in words.
+
+        Example:
+            >>> microbatcher = Microbatcher(
+            ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), when_too_large="offload"
+            ... )
+            >>> microbatcher.describe_level("offload")
+            'what is saved for the backward waits in host memory'
+        """
+        return next(each.describe() for each in self._levels if each.name == level)
 
     @property
     def loss_average_is(self) -> str:

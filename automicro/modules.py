@@ -132,18 +132,6 @@ class ModuleIndex:
         )
 
 
-def sees_the_batch(module: nn.Module) -> bool:
-    """Return whether a layer normalises with statistics of the rows it sees at once.
-
-    >>> sees_the_batch(nn.BatchNorm1d(2)), sees_the_batch(nn.BatchNorm1d(2).eval())
-    (True, False)
-    """
-    if isinstance(module, AnyBatchNorm):
-        # Without running statistics there is nothing else to normalise with, in eval mode too.
-        return module.training or (module.running_mean is None and module.running_var is None)
-    return False
-
-
 @contextlib.contextmanager
 def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Modules in evaluation mode, and every submodule back in its own mode afterwards.

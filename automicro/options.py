@@ -18,6 +18,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 GRADIENT_SUMS = ("fp32", "native")
 """What the gradients of parameters in bf16 or fp16 add up in."""
 
+SYNCS = ("each", "auto")
+"""With which microbatch shards of gradients are reduced over ranks."""
+
 _FP16 = ("fp16", "float16", "half")
 
 

@@ -28,7 +28,7 @@ from automicro.options import innermost_optimizer, resolve_device
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.unit import ROWS
+from automicro.step.unit import ROWS, unit_name
 from automicro.units import format_bytes
 
 FORMAT, VERSION = "automicro: a batch that did not fit", 1
@@ -228,8 +228,9 @@ class ReplayReport:
         microbatch_unit: what sizes are counted in: ``"rows"``, ``"tokens"``, ….
         num_microbatches: of that size; None where it does not fit.
         tried: sizes that ran out of memory.
-        peak_bytes: the most that live tensors held, at the size that fits or the smallest that was
-            tried; None where nobody counts.
+        peak_bytes: the most that live tensors held, at the size that fits; of a batch that does not
+            fit, what they held at the smallest size that was tried and what was refused to it, so
+            that it needs at least that. None where nobody counts.
         limit_bytes: of the device; None where nobody knows.
         residents: what lies on the device at any size.
         message: of the error; None where it fits.
@@ -259,12 +260,12 @@ class ReplayReport:
 
     @property
     def _peak(self) -> int:
-        """The peak; what does not fit needs more than the limit."""
+        """What it takes; what does not fit needs more than the limit."""
         return max(self.peak_bytes or 0, 0 if self.fits else self.limit_bytes or 0)
 
     @property
     def dominates(self) -> str | None:
-        """What takes most of the peak, in words; None where nobody counts."""
+        """What takes most of the memory, in words; None where nobody counts."""
         if self.peak_bytes is None or self.activation_bytes is None:
             return None
         parts = {
@@ -277,7 +278,8 @@ class ReplayReport:
         }
         name = max(parts, key=lambda each: parts[each])
         share = parts[name] / max(1, self._peak)
-        return f"{name}, {format_bytes(parts[name])} ({share:.0%} of the peak)"
+        of = "the peak" if self.fits else "what it needed"
+        return f"{name}, {format_bytes(parts[name])} ({share:.0%} of {of})"
 
     def _units(self, number: int) -> str:
         return self.microbatch_unit.removesuffix("s") if number == 1 else self.microbatch_unit
@@ -321,8 +323,9 @@ class ReplayReport:
             lines.append(f"out of memory with: {tried} {self._units(self.tried[-1])}")
         if self.peak_bytes is not None:
             limit = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
-            until = "" if self.fits else " until it failed"
-            lines.append(f"peak: {format_bytes(self.peak_bytes)}{limit}{until}")
+            # A peak is what was held; what was refused was not.
+            what = "peak" if self.fits else "needed at least"
+            lines.append(f"{what}: {format_bytes(self.peak_bytes)}{limit}")
         lines.append(f"at any size: {self.residents}")
         if self.dominates is not None:
             lines.append(f"most of it: {self.dominates}")
@@ -368,7 +371,8 @@ def replay(
     failed = file if isinstance(file, FailedBatch) else load_batch(file, like=like)
     is_training = failed.phase == "train"
     name = "microbatch_size" if is_training else "eval_microbatch_size"
-    policy = _Noting(make_policy(options.pop(name, "auto"), name=name))
+    unit = unit_name(options.get("microbatch_unit", ROWS))
+    policy = _Noting(make_policy(options.pop(name, "auto"), name=name, unit=unit))
     limit = options.pop("memory_limit", None)
     device = resolve_device(options.get("device"), model)
     microbatcher = Microbatcher(
@@ -376,7 +380,6 @@ def replay(
     )
     optimizer = innermost_optimizer(options.get("optimizer"))
     modules = [model, *options.get("modules", ())]
-    unit = options.get("microbatch_unit", ROWS)
     result: StepResult | EvalResult | None = None
     message: str | None = None
     with _limited(limit, device):
@@ -405,7 +408,7 @@ def replay(
         fits=result is not None,
         rows=sum(map(BatchLayout(options.get("batch_layout", 0)).num_rows, failed.batches)),
         microbatch_size=None if result is None else result.microbatch_size,
-        microbatch_unit=unit if isinstance(unit, str) else "units of cost",
+        microbatch_unit=unit,
         num_microbatches=None if result is None else result.num_microbatches,
         tried=tuple(dict.fromkeys(each.microbatch_size for each in tried)),
         peak_bytes=None if last is None else last.peak_bytes,

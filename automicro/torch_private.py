@@ -39,6 +39,7 @@ __all__ = [
     "all_versions",
     "are_tables_of",
     "buffer_table",
+    "call_of",
     "calls_step_hooks",
     "can_record_memory",
     "children_of",
@@ -62,12 +63,14 @@ __all__ = [
     "is_compiled",
     "is_uninitialized",
     "is_wrapper",
+    "keeping_versions",
     "mark_dynamic",
     "module_tables",
     "node_hooks",
     "node_in_backward",
     "num_nodes_made",
     "overflows",
+    "parameter_table",
     "record_memory_history",
     "run_backward",
     "schema_of",
@@ -234,6 +237,19 @@ def all_versions(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(_VERSION, tensors))
 
 
+def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Let in-place writes to tensors go unnoticed by autograd.
+
+    >>> tensor = torch.zeros(2)
+    >>> with keeping_versions([tensor]):
+    ...     _ = tensor.add_(1)
+    >>> tensor._version
+    0
+    """
+    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    return preserve(tuple(tensors))
+
+
 Hooks = dict[int, Any]
 
 
@@ -339,6 +355,15 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
     return module._buffers
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself holds, by name; writing to it puts others in their place.
+
+    >>> list(parameter_table(nn.Linear(2, 2)))
+    ['weight', 'bias']
+    """
+    return module._parameters
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
@@ -574,6 +599,16 @@ def is_compiled(module: nn.Module) -> bool:
         # module.forward = torch.compile(module.forward)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def call_of(module: nn.Module) -> str:
+    """The attribute that runs a module's call: where ``module.compile()`` was, all of it.
+
+    >>> call_of(nn.Linear(2, 2))
+    'forward'
+    """
+    is_in_place = vars(module).get("_compiled_call_impl") is not None
+    return "_compiled_call_impl" if is_in_place else "forward"
 
 
 def compiler_is_loaded() -> bool:

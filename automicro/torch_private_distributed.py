@@ -1,10 +1,10 @@
 """The private names of `torch.distributed` and of its wrappers: as `torch_private`, for them."""
 
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +28,8 @@ __all__ = [
     "before_collectives",
     "broadcast_on_host",
     "buffer_comm_hook",
+    "can_hold_back",
+    "clear_whole_gradients",
     "collectives_of",
     "comm_hooks",
     "default_store",
@@ -38,10 +40,11 @@ __all__ = [
     "group_of",
     "groups_of_shards",
     "has_many_groups",
+    "holds_back",
+    "holds_two_types",
     "is_fsdp_module",
     "is_in_backward",
     "is_in_fsdp1",
-    "keeping_versions",
     "local_used_map",
     "mesh_dims",
     "missing_gradients",
@@ -54,6 +57,8 @@ __all__ = [
     "reset_reducer",
     "reset_sharded",
     "uses_symmetric_memory",
+    "whole_numel",
+    "whole_parameters",
 ]
 
 
@@ -68,19 +73,6 @@ def default_tcp_store() -> TCPStore | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None
-
-
-def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let in-place writes to tensors go unnoticed by autograd.
-
-    >>> tensor = torch.zeros(2)
-    >>> with keeping_versions([tensor]):
-    ...     _ = tensor.add_(1)
-    >>> tensor._version
-    0
-    """
-    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-    return cast(AbstractContextManager[None], preserve(tuple(tensors)))
 
 
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
@@ -376,13 +368,91 @@ def withholds_gradients(module: "FSDPModule") -> bool:
     return any(not (each.reduce_grads and each.all_reduce_grads) for each in _groups(module))
 
 
+def can_hold_back(module: "FSDPModule") -> bool:
+    """Whether gradients may add up before they are reduced, with nothing that anybody notices.
+
+    Not where they add up in a type that rounds more coarsely than that of the shards, nor where a
+    hook of a user's expects each reduction. With one rank to a shard nothing tells what is in one.
+    """
+    return all(
+        group._all_reduce_hook is None
+        and group._reduce_scatter_process_group.size() > 1
+        and all(
+            torch.finfo(_reduced_in(group, each)).eps <= torch.finfo(each.sharded_param.dtype).eps
+            for each in group.fsdp_params
+            if each.sharded_param.requires_grad
+        )
+        for group in _groups(module)
+    )
+
+
+def _reduced_in(group: Any, parameter: Any) -> torch.dtype:
+    policy = group.mp_policy
+    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+    return found
+
+
+def whole_numel(module: "FSDPModule") -> int:
+    """How many numbers go into a reduce-scatter of all parameters that a module trains."""
+    num_ranks = _groups(module)[0]._reduce_scatter_process_group.size()
+    total = 0
+    for each in _groups(module)[0].fsdp_params:
+        if each.sharded_param.requires_grad:
+            size = list(each._orig_size)
+            dim = each.fsdp_placement.dim
+            size[dim] = -(-size[dim] // num_ranks) * num_ranks
+            total += math.prod(size)
+    return total
+
+
+def holds_back(module: "FSDPModule") -> bool:
+    """Whether a module has gradients that nobody has reduced over all ranks."""
+    return any(
+        group._partial_reduce_output is not None
+        or any(gradient is not None for gradient in map(_whole_gradient, group.fsdp_params))
+        for group in _groups(module)
+    )
+
+
+def holds_two_types(module: "FSDPModule") -> bool:
+    """Whether what a module holds back may have another type than what is still to come.
+
+    Torch cannot reduce them together, where some of its parameters have a gradient and others have
+    none yet.
+    """
+    for group in _groups(module):
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        held = {_whole_gradient(each) is not None for each in trained}
+        if len(held) > 1 and any(each.reduce_dtype is not None for each in trained):
+            return True
+    return False
+
+
+def whole_parameters(module: "FSDPModule") -> list[Tensor]:
+    """What a module gathers in place of its shards; empty before it has gathered any."""
+    every = [each for group in _groups(module) for each in group.fsdp_params]
+    return [each._unsharded_param for each in every if hasattr(each, "_unsharded_param")]
+
+
+def clear_whole_gradients(module: "FSDPModule") -> None:
+    """Put zeros in place of gradients of whole parameters that were not reduced."""
+    for group in _groups(module):
+        for gradient in map(_whole_gradient, group.fsdp_params):
+            if gradient is not None:
+                gradient.zero_()
+
+
+def _whole_gradient(parameter: Any) -> Tensor | None:
+    gradient: Tensor | None = parameter.unsharded_accumulated_grad
+    whole = getattr(parameter, "_unsharded_param", None)
+    return gradient if gradient is not None or whole is None else whole.grad
+
+
 def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:
-    """The group over which gradients are summed right after the reduce-scatter; None for none."""
+    """The group of ranks that have replicas of a module's shards; None for none."""
     group = _groups(module)[0]
-    if group._is_hsdp and group.all_reduce_grads:
-        found: dist.ProcessGroup = group._all_reduce_process_group
-        return found
-    return None
+    found: dist.ProcessGroup | None = group._all_reduce_process_group if group._is_hsdp else None
+    return found
 
 
 def replicas_average(module: "FSDPModule", op: Any) -> bool:

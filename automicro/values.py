@@ -55,6 +55,8 @@ def same_values(one: Any, other: Any) -> bool:
         >>> same_values({"a": [torch.ones(2), 1]}, {"a": [torch.ones(2), 1]})
         True
     """
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):

@@ -1,6 +1,7 @@
 """What the microbatcher costs above torch's plain wrappers on several ranks, once settled.
 
     python -m benchmarks.distributed_overhead [--ranks 2] [--pairs 30] [--json FILE]
+    python -m benchmarks.distributed_overhead --sync [--ranks 4] [--pairs 5] [--link 100]
 
 A transformer of 8 million parameters, wrapped in DDP or by `fully_shard`, one batch per rank. By
 hand: slice, forward, loss times weight, backward, with DDP's `no_sync` for all microbatches but the
@@ -8,11 +9,18 @@ last. Ours: `Microbatcher.backward` with a `Halving` policy that has nothing to 
 guards included. Both keep their own copy of the model and run in turn after a barrier; a step takes
 as long as its slowest rank. The figure is the median of the ratios pair by pair, with the 95 %
 interval of that median. At the end both have the same gradients.
+
+With ``--sync``: the collectives of a step, the bytes that a rank sends for them and its seconds,
+with gradients reduced as late as each `Sync` says. Gloo inside of one machine is no slow link, so
+one is simulated: after each collective over it the rank sleeps for as long as its bytes would take,
+and nothing overlaps. With FSDP2 all links are slow, with HSDP those between its two replicas.
 """
 
 import argparse
+import collections
 import contextlib
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -22,19 +30,21 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Halving, Microbatcher
 from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.ranks.interface import Sync
 from benchmarks.overhead import Transformer, median_with_interval
 
 GOAL = 1.05
@@ -51,9 +61,11 @@ def wrapped(kind: str) -> nn.Module:
     model = Transformer(width=256, layers=10)
     if kind == "ddp":
         return DistributedDataParallel(model)
+    shape = (2, dist.get_world_size() // 2) if kind == "hsdp" else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in model.encoder.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 
@@ -129,11 +141,107 @@ def measure(kind: str, num_microbatches: int, pairs: int) -> dict[str, Any]:
     }
 
 
-def rank_main(rank: int, ranks: int, store: str, pairs: int, report: str) -> None:
+class Link:
+    """Counts the collectives of wrappers, and makes those over a slow link slower.
+
+    Args:
+        megabytes_per_second: of the slow link.
+        is_slow: whether a collective of this name goes over it.
+    """
+
+    def __init__(self, megabytes_per_second: float, is_slow: Callable[[str], bool]) -> None:
+        self._bytes_per_second = megabytes_per_second * 1e6
+        self._is_slow = is_slow
+        self.count: collections.Counter[str] = collections.Counter()
+        self.sent_bytes: collections.Counter[str] = collections.Counter()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        originals = {name: getattr(dist, name) for name in SENT}
+        for name, original in originals.items():
+            setattr(dist, name, functools.partial(self._call, name, original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        size = dist.get_world_size(kwargs.get("group"))
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        sent = round(SENT[name](max(each.nbytes for each in given), size))
+        self.count[name] += 1
+        self.sent_bytes[name] += sent
+        result = original(*args, **kwargs)
+        if self._is_slow(name):
+            time.sleep(sent / self._bytes_per_second)
+        return result
+
+
+# What a rank sends in a ring, by the bytes of the whole tensor and the ranks.
+SENT: dict[str, Callable[[int, int], float]] = {
+    "all_gather_single": lambda whole, ranks: whole * (ranks - 1) / ranks,
+    "reduce_scatter_single": lambda whole, ranks: whole * (ranks - 1) / ranks,
+    "all_reduce": lambda whole, ranks: 2 * whole * (ranks - 1) / ranks,
+}
+LATEST = {"fsdp": (Sync.EACH, Sync.LAST), "hsdp": tuple(Sync)}
+
+
+def measure_sync(
+    kind: str, num_microbatches: int, rounds: int, link: float
+) -> list[dict[str, Any]]:
+    """A step's collectives and seconds, reduced as late as possible and as early."""
+    size = ROWS // num_microbatches
+    torch.manual_seed(dist.get_rank())
+    batch = (torch.randint(256, (ROWS, LENGTH)), torch.randint(256, (ROWS, LENGTH)))
+    model = wrapped(kind)
+    step = Microbatcher(
+        model, loss_fn=F.cross_entropy, microbatch_size=size, probe=False, sync="auto"
+    )
+    ranks = step.ranks
+    assert isinstance(ranks, CoordinatedRanks)
+    links: dict[Sync, Link] = {}
+    seconds: dict[Sync, list[float]] = {sync: [] for sync in LATEST[kind]}
+    for index in range(2 + rounds):
+        for sync in LATEST[kind]:
+            ranks.sync = sync
+            links[sync] = Link(link, lambda name: kind == "fsdp" or name == "all_reduce")
+            with links[sync].used() if index else contextlib.nullcontext():
+                took = time_once(lambda: step.backward(batch), model)
+            assert ranks.synced is sync
+            if index > 1:
+                seconds[sync].append(took)
+    found = []
+    for sync, used in links.items():
+        slowest = torch.tensor(statistics.median(seconds[sync]), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        found.append(
+            {
+                "wrapper": kind,
+                "microbatches": num_microbatches,
+                "sync": sync.name.lower(),
+                "count": dict(used.count),
+                "sent_bytes": dict(used.sent_bytes),
+                "seconds": round(slowest.item(), 3),
+            }
+        )
+    return found
+
+
+def rank_main(rank: int, arguments: argparse.Namespace, store: str, report: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nothing here is in-place
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    results = [measure(kind, count, pairs) for kind in KINDS for count in MICROBATCHES]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks
+    )
+    if arguments.sync:
+        kinds = ["fsdp", *(["hsdp"] if arguments.ranks > 2 else [])]
+        measured = [measure_sync(each, 4, arguments.pairs, arguments.link) for each in kinds]
+        results = [result for each in measured for result in each]
+    else:
+        results = [
+            measure(kind, count, arguments.pairs) for kind in KINDS for count in MICROBATCHES
+        ]
     if rank == 0:
         pathlib.Path(report).write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
@@ -143,6 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
     parser.add_argument("--pairs", type=int, default=30, help="interleaved pairs (default 30)")
+    parser.add_argument("--sync", action="store_true", help="when gradients are reduced")
+    parser.add_argument("--link", type=float, default=100.0, help="MB/s of the slow link")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -150,11 +260,20 @@ def main() -> None:
         report = pathlib.Path(folder) / "report.json"
         spawn(  # type: ignore[no-untyped-call]
             rank_main,
-            (arguments.ranks, f"{folder}/store", arguments.pairs, str(report)),
+            (arguments, f"{folder}/store", str(report)),
             nprocs=arguments.ranks,
         )
         results = json.loads(report.read_text(encoding="utf-8"))
-    for result in results:
+    for result in results if arguments.sync else ():
+        counts = ", ".join(
+            f"{count} {name} of {result['sent_bytes'][name] / 1e6:.1f} MB together"
+            for name, count in result["count"].items()
+        )
+        sys.stdout.write(
+            f"{result['wrapper']}, {result['microbatches']} microbatches, {arguments.ranks} ranks, "
+            f"{result['sync']}: {result['seconds']} s; {counts}\n"
+        )
+    for result in () if arguments.sync else results:
         low, high = result["interval_95"]
         sys.stdout.write(
             f"{result['wrapper']}, {result['microbatches']} microbatches, {arguments.ranks} ranks: "
@@ -168,6 +287,7 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "ranks": arguments.ranks,
+            "link_megabytes_per_second": arguments.link if arguments.sync else None,
             "results": results,
         }
         arguments.json.write_text(json.dumps(whole, indent=2) + "\n")

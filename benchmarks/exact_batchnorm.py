@@ -4,9 +4,9 @@
 
 ``batchnorm="exact"`` beside the whole batch, with and without its blocks computed again and what
 waits on the host, and beside ordinary microbatches, whose BatchNorms see fewer rows. Peaks are
-those of a `MemoryBudget` above parameters and gradients; forwards per row are counted in multiplications;
-times are of a processor, on which the host is the same memory. And which models can be cut. Needs
-torchvision; with timm, more models are tried.
+those of a `MemoryBudget` above parameters and gradients; forwards per row are counted in
+multiplications; times are of a processor, on which the host is the same memory. And which models
+can be cut. Needs torchvision; with timm, more models are tried.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from automicro import MemoryBudget, Microbatcher, UnsplittableModelError, split
-from automicro.modules import sees_the_batch
+from automicro.batchnorm import sees_the_batch
 from automicro.nested import batchnorm
 from automicro.nested.stages import Stages
 from automicro.units import format_bytes
@@ -226,7 +226,7 @@ def microbatched_recomputed(job: Job, host: Host) -> None:
 
 
 def exact(job: Job, host: Host) -> None:
-    part = split(job.model, microbatch_size=job.microbatch_size)
+    part = split(job.model, microbatch_size=job.microbatch_size, batchnorm="exact")
     try:
         with counting(host):
             whole(job, host)
@@ -274,7 +274,7 @@ def measure_exactness(
     torch.autograd.backward(loss)
     for size in sizes:
         job = Job.of(name, image, rows, size, torch.float64)
-        split(job.model, microbatch_size=size)
+        split(job.model, microbatch_size=size, batchnorm="exact")
         found_loss = F.cross_entropy(job.model(job.x), job.y)
         torch.autograd.backward(found_loss)
         line = {
@@ -450,7 +450,7 @@ def try_cutting(source: str, name: str) -> dict[str, Any]:
         line["stages"] = len(Stages(model, {given: x}).stages)
         torch.autograd.backward(loss_of(whole_model(x)))
         right = gradient_of(whole_model)
-        split(model, microbatch_size=3)
+        split(model, microbatch_size=3, batchnorm="exact")
         torch.autograd.backward(loss_of(model(x)))
         line["gradient"] = apart(gradient_of(model), right)
         line["result"] = "exact" if line["gradient"] < 1e-9 else "differs"

@@ -273,6 +273,25 @@ def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
     assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
+@pytest.mark.parametrize("duration", ["10sec", "2ep"])
+def test_an_argument_that_borrows_its_value_says_of_which_key(
+    duration: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = "scheduler={call: automicro.schedules.cosine_with_warmup, args: {warmup: 1}}"
+    command = ["train", "job.yaml", scheduler, f"max_duration={duration}"]
+    assert main([*command, "scheduler.args.total=${max_duration}"]) == 2
+    first = said(capsys)[0]
+    assert f"total='{duration}' counts " in first
+    assert first.endswith(
+        "such as '50ba' (batches); scheduler.args.total is ${max_duration}: set max_duration, or "
+        "scheduler.args.total alone"
+    )
+    assert main([*command, f"scheduler.args.total={duration}"]) == 2
+    assert said(capsys)[0].endswith("such as '50ba' (batches)")
+    remedied = [*command[:-1], "max_duration=4ba", "scheduler.args.total=${max_duration}"]
+    assert main([*remedied, "progress=false"]) == 0
+
+
 WRITTEN = {
     "optimizer.call=torch.optim.Adamw": (
         "optimizer.call='torch.optim.Adamw': 'torch.optim' exists, but has no 'Adamw' "

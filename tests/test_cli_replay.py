@@ -1,6 +1,7 @@
 """``automicro replay`` and rehearsals from a config: from the failure to the size that fits."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ def kept(capsys: pytest.CaptureFixture[str]) -> Path:
     """What a run has left whose batches do not fit."""
     limit = "memory_limit=14KiB"
     assert main(["train", "job.yaml", limit, "run_dir=runs/first", "rehearse=worst"]) == 1
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     path = Path("runs/first/failed-batch-0001.pt")
     assert f"automicro replay {path}" in err
     assert "in the rehearsal before the first step, batch 1 of train_dataloader" in err
+    assert "rehearsal: the costliest of all 2 batches of train_dataloader\n" in out + err
     return path
 
 
@@ -33,9 +35,15 @@ def test_a_batch_that_did_not_fit_is_replayed_with_the_config_beside_it(
     assert main(["replay", str(kept)]) == 1
     out = capsys.readouterr().out
     assert "does not fit: not even 1 row of 12" in out
-    assert "most of it: " in out
+    # Of 15 KiB one was refused: no device of 14 KiB held them.
+    assert "needed at least: 15.00 KiB of 14.00 KiB" in out
+    assert "most of it: the parameters, 8.50 KiB (57% of what it needed)" in out
+    assert "peak" not in out
     assert main(["replay", str(kept), "memory_limit=1MiB"]) == 0
-    assert "fits now: 1 × 12 of 12 rows" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fits now: 1 × 12 of 12 rows" in out
+    assert re.search(r"\npeak: [\d.]+ KiB of 1.00 MiB\n", out)
+    assert "% of the peak)" in out
     assert main(["replay", str(kept), "job.yaml", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["fits"], report["rows"], report["failed"]["limit_bytes"]) == (True, 12, 14336)

@@ -76,7 +76,7 @@ WRONG_OVERRIDES = {
     ),
     "microbatch_size=0": (
         "microbatch_size=0 (a whole number): give a whole number of at least 1, auto (found by "
-        "halving), explore (the fastest that fits) or null (the whole batch)"
+        "halving), explore (the fastest number of rows) or null (the whole batch)"
     ),
     "grad_clip_norm=-1": (
         "grad_clip_norm=-1.0 must be above 0; pass a number such as 1.0, or None"

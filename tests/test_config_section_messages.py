@@ -151,7 +151,7 @@ WRONG_OVERRIDES = {
     f"eval_dataloader={{data: {DATA}, microbatch_size: 0}}": (
         "eval_dataloader.microbatch_size=0 (a whole number): give a whole number of at least 1, "
         "auto "
-        "(found by halving), explore (the fastest that fits) or null (the whole batch)"
+        "(found by halving), explore (the fastest number of rows) or null (the whole batch)"
     ),
     f"eval_dataloader={{new: {{data: {DATA}, metrics: [a]}}}}": (
         "eval_dataloader.new.metrics=['a'] (a list) is not a mapping: write {name: {call: "

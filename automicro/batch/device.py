@@ -116,7 +116,7 @@ class _LateCopies:
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device = device
-        self._side = _side_stream(device)
+        self._side = side_stream(device)
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def takes(self, tensor: Tensor) -> bool:
@@ -157,7 +157,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> Any:
     """The stream for copies to a device: always one, because a device has only so many."""
     return torch.get_device_module(device).Stream(device=device)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.errors import BatchError
 
 MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
@@ -315,7 +315,7 @@ def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
             shorter[id(tensor)] = tensor.narrow(dim, start, stop - start).contiguous()
     if not shorter:
         return microbatch
-    return map_tensors(microbatch, lambda tensor: shorter.get(id(tensor), tensor))
+    return replace_tensors(microbatch, shorter)
 
 
 def restore_padding(

@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,16 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
     if kind is Kind.REGISTERED:
         return _map_registered(batch, fn, isolate)
     return copy_object(batch) if isolate else batch
+
+
+def replace_tensors(batch: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    """The same structure with others in place of some tensors, by their ids.
+
+    >>> tensor = torch.ones(2)
+    >>> replace_tensors([tensor, 3], {id(tensor): torch.zeros(1)})
+    [tensor([0.]), 3]
+    """
+    return map_tensors(batch, lambda tensor: others.get(id(tensor), tensor))
 
 
 def copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

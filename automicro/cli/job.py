@@ -2,18 +2,22 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from automicro.cli.arguments import split_inputs
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.keys import about, key_in, keys_of
 from automicro.cli.config.load import LoadedConfig, read_config
 from automicro.cli.config.schema import TO_TRAIN, RunConfig
-from automicro.cli.config.sources import ElsewhereError
+from automicro.cli.config.sources import ElsewhereError, Sources
 from automicro.cli.errors import is_bug_of_ours, summarize_error
 from automicro.errors import ConfigError, DataLoaderError
+from automicro.options import check_model
+from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
 from automicro.trainer.surroundings import noting
 
@@ -38,7 +42,7 @@ class Job:
         self._command = command
         self._for_ranks = for_ranks
         self.files, self._overrides = split_inputs(inputs, command=command)
-        self._origin: Callable[[Collection[str]], str] = lambda keys: " + ".join(self.files)
+        self._sources: Sources | None = None  # until the config was read
 
     @contextlib.contextmanager
     def reading(
@@ -75,7 +79,7 @@ class Job:
                 num_devices=num_processes,
                 check=examine,
             )
-            self._origin = loaded.sources.origin
+            self._sources = loaded.sources
             yield loaded
 
     @contextlib.contextmanager
@@ -91,7 +95,15 @@ class Job:
             if is_bug_of_ours(error):
                 raise
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
-            raise ConfigError(f"{self._origin(keys_of(error) or key_in(text))}: {text}") from error
+            raise ConfigError(self._located(text, keys_of(error) or key_in(text))) from error
+
+    def _located(self, text: str, keys: Sequence[str]) -> str:
+        """A message with the lines that it is about, and what else has a part in their values."""
+        if self._sources is None:
+            return f"{' + '.join(self.files)}: {text}"
+        said, *notes = text.split("\n", 1)
+        whole = [said + self._sources.borrowed(said, keys), *notes]
+        return f"{self._sources.origin(keys)}: " + "\n".join(whole)
 
     def _count_processes(self) -> int:
         try:
@@ -116,6 +128,27 @@ def importing_beside(*paths: str) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
+    """A config's model on its device, and the arguments that say how it computes a loss.
+
+    Raises:
+        TypeError: the model is none.
+        ValueError: there is no such device.
+    """
+    device = choose_device(recipe.config.device)
+    model = recipe.make_model()
+    check_model(model)
+    model.to(device)
+    loss_fn = recipe.make("loss_fn")
+    return model, {
+        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
+        "forward": recipe.make("forward"),
+        "loss_average": recipe.make_loss_average(),
+        "batch_layout": recipe.config.batch_layout,
+        "device": device,
+    }
 
 
 def first_batch(data: Iterable[Any]) -> Any:

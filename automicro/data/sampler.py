@@ -157,7 +157,7 @@ class LengthBatchSampler(Sampler[list[int]]):
             raise ValueError("cost says what a row adds to batch_cost: give batch_cost, or no cost")
         self._buckets = _find_buckets(mode, self._lengths, bucket_edges, num_buckets)
         self._budget = Budget(
-            rows=_read_sizes(mode, batch_size, bucket_edges),
+            rows=_read_sizes(batch_size, bucket_edges),
             length=_read_amount("batch_length", batch_length),
             cost=_read_amount("batch_cost", batch_cost),
             cost_of=cost or length_cost,
@@ -555,9 +555,7 @@ def _read_counts(counts: int | Sequence[int] | None, dimensions: int) -> tuple[i
     return numbers
 
 
-def _read_sizes(
-    mode: str, sizes: int | Sequence[int] | None, edges: Sequence[float] | None
-) -> Array | None:
+def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None) -> Array | None:
     if sizes is None:
         return None
     if isinstance(sizes, int):

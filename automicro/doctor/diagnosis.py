@@ -33,7 +33,6 @@ _REQUEST = re.compile(rf"Tried to allocate {_AMOUNT}")
 _CAPACITY = re.compile(rf"total capacity of {_AMOUNT}")
 _FREE = re.compile(rf"of which {_AMOUNT} is free")
 _OTHER = re.compile(rf"Process (\d+) has {_AMOUNT} memory in use")
-_OWN = re.compile(rf"this process has {_AMOUNT} memory in use")
 _ALLOCATED = re.compile(
     rf"(?:Of the allocated memory|Live tensors hold) {_AMOUNT}(?: is allocated by PyTorch)?"
 )

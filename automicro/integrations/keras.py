@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from automicro.batchnorm import find_batchnorm
 from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
 from automicro.integrations.host import (
     Replacements,
@@ -29,7 +30,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
 from automicro.sharding import is_sharded
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.split_guard import BATCHNORM_MODES, find_batchnorm
+from automicro.step.split_guard import BATCHNORM_MODES
 
 try:
     keras = import_host("keras", extra="keras")

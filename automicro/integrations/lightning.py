@@ -137,7 +137,7 @@ class AutoMicrobatch(Callback):
         """
         self._leave()
         if stage == "fit":
-            _refuse_training(trainer, pl_module)
+            _refuse_training(pl_module)
         _refuse(self, trainer, pl_module)
         self._run = _Run(self, trainer, pl_module)
         try:
@@ -907,7 +907,7 @@ def _refuse_strategy(strategy: Any) -> None:
             raise ValueError(f"{kind.__name__} {_STRATEGIES[kind.__name__]}")
 
 
-def _refuse_training(trainer: "Trainer", module: "LightningModule") -> None:
+def _refuse_training(module: "LightningModule") -> None:
     """Raise ValueError where `fit` would not be that of whole batches."""
     if not module.automatic_optimization:
         raise ValueError(

@@ -345,9 +345,7 @@ def _has_constant_term(
     small, large = _measured_parts(computation, batch, choice)
     if small is None or large is None:
         return False
-    return _common(small, tolerance) is not None and _agree(
-        _common(small, tolerance), _common(large, tolerance), tolerance
-    )
+    return _common(small) is not None and _agree(_common(small), _common(large), tolerance)
 
 
 def _measured_parts(
@@ -360,7 +358,7 @@ def _measured_parts(
     return small, large
 
 
-def _common(rows: Rows, tolerance: float) -> Tensor | None:
+def _common(rows: Rows) -> Tensor | None:
     """What a sum of rows counts too often, of each row."""
     if len(rows.parts) < 2:
         return None

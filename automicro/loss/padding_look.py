@@ -15,7 +15,7 @@ from automicro.batch.padding import Group, cut_padding
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import AutomicroError
 from automicro.loss.passes import Computation, ExtraPasses, Mode
-from automicro.loss.silence import CollectiveError
+from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.memory.oom import Failure, classify, first_line, release
 
 
@@ -116,11 +116,8 @@ def _look_once(
                 break
         # A difference counts for more than none, and that for more than nothing seen.
         return max(looks, key=lambda seen: seen.verdict, default=_NOTHING_PADDED)
-    except CollectiveError:
-        return PaddingSeen(
-            verdict=Verdict.UNKNOWN,
-            why="the forward communicates with other ranks, and one rank alone cannot look",
-        )
+    except CollectiveError as error:
+        return PaddingSeen(verdict=Verdict.UNKNOWN, why=needs_other_ranks(str(error)))
     except AutomicroError:
         return PaddingSeen(verdict=Verdict.UNKNOWN)  # the step itself says what is wrong
     except Exception as error:

@@ -165,13 +165,12 @@ class ExtraPasses:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def losses(self, rows: Any, *, evaluates: bool = False, mode: Mode = "train") -> Output:
+    def losses(self, rows: Any, *, mode: Mode = "train") -> Output:
         """The losses of these rows, from the state that the first pass began with.
 
         Args:
             rows: a batch of them.
-            evaluates: whether the forward is that of evaluation.
-            mode: which forward it is, where it is none of these two.
+            mode: which forward it is.
         """
         assert self._again is not None
         self._again.roll_back()
@@ -186,7 +185,7 @@ class ExtraPasses:
             if mode == "predict":
                 holds_rows = self.computation.layout.holds_rows
                 return Output(None, {}, convention.predict(model, moved, holds_rows=holds_rows))
-            if evaluates or mode == "eval":
+            if mode == "eval":
                 return convention.evaluate(model, moved)
             return convention.train(model, moved)
 

@@ -25,8 +25,8 @@ from automicro.errors import (
 from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
 from automicro.loss.informative_rows import Choice, choose_rows, read_features
 from automicro.loss.look import Seen, evaluation_values, look
-from automicro.loss.passes import Computation, ExtraPasses
-from automicro.loss.silence import CollectiveError
+from automicro.loss.passes import Computation, ExtraPasses, Mode
+from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.memory.oom import Failure, classify, first_line, release
 from automicro.transaction.surroundings import Place
 
@@ -44,10 +44,6 @@ _PATIENCE = 4  # looks that learn nothing, after which that is said
 _REMEDIES = (
     "declare what the loss averages over (loss_average='samples', 'tokens', 'none' or a callable), "
     "or run automicro.verify on a batch"
-)
-_COMMUNICATES = (
-    "the forward communicates with other ranks (sharded parameters, say), and one rank alone "
-    "cannot look"
 )
 
 
@@ -78,7 +74,7 @@ class Prober:
         self._is_known = all(average.is_known for average in computation.averages.values())
         self._declared = declared
         self._refuses = refuses
-        self._why_not = "" if is_alone else _COMMUNICATES
+        self._why_not = "" if is_alone else needs_other_ranks()
         self._train = _Evidence(assumed=not self._is_known)
         eval_is_known = all(average.is_known for average in computation.eval_averages.values())
         self._eval = _Evidence(assumed=not eval_is_known)
@@ -171,10 +167,7 @@ class Prober:
             evidence.took(choice)  # the step itself says what is wrong
         except CollectiveError as error:
             evidence.is_done = True
-            message = self._unchecked(
-                f"the forward or the loss communicates with other ranks ({error}), and one rank "
-                "alone cannot look"
-            )
+            message = self._unchecked(needs_other_ranks(str(error)))
         except Exception as error:
             failure = error
         again = False
@@ -217,24 +210,24 @@ class Prober:
             return self._learned_nothing(evidence, f"its rows cannot be read ({text})")
         # Is it the choice of rows, or a mistake in the model?
         evidence.is_done = True
-        evaluates = evidence is self._eval
+        mode: Mode = "eval" if evidence is self._eval else "train"
         with on_host():
             parts = [
                 self._computation.layout.take_rows(batch, c) for c in (choice.small, choice.large)
             ]
-        if not self._has_loss(batch, evaluates=evaluates):
+        if not self._has_loss(batch, mode):
             return None
-        if all(self._has_loss(part, evaluates=evaluates) for part in parts):
+        if all(self._has_loss(part, mode) for part in parts):
             return self._unchecked(f"a look at a few rows failed ({text})")
         evidence.is_wrong = evidence is self._train
         return describe_failure(text, choice.rows)
 
-    def _has_loss(self, batch: Any, *, evaluates: bool) -> bool:
+    def _has_loss(self, batch: Any, mode: Mode) -> bool:
         """Whether a loss can be computed of these rows, from the state as it is."""
 
         def has_loss() -> bool:
             with ExtraPasses(self._computation) as passes, torch.no_grad():
-                return isinstance(passes.losses(batch, evaluates=evaluates).loss, Tensor)
+                return isinstance(passes.losses(batch, mode=mode).loss, Tensor)
 
         return self._try(has_loss, otherwise=lambda why: False)
 

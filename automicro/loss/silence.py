@@ -24,6 +24,14 @@ class CollectiveError(Exception):
     """A forward on one rank alone was about to communicate with the others."""
 
 
+def needs_other_ranks(how: str = "sharded parameters, say") -> str:
+    """Why nothing can be looked at where a forward needs other ranks, for messages."""
+    return (
+        f"the forward or the loss communicates with other ranks ({how}), and one rank alone cannot "
+        "look"
+    )
+
+
 class Silence(OperationMode):
     """While this mode is active, torch's draws are constant and precision is noted.
 

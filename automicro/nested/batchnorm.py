@@ -13,15 +13,13 @@ back through evaluation mode, less ``weight / deviation / N · (Σ dy + x̂ · �
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.autograd.function import once_differentiable
 
-from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import UnsplittableModelError
 from automicro.memory.budget import active_budget
@@ -33,6 +31,7 @@ from automicro.nested.slices import (
     Joined,
     Slice,
     aliases_of,
+    refuse_twice,
     with_inputs,
 )
 from automicro.nested.stages import PLAIN, SCALE_AND_SHIFT, Stages, in_evaluation
@@ -242,33 +241,24 @@ class Host:
         self._values.pop(key, None)
 
 
-class _Part(nn.Module):
-    """Calls a function, with other tensors in the place of a module's parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([module])
-
-    def forward(self, function: Any, *args: Any) -> Any:
-        return function(*args)
-
-
 class _Pass:
     """All slices through all stages, forth and back.
 
     Args:
         call: of the part.
-        module: that is the part.
         stages: of it.
     """
 
-    def __init__(self, call: Call, module: nn.Module, stages: Stages) -> None:
-        self._call, self._module, self._stages = call, module, stages
-        self._shim = _Part(module)
-        self._names = {id(each): name for name, each in call.parameters.items()}
+    def __init__(self, call: Call, stages: Stages) -> None:
+        self.call, self._stages = call, stages
+        self._places = {id(each): at for at, each in enumerate(call.parameters)}
         self._own = [
-            [name for each in stages.parameters(at) if (name := self._names.get(id(each)))]
-            for at in range(len(stages.stages))
+            [
+                at
+                for each in stages.parameters(number)
+                if (at := self._places.get(id(each))) is not None
+            ]
+            for number in range(len(stages.stages))
         ]
         self.joined: Joined | None = None
 
@@ -278,11 +268,11 @@ class _Pass:
         Raises:
             BaseException: whatever else than running out of memory, or that of the smallest slices.
         """
-        call = self._call
+        call = self.call
         num_rows = call.layout.num_rows(batch)
         size = call.sizer.begin()
         while True:
-            self.sizes = balanced_sizes(num_rows, size)
+            self.sizes = call.cut(num_rows, size)
             failure: BaseException | None = None
             undo = call.undoing()
             undo.begin()
@@ -313,7 +303,7 @@ class _Pass:
         self._random: dict[tuple[int, int], RandomState] = {}
         stages = self._stages
         self._norms = {node: _Norm(str(node.target), layer) for node, layer in stages.norms.items()}
-        buffers = list(self._module.buffers())
+        buffers = self._stages.buffers()
         versions = all_versions(buffers)
         slices = self._slices(batch)
         joined = Joined(sum(self.sizes))
@@ -321,9 +311,9 @@ class _Pass:
         with torch.no_grad():
             for number, stage in enumerate(stages.stages):
                 for each in slices:
-                    before = self._call.random()
+                    before = self.call.random()
                     before.begin()
-                    values = self._run(number, self._given(number, each), {})
+                    values = self._run(number, self._given(number, each), ())
                     if before.has_moved:
                         self._random[number, each.index] = before
                     for node in stages.ahead(number):
@@ -346,7 +336,7 @@ class _Pass:
 
     def _slices(self, batch: Any) -> list[Slice]:
         starts = [sum(self.sizes[:at]) for at in range(len(self.sizes))]
-        pieces = self._call.layout.split(batch, self.sizes)
+        pieces = self.call.layout.split(batch, self.sizes)
         return [
             Slice(index, start, start + size, piece)
             for index, (start, size, piece) in enumerate(
@@ -372,20 +362,24 @@ class _Pass:
         return given
 
     def _run(
-        self, number: int, given: Mapping[fx.Node, Any], aliases: Mapping[str, Tensor]
+        self, number: int, given: Mapping[fx.Node, Any], tensors: Sequence[Tensor]
     ) -> dict[fx.Node, Any]:
         def normalise(node: fx.Node, x: Tensor) -> Tensor:
             return self._norms[node].normalise(x)
 
-        args = self._stages.run, number, given, normalise
-        found = torch.func.functional_call(self._shim, dict(aliases), args)
-        return cast("dict[fx.Node, Any]", found)
+        with self.call.holding(tensors):
+            return self._stages.run(number, given, normalise)
 
     def backward(
-        self, batch: Any, paths: Sequence[str], given: Sequence[Tensor | None], sums: Gradients
+        self,
+        batch: Any,
+        paths: Sequence[str],
+        given: Sequence[Tensor | None],
+        parameters: Sequence[Tensor],
+        sums: Gradients,
     ) -> None:
         """Add the gradients of inputs and parameters, stage by stage from the last."""
-        aliases = aliases_of(self._call.parameters)
+        aliases = aliases_of(parameters)
         slices = self._slices(batch)
         stages = self._stages.stages
         for number in reversed(range(len(stages))):
@@ -397,14 +391,13 @@ class _Pass:
                         self._host.drop((node, each.index))
         for each in slices:
             sums.add(each, self._of_inputs(each, paths) + [None] * len(aliases))
-        of_norms: dict[str, Tensor] = {}
-        for norm in self._norms.values():
-            for parameter, gradient in norm.gradients():
-                name = self._names.get(id(parameter))
-                if name is not None:
-                    of_norms[name] = of_norms[name] + gradient if name in of_norms else gradient
         everything = Slice(0, 0, sum(self.sizes), batch)
-        sums.add(everything, [None] * len(paths) + [of_norms.get(name) for name in aliases])
+        for norm in self._norms.values():
+            of_parameters: list[Tensor | None] = [None] * len(aliases)
+            for parameter, gradient in norm.gradients():
+                if id(parameter) in self._places:
+                    of_parameters[self._places[id(parameter)]] = gradient
+            sums.add(everything, [None] * len(paths) + of_parameters)
 
     def _of_inputs(self, each: Slice, paths: Sequence[str]) -> list[Tensor | None]:
         """The gradients of what a slice was given, BatchNorms of the input itself included."""
@@ -423,7 +416,7 @@ class _Pass:
         each: Slice,
         paths: Sequence[str],
         given: Sequence[Tensor | None],
-        aliases: Mapping[str, Tensor],
+        aliases: Sequence[Tensor],
         sums: Gradients,
     ) -> None:
         stage = self._stages.stages[number]
@@ -440,9 +433,9 @@ class _Pass:
             started[node] = value
         random = self._random.get((number, each.index))
         again = contextlib.nullcontext() if random is None else random.replaying()
-        own = {name: aliases[name] for name in self._own[number]}
+        own = self._own[number]
         with again, torch.enable_grad():
-            values = self._run(number, started, own)
+            values = self._run(number, started, aliases)
         del started
         made, gradients = [], []
         if number == len(self._stages.stages) - 1:
@@ -467,7 +460,9 @@ class _Pass:
         if not made:
             return
         norms = [self._norms[node] for node in stage.nodes if node in self._norms]
-        wanted = [*leaves.values(), *own.values(), *(x for norm in norms for x in norm.leaves)]
+        wanted = [*leaves.values(), *(aliases[at] for at in own)]
+        for norm in norms:
+            wanted += norm.leaves
         everything = iter(torch.autograd.grad(made, wanted, gradients, allow_unused=True))
         for key in leaves:
             gradient = next(everything)
@@ -475,8 +470,10 @@ class _Pass:
                 place = (key, each.index) if isinstance(key, str) else (key, each.index, "gradient")
                 earlier = self._host.pop(place)
                 self._host.put(place, gradient if earlier is None else gradient + earlier)
-        of_own = {name: next(everything) for name in own}
-        sums.add(each, [None] * len(paths) + [of_own.get(name) for name in aliases])
+        of_parameters: list[Tensor | None] = [None] * len(aliases)
+        for at in own:
+            of_parameters[at] = next(everything)
+        sums.add(each, [None] * len(paths) + of_parameters)
         for norm in norms:
             norm.add([next(everything) for _ in norm.leaves])
 
@@ -499,32 +496,45 @@ class _InStages(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        joined = done.forward(batch)
-        done.joined = joined
-        template = with_inputs(call.batch, {path: torch.empty(0) for path in paths})
-        ctx.done, ctx.call, ctx.paths, ctx.template = done, call, paths, template
+        done.joined = joined = done.forward(batch)
+        leaves = dict(tensor_leaves(call.batch))
+        ctx.others = [path for path in leaves if path not in inputs]
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
+        template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
+        ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
+        done.call = ctx.call
+        ctx.done = done
         ctx.autocast = Autocast(call.device)
-        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in joined.tensors if not t.is_floating_point()))
+        ctx.mark_non_differentiable(
+            *(
+                each
+                for each in joined.tensors
+                if not (each.is_floating_point() or each.is_complex())
+            )
+        )
         return tuple(joined.tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Any:
-        call, paths, done = ctx.call, ctx.paths, ctx.done
+        refuse_twice()
+        call, paths, done, saved = ctx.call, ctx.paths, ctx.done, ctx.saved_tensors
         if done is None:
             raise RuntimeError(
                 "what waited for the backward of a part with BatchNorm was used by an earlier one; "
                 "call backward once (retain_graph=True does not keep it), or compute it again"
             )
         ctx.done = None
-        inputs = dict(zip(paths, ctx.saved_tensors, strict=False))
-        batch = with_inputs(ctx.template, {path: each.detach() for path, each in inputs.items()})
+        tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+        inputs = dict(zip(paths, tensors, strict=False))
+        parameters = tensors[len(inputs) :]
+        leaves = {path: each.detach() for path, each in inputs.items()}
+        batch = with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
         try:
-            sums = Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
+            sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
             with ctx.autocast.again():
-                done.backward(batch, paths, given, sums)
+                done.backward(batch, paths, given, parameters, sums)
         except Exception as error:
             if classify(error) is Failure.RETRYABLE:
                 call.sizer.smaller(max(done.sizes))  # whoever tries again has smaller slices
@@ -532,13 +542,13 @@ class _InStages(torch.autograd.Function):
         return None, None, None, *sums.all()
 
 
-def split_at_norms(call: Call, module: nn.Module, stages: Stages) -> Any:
+def split_at_norms(call: Call, stages: Stages) -> Any:
     """The outputs of a part with BatchNorm for all rows, slice by slice."""
     inputs = call.inputs()
-    done = _Pass(call, module, stages)
+    done = _Pass(call, stages)
     if not torch.is_grad_enabled() or not (inputs or call.parameters):
         return done.forward(call.batch).whole()
-    tensors = [*inputs.values(), *call.parameters.values()]
+    tensors = [*inputs.values(), *call.parameters]
     operation: Any = _InStages
     found = operation.apply(done, call, list(inputs), *tensors)
     joined, done.joined = done.joined, None

@@ -7,14 +7,16 @@ random numbers put back.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batchnorm import sees_the_batch
 from automicro.errors import LossAverageError, LossAverageWarning, UnsplittableModelError, warn
 from automicro.loss.averages import (
     IGNORED,
@@ -29,9 +31,10 @@ from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.passes import extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
-from automicro.modules import evaluation_mode, sees_the_batch
-from automicro.nested.slices import Call
+from automicro.modules import evaluation_mode, runs_collectives
+from automicro.nested.slices import Call, Unwritten
 from automicro.torch_private import AnyBatchNorm
+from automicro.values import same_values
 
 ROWS = (4, 2)
 """How many rows are looked at; fewer where memory runs out."""
@@ -39,6 +42,7 @@ ROWS = (4, 2)
 # How far two ways of computing one thing may be apart, by the widest type.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
+_MOST_ENDS = 8
 _NAMES = ("samples", "tokens", "none")
 
 
@@ -49,10 +53,12 @@ class Looked:
     Attributes:
         averages: what its loss averages over; None where it gives outputs and no loss.
         is_sure: whether another look would show nothing new.
+        ends: last targets of rows that were seen: one of them may stand for no target.
     """
 
     averages: Mapping[str, Average] | None
     is_sure: bool
+    ends: frozenset[int] = frozenset()
 
 
 def look(
@@ -76,13 +82,16 @@ def look(
     """
     num_rows = call.layout.num_rows(call.batch)
     counts = _counts(call.batch, num_rows)
-    if known is not None and (counts is None or len(set(counts)) == 1):
+    ends = frozenset() if counts is None else _ends(call.batch)
+    if known is not None and (counts is None or len(set(counts)) == 1) and ends <= known.ends:
         return known  # these rows show nothing new
+    ends |= frozenset() if known is None else known.ends
     failure: BaseException | None = None
     for most in ROWS:
         try:
             with _without_trace(call):
-                return _Look(call, modules, _telling(num_rows, most, counts), declared).judge()
+                rows = _telling(num_rows, most, counts)
+                return replace(_Look(call, modules, rows, declared, ends).judge(), ends=ends)
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE or most == ROWS[-1] or num_rows <= 2:
                 raise
@@ -105,21 +114,6 @@ def _without_trace(call: Call) -> Iterator[None]:
         undo.roll_back()
 
 
-@contextlib.contextmanager
-def _with_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Some for each BatchNorm that has none, and so would normalise with those of its rows."""
-    layers: list[Any] = [each for each in modules if sees_the_batch(each)]
-    for layer in layers:
-        like = next(iter(layer.parameters()), torch.empty(0))
-        layer.running_mean = like.new_zeros(layer.num_features)
-        layer.running_var = like.new_ones(layer.num_features)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.running_mean = layer.running_var = None
-
-
 class _Look:
     """The outputs for a few rows, whole and in two pieces."""
 
@@ -129,8 +123,10 @@ class _Look:
         modules: Sequence[nn.Module],
         indices: Sequence[int],
         declared: LossAverage,
+        ends: Iterable[int],
     ) -> None:
         self._call, self._modules, self._declared = call, modules, declared
+        self._ends = ends
         self._rows = call.layout.take_rows(call.batch, indices)
         self._sizes = [1, len(indices) - 1]
 
@@ -140,12 +136,18 @@ class _Look:
         Raises:
             LossAverageError, UnsplittableModelError: as `look`.
         """
+        if _has_other_ranks() and runs_collectives(self._modules):
+            raise UnsplittableModelError(
+                "a part with a size of its own communicates with other ranks in its forward "
+                "(SyncBatchNorm, or sharded parameters), and ranks may cut it into different "
+                "numbers of slices; let the part begin behind such layers, or end before them"
+            )
         first = self._compute(self._rows)
         again = self._compute(self._rows)
         is_tail = _is_loss(first)
         averages_over_rows = any(isinstance(each, AnyBatchNorm) for each in self._all_modules())
         if averages_over_rows or not _is_same(first, again, tolerance=0.0):
-            with evaluation_mode(self._modules), _with_statistics(self._all_modules()):
+            with evaluation_mode(self._modules), self._with_statistics():
                 first, again = self._compute(self._rows), self._compute(self._rows)
                 if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=0.0):
                     return self._unseen(is_tail)
@@ -155,8 +157,28 @@ class _Look:
     def _all_modules(self) -> Iterator[nn.Module]:
         return (each for root in self._modules for each in root.modules())
 
+    @contextlib.contextmanager
+    def _with_statistics(self) -> Iterator[None]:
+        """Some for each BatchNorm that has none, where slices do not change what it sees."""
+        layers: list[Any] = []
+        if self._call.is_exact:
+            layers = [each for each in self._all_modules() if sees_the_batch(each)]
+        for layer in layers:
+            like = next(iter(layer.parameters()), torch.empty(0, device=self._call.device))
+            layer.running_mean = like.new_zeros(layer.num_features)
+            layer.running_var = like.new_ones(layer.num_features)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.running_mean = layer.running_var = None
+
     def _compute(self, rows: Any) -> Any:
-        return self._call.compute(map_tensors(rows, lambda leaf: leaf.detach().clone()), {})
+        given = map_tensors(rows, lambda leaf: leaf.detach().clone())
+        inputs = Unwritten(given)
+        output = self._call.compute(given, ())
+        inputs.check()
+        return output
 
     def _averages(self, declared: LossAverage) -> Mapping[str, Average]:
         return read_average(
@@ -182,6 +204,7 @@ class _Look:
 
     def _judge_outputs(self, whole: Any) -> Looked:
         parts = [self._compute(rows) for rows in self._split(self._rows)]
+        self._check_rest(whole, parts)
         pieces = [[leaf for _, leaf in tensor_leaves(part)] for part in parts]
         for (path, leaf), *cut in zip(tensor_leaves(whole), *pieces, strict=False):
             if leaf.dim() == 0 or any(each.dim() != leaf.dim() for each in cut):
@@ -193,6 +216,16 @@ class _Look:
             if not _is_same(leaf, joined, tolerance=_tolerance(leaf)):
                 self._refuse(path, "other values in slices than in the whole")
         return Looked(averages=None, is_sure=True)
+
+    def _check_rest(self, whole: Any, parts: Sequence[Any]) -> None:
+        """Refuse outputs that cannot be put together again."""
+        if not tensor_leaves(whole):
+            self._refuse("", f"no tensor but {type(whole).__name__}")
+        mark = torch.zeros(())
+        rest = map_tensors(whole, lambda _: mark)
+        for part in parts:
+            if not same_values(rest, map_tensors(part, lambda _: mark)):
+                self._refuse("", "beside tensors something that is another one for each slice")
 
     def _refuse(self, path: str, what: str) -> NoReturn:
         named = f" {path!r}" if path else ""
@@ -207,18 +240,14 @@ class _Look:
 
     def _judge_loss(self, whole: Tensor) -> Looked:
         losses = [(self._rows, whole, [self._compute(part) for part in self._split(self._rows)])]
-        changed = _with_fewer_targets(self._rows)
-        if changed is not None:
+        for changed in _with_fewer_targets(self._rows, self._ends):
             with contextlib.suppress(Exception):  # targets that it does not know
                 parts = [self._compute(part) for part in self._split(changed)]
                 losses.append((changed, self._compute(changed), parts))
-        if not all(
-            bool(torch.isfinite(loss)) for _, loss, parts in losses for loss in [loss, *parts]
-        ):
-            losses = losses[:1]
-            if not bool(torch.isfinite(whole)):
-                declared = self._declared if is_declared(self._declared) else "tokens"
-                return Looked(averages=self._averages(declared), is_sure=False)
+        if not bool(torch.isfinite(whole)):
+            declared = self._declared if is_declared(self._declared) else "tokens"
+            return Looked(averages=self._averages(declared), is_sure=False)
+        losses = [each for each in losses if bool(torch.isfinite(each[1]))]
         if is_declared(self._declared):
             averages = self._averages(self._declared)
             if not self._adds_up(averages, losses):
@@ -318,22 +347,38 @@ def _telling(num_rows: int, most: int, counts: Sequence[int] | None) -> list[int
     return [fewest, *others[: most - 1]]
 
 
-def _with_fewer_targets(rows: Any) -> Any:
-    """The same rows, of which the first has fewer targets; None where that cannot be asked.
+def _with_fewer_targets(rows: Any, ends: Iterable[int]) -> Iterator[Any]:
+    """The same rows, of which one has other targets, that may stand for none.
 
     On an accelerator a target that a loss does not know may end the process.
     """
     targets = _integers(rows)
-    if targets is None or targets.device.type != "cpu" or not targets.numel():
-        return None
-    fewer = targets.clone()
-    first = fewer[0].reshape(-1)
-    if first.numel() < 2:
-        fewer[-1] = IGNORED
-    else:
-        first[: first.numel() // 2] = IGNORED
-        fewer[0] = first.reshape(fewer[0].shape)
-    return map_tensors(rows, lambda leaf: fewer if leaf is targets else leaf)
+    if targets is None or not targets.numel():
+        return
+    values = {*ends, *((0,) if targets.dim() > 1 else ())}
+    if targets.device.type == "cpu":
+        values |= {IGNORED, 0}
+    for value in sorted(values):
+        changed = targets.clone()
+        if targets.dim() > 1:
+            first = changed[0].reshape(-1)
+            first[first.numel() // 2 :] = value
+            changed[0] = first.reshape(changed[0].shape)
+        else:
+            changed[-1] = value
+        yield map_tensors(rows, lambda leaf, changed=changed: changed if leaf is targets else leaf)
+
+
+def _ends(batch: Any) -> frozenset[int]:
+    """The last targets of rows, a few of them: padding lies there."""
+    targets = targets_of(batch)
+    last = targets.flatten(1)[:, -1] if targets.dim() > 1 else targets
+    values: list[int] = last.unique()[:_MOST_ENDS].tolist()
+    return frozenset(values)
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_loss(output: Any) -> bool:
@@ -353,8 +398,10 @@ def _is_same(one: Any, other: Any, *, tolerance: float) -> bool:
             return False
         wide = torch.complex128 if a.is_complex() else torch.float64
         a, b = a.to("cpu", wide), b.to("cpu", wide)
-        difference = torch.linalg.vector_norm((a - b).nan_to_num())
-        size = torch.linalg.vector_norm(a.nan_to_num())
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return False
+        a, b = a.where(a.isfinite(), 0), b.where(b.isfinite(), 0)
+        difference, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(a)
         if float(difference) > tolerance * max(float(size), 1e-30):
             return False
     return True

@@ -45,8 +45,8 @@ class NestedSizes:
     ) -> None:
         self._modules = modules
         self._given: dict[str, NestedSplit] = {}
+        self._tails: list[LanguageTail] = []
         self._attached: tuple[int, dict[str, NestedSplit]] | None = None
-        self._tail: LanguageTail | None = None
         if isinstance(nested, Mapping):
             for name, options in nested.items():
                 self._attach(model, name, read_options(name, options))
@@ -62,7 +62,7 @@ class NestedSizes:
     def attach_model(self, model: nn.Module, microbatch_size: Any) -> None:
         """Give the model as a whole a size of its own, unless it has one."""
         if attached_to(model) is None:
-            split(model, microbatch_size=microbatch_size).name = "model"
+            split(model, microbatch_size=microbatch_size, batchnorm="exact").name = "model"
 
     def _attach(self, model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
         modules = dict(model.named_modules())
@@ -72,7 +72,7 @@ class NestedSizes:
             return
         language_model = find_language_model(model)
         if name == TAIL and language_model is not None:
-            self._tail = LanguageTail.of(language_model, options)
+            self.add(LanguageTail.of(language_model, options))
             return
         names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
         close = difflib.get_close_matches(name, names, n=1)
@@ -81,12 +81,16 @@ class NestedSizes:
             f"nested names {name!r}, and {type(model).__name__} has no module of that name{hint}"
         )
 
+    def add(self, tail: "LanguageTail") -> None:
+        """Count a language model's tail among the parts."""
+        self._tails.append(tail)
+
     def parts(self) -> Iterable[NestedSplit]:
         """All of them."""
         return self._by_name().values()
 
     def _by_name(self) -> dict[str, NestedSplit]:
-        tails = {} if self._tail is None else self._tail.splits
+        tails = {name: part for tail in self._tails for name, part in tail.splits.items()}
         if self._attached is None or self._attached[0] != num_attachments():
             self._attached = num_attachments(), attached_parts(self._modules)
         return {**self._given, **tails, **self._attached[1]}
@@ -183,14 +187,33 @@ class LanguageTail:
         self._model, self._options = model, options
         self._is_checked = False
         self.splits: dict[str, NestedSplit] = {}
+        self._earlier: Any = None
         self._forward: Callable[..., Any] = model.forward
-        vars(model)["forward"] = functools.wraps(self._forward)(_TailForward(self))
 
     @classmethod
     def of(cls, model: nn.Module, options: Mapping[str, Any]) -> "LanguageTail":
-        """That of a model, made where it has none yet."""
+        """That of a model, attached where it has none yet."""
         forward = vars(model).get("forward")
-        return forward.tail if isinstance(forward, _TailForward) else cls(model, options)
+        if isinstance(forward, _TailForward):
+            return forward.tail
+        tail = cls(model, options)
+        tail.attach()
+        return tail
+
+    def attach(self) -> None:
+        """Let the model's forward take its head and loss apart, until `remove`."""
+        self._earlier, self._forward = vars(self._model).get("forward"), self._model.forward
+        vars(self._model)["forward"] = functools.wraps(self._forward)(_TailForward(self))
+
+    def remove(self) -> None:
+        """Let the model be as it was."""
+        _put_back(self._model, self._earlier)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model's forward is taken apart."""
+        forward = vars(self._model).get("forward")
+        return isinstance(forward, _TailForward) and forward.tail is self
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward."""

@@ -16,19 +16,19 @@ memory runs out in a slice, that slice is undone and cut smaller, and nothing el
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
-from automicro.errors import BatchError
+from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import Average
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
 from automicro.torch_private import all_versions
+from automicro.transaction.buffers import Buffers
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
 
@@ -55,28 +55,43 @@ class Call:
     Attributes:
         batch: the arguments by name: a batch of its own.
         layout: of the batch.
-        compute: the output for a slice of the batch, with other tensors in place of parameters.
-        parameters: by name, those that need a gradient.
+        compute: the output for a slice of the batch, with other tensors in place of parameters:
+            as many, in their order, or none; None: all is left as it is.
+        holding: other tensors in place of parameters meanwhile, likewise.
+        parameters: those that need a gradient.
         averages: what the loss averages over; None where the part gives no loss.
         sizer: of the slices.
         device: that it computes on.
-        undoing: gives what undoes a slice: buffers of the part, random numbers.
+        buffers: gives what puts buffers of the part back.
         random: gives what remembers where random numbers stand.
+        min_rows: that a slice needs, where there are as many.
+        is_exact: whether BatchNorm sees the rows of all slices.
     """
 
     batch: Mapping[str, Any]
     layout: BatchLayout
-    compute: Callable[[Mapping[str, Any], Mapping[str, Tensor]], Any]
-    parameters: Mapping[str, Tensor]
+    compute: Callable[[Mapping[str, Any], Sequence[Tensor] | None], Any]
+    holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
+    parameters: Sequence[Tensor]
     averages: Mapping[str, Average] | None
     sizer: Sizer
     device: torch.device
-    undoing: Callable[[], Transaction]
+    buffers: Callable[[], Buffers]
     random: Callable[[], RandomState]
+    min_rows: int = 1
+    is_exact: bool = False
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the batch that need a gradient, by their paths."""
         return {path: leaf for path, leaf in tensor_leaves(self.batch) if leaf.requires_grad}
+
+    def cut(self, num_rows: int, size: int) -> list[int]:
+        """Sizes of slices of at most so many rows."""
+        return balanced_sizes(num_rows, size, min_rows=self.min_rows)
+
+    def undoing(self) -> Transaction:
+        """What undoes all that a slice changes."""
+        return Transaction([self.buffers(), self.random()])
 
 
 @dataclass
@@ -124,7 +139,7 @@ class Walk:
         self._has_shrunk = False
         self._index = self._start = 0
         if earlier is None:
-            self._cut(balanced_sizes(self._num_rows, call.sizer.begin()))
+            self._cut(call.cut(self._num_rows, call.sizer.begin()))
         else:
             self._cut([size for size, _ in earlier])
 
@@ -164,27 +179,43 @@ class Walk:
         """
         failed = self.sizes[self._index]
         size = self._call.sizer.smaller(failed)
-        if size is None:
+        if size is None or size < self._call.min_rows:
             raise failure
         self._has_shrunk = True
         done = self.sizes[: self._index]
         if self._earlier is None:
-            self._cut([*done, *balanced_sizes(self._num_rows - self._start, size)])
+            self._cut([*done, *self._call.cut(self._num_rows - self._start, size)])
             return
         if self._earlier[self._index][1] is not None:
             raise failure
-        parts = balanced_sizes(failed, size)
+        parts = self._call.cut(failed, size)
         self._earlier[self._index : self._index + 1] = [(each, None) for each in parts]
         self._cut([size for size, _ in self._earlier])
 
 
-def run_slices(call: Call, walk: Walk, compute: Callable[[Slice], T]) -> Iterator[tuple[Slice, T]]:
+@dataclass(frozen=True, kw_only=True)
+class Computed(Generic[T]):
+    """What came of a slice.
+
+    Attributes:
+        value: of what was wanted of it.
+        random: numbers that it began with, where it drew any; None where nobody asked.
+    """
+
+    value: T
+    random: RandomState | None
+
+
+def run_slices(
+    call: Call, walk: Walk, compute: Callable[[Slice], T], *, asks_for_draws: bool = False
+) -> Iterator[tuple[Slice, Computed[T]]]:
     """Compute slice after slice; those that do not fit are undone, and cut smaller.
 
     Args:
         call: of the part.
         walk: through its rows.
         compute: what is wanted of a slice. It may keep nothing of one that fails.
+        asks_for_draws: whether to tell which slices drew random numbers.
 
     Raises:
         BaseException: whatever else than running out of memory, or that of the smallest slice.
@@ -192,10 +223,10 @@ def run_slices(call: Call, walk: Walk, compute: Callable[[Slice], T]) -> Iterato
     while True:
         failure: BaseException | None = None
         for each in walk.slices():
-            undo = call.undoing()
+            random = call.random()
+            undo = Transaction([call.buffers(), random])
             undo.begin()
-            tensors = [leaf for _, leaf in tensor_leaves(each.batch)]
-            versions = all_versions(tensors)
+            inputs = Unwritten(each.batch)
             try:
                 found = compute(each)
             except Exception as error:
@@ -203,8 +234,11 @@ def run_slices(call: Call, walk: Walk, compute: Callable[[Slice], T]) -> Iterato
                     raise
                 failure = error
                 break
-            undo.commit()
-            yield each, found
+            inputs.check()
+            has_drawn = asks_for_draws and random.has_moved
+            if not has_drawn:
+                undo.commit()
+            yield each, Computed(value=found, random=random if has_drawn else None)
             del found
         if failure is None:
             return
@@ -212,32 +246,66 @@ def run_slices(call: Call, walk: Walk, compute: Callable[[Slice], T]) -> Iterato
         try:
             release(failure, call.device)
             undo.roll_back()
-            if versions != all_versions(tensors):
-                raise BatchError(
-                    "a part with a size of its own writes into its input, which a slice that did "
-                    "not fit cannot undo; let it compute new tensors (relu(x) and not relu_(x))"
-                ) from failure
+            inputs.check(failure)
             walk.shrink(failure)
         finally:
             failure = None  # it holds this frame: a cycle
 
 
+class Unwritten:
+    """Watches that a part writes nothing into what it is given.
+
+    Args:
+        batch: that it is given.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._leaves = [each for each in tensor_leaves(batch) if not each[1].is_inference()]
+        self._versions = all_versions(leaf for _, leaf in self._leaves)
+
+    def check(self, cause: BaseException | None = None) -> None:
+        """Refuse a part that did.
+
+        Raises:
+            UnsplittableModelError: it did; a slice can neither be undone nor computed again.
+        """
+        now = all_versions(leaf for _, leaf in self._leaves)
+        if now == self._versions:
+            return
+        index = next(n for n, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
+        raise UnsplittableModelError(
+            f"a part with a size of its own writes into its input {self._leaves[index][0]!r}, so "
+            "that a slice can neither be undone nor computed again; let it compute a new tensor: "
+            "relu(x) and not relu_(x), nn.ReLU() and not nn.ReLU(inplace=True) as its first layer"
+        ) from cause
+
+
 def loss_of(call: Call, batch: Any) -> Tensor:
     """The loss of a batch without any gradient, slice by slice."""
     walk = Walk(call, batch)
-    total: Tensor | None = None
-    for each, loss in run_slices(call, walk, lambda each: call.compute(each.batch, {})):
-        weighted, _ = walk.weights.apply(each.index, cast(Tensor, loss), {})
-        total = weighted if total is None else total + weighted
+    total: tuple[Tensor, torch.dtype] | None = None
+    for each, done in run_slices(call, walk, lambda each: call.compute(each.batch, ())):
+        total = _added(total, walk.weights.apply(each.index, cast(Tensor, done.value), {})[0])
+    return _narrow(total)
+
+
+def _added(total: tuple[Tensor, torch.dtype] | None, loss: Tensor) -> tuple[Tensor, torch.dtype]:
+    """A sum of losses, rounded once, and the type that they have."""
+    loss = loss.detach()
+    wide = loss.to(_wide(loss.dtype))
+    return wide if total is None else total[0] + wide, loss.dtype
+
+
+def _narrow(total: tuple[Tensor, torch.dtype] | None) -> Tensor:
     assert total is not None
-    return total
+    return total[0].to(total[1])
 
 
 def outputs_of(call: Call, batch: Any) -> Any:
     """The outputs of all rows without any gradient, slice by slice."""
     outputs = Joined(call.layout.num_rows(batch))
-    for each, found in run_slices(call, Walk(call, batch), lambda one: call.compute(one.batch, {})):
-        outputs.put(each, found)
+    for each, done in run_slices(call, Walk(call, batch), lambda one: call.compute(one.batch, ())):
+        outputs.put(each, done.value)
     return outputs.whole()
 
 
@@ -269,7 +337,7 @@ class Joined:
                 )
         if not self.tensors:
             self.tensors = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-            self._form = map_tensors(output, lambda leaf: leaf[:0])
+            self._form = map_tensors(output, lambda leaf: leaf.new_empty(0))
         for whole, leaf in zip(self.tensors, leaves, strict=True):
             if whole.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
@@ -305,6 +373,8 @@ class Gradients:
         self._dims = [row_dims.get(path) for path in inputs]
         tensors = [*inputs.values(), *parameters]
         self._types = [each.dtype for each in tensors]
+        self._is_reached = [False] * len(tensors)
+        self._is_empty = True
         self._dims += [None] * (len(tensors) - len(inputs))
         self._sums = [
             torch.zeros_like(each, dtype=each.dtype if dim is not None else _wide(each.dtype))
@@ -313,20 +383,30 @@ class Gradients:
 
     def add(self, each: Slice, gradients: Sequence[Tensor | None]) -> None:
         """Those of one slice, in this order."""
-        for whole, dim, gradient in zip(self._sums, self._dims, gradients, strict=True):
+        if not gradients:  # no target of this slice counts
+            return
+        self._is_empty = False
+        for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
+            whole, dim = self._sums[index], self._dims[index]
+            self._is_reached[index] = True
             if dim is None:
                 whole += gradient
             else:
                 whole.narrow(dim, each.start, each.num_rows).copy_(gradient)
 
-    def all(self, factor: Tensor | None = None) -> list[Tensor]:
-        """All of them, multiplied, in the types of inputs and parameters."""
+    def all(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """All of them, multiplied, in the types of inputs and parameters; None: not reached."""
         if factor is not None:
             for each in self._sums:
                 each.mul_(factor)
-        return [each.to(dtype) for each, dtype in zip(self._sums, self._types, strict=True)]
+        return [
+            each.to(dtype) if is_reached or self._is_empty else None
+            for each, dtype, is_reached in zip(
+                self._sums, self._types, self._is_reached, strict=True
+            )
+        ]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -353,9 +433,18 @@ def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
     return {path: found[path] for path in paths}
 
 
-def aliases_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leaves with the values of parameters: hooks of these do not run for each slice."""
-    return {name: each.detach().requires_grad_() for name, each in parameters.items()}
+def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Leaves with the values of others: hooks of these do not run for each slice."""
+    return [each.detach().requires_grad_() for each in tensors]
+
+
+def refuse_twice() -> None:
+    """Refuse a backward that is to have a backward itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a part with a size of its own has no second derivative (create_graph=True); take its "
+            "size away with .remove(), or compute that gradient without the part"
+        )
 
 
 class _Tail(torch.autograd.Function):
@@ -365,7 +454,7 @@ class _Tail(torch.autograd.Function):
     def forward(ctx: Any, call: Call, paths: Sequence[str], *tensors: Tensor) -> Tensor:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
+        sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
         aliases = aliases_of(call.parameters)
         walk = Walk(call, batch)
 
@@ -374,21 +463,22 @@ class _Tail(torch.autograd.Function):
                 rows, leaves = _marked(each.batch, paths)
                 loss = call.compute(rows, aliases)
                 weighted, _ = walk.weights.apply(each.index, loss, {})
-                wanted = [*leaves, *aliases.values()]
-                return weighted.detach(), _gradients(weighted, wanted)
+                if walk.weights.is_nothing(each.index):
+                    return weighted.detach(), ()
+                return weighted.detach(), _gradients(weighted, [*leaves, *aliases])
 
-        total: Tensor | None = None
-        for each, (loss, gradients) in run_slices(call, walk, loss_and_gradients):
+        total: tuple[Tensor, torch.dtype] | None = None
+        for each, done in run_slices(call, walk, loss_and_gradients):
+            loss, gradients = done.value
             sums.add(each, gradients)
-            del gradients
-            total = loss if total is None else total + loss
+            del gradients, done
+            total = _added(total, loss)
         ctx.sums = sums
-        assert total is not None
-        return total
+        return _narrow(total)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        refuse_twice()
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
@@ -409,52 +499,61 @@ class _Recomputed(torch.autograd.Function):
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         walk = Walk(call, batch)
         replays: list[RandomState | None] = []
-        total: Tensor | None = None
+        total: tuple[Tensor, torch.dtype] | None = None
 
-        def compute(each: Slice) -> tuple[Any, RandomState | None]:
-            before = call.random()
-            before.begin()
-            output = call.compute(each.batch, {})
-            return output, before if before.has_moved else None
+        def compute(each: Slice) -> Any:
+            return call.compute(each.batch, ())
 
-        for each, (output, replay) in run_slices(call, walk, compute):
-            replays.append(replay)
+        for each, done in run_slices(call, walk, compute, asks_for_draws=True):
+            replays.append(done.random)
             if joined is not None:
-                joined.put(each, output)
+                joined.put(each, done.value)
             else:
-                loss, _ = walk.weights.apply(each.index, output, {})
-                total = loss if total is None else total + loss
-            del output
-        # Autograd keeps the inputs, and whoever watches it may keep them elsewhere meanwhile.
-        template = with_inputs(call.batch, {path: torch.empty(0) for path in paths})
-        ctx.call, ctx.paths = replace(call, batch=template), paths
+                total = _added(total, walk.weights.apply(each.index, done.value, {})[0])
+            del done
+        # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
+        leaves = dict(tensor_leaves(call.batch))
+        ctx.others = [path for path in leaves if path not in inputs]
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
+        template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
+        ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
         ctx.slices = list(zip(walk.sizes, replays, strict=True))
         ctx.autocast = Autocast(call.device)
         ctx.is_tail = joined is None
-        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         if joined is None:
-            assert total is not None
-            return total
-        ctx.mark_non_differentiable(*(t for t in joined.tensors if not t.is_floating_point()))
+            return _narrow(total)
+        ctx.mark_non_differentiable(
+            *(
+                each
+                for each in joined.tensors
+                if not (each.is_floating_point() or each.is_complex())
+            )
+        )
         return tuple(joined.tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Any:
-        call, paths = ctx.call, ctx.paths
-        inputs = dict(zip(paths, ctx.saved_tensors, strict=False))
-        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = Gradients(inputs, call.parameters.values(), call.layout.row_dims(batch))
-        aliases = aliases_of(call.parameters)
+        refuse_twice()
+        call, paths, saved = ctx.call, ctx.paths, ctx.saved_tensors
+        tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+        inputs = dict(zip(paths, tensors, strict=False))
+        parameters = tensors[len(inputs) :]
+        leaves = {path: each.detach() for path, each in inputs.items()}
+        batch = with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
+        sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
+        aliases = aliases_of(parameters)
         walk = Walk(call, batch, ctx.slices)
 
         def gradients_of(each: Slice) -> Sequence[Tensor | None]:
+            if ctx.is_tail and walk.weights.is_nothing(each.index):
+                return ()
             again = contextlib.nullcontext() if each.random is None else each.random.replaying()
             with again, torch.enable_grad(), ctx.autocast.again():
                 rows, leaves = _marked(each.batch, paths)
                 output = call.compute(rows, aliases)
-            wanted = [*leaves, *aliases.values()]
+            wanted = [*leaves, *aliases]
             if ctx.is_tail:
                 with torch.enable_grad():
                     weighted, _ = walk.weights.apply(each.index, output, {})
@@ -469,9 +568,9 @@ class _Recomputed(torch.autograd.Function):
             return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
 
         with _leaving_no_trace(call):
-            for each, gradients in run_slices(call, walk, gradients_of):
-                sums.add(each, gradients)
-                del gradients
+            for each, done in run_slices(call, walk, gradients_of):
+                sums.add(each, done.value)
+                del done
         return None, None, None, *sums.all()
 
 
@@ -531,7 +630,7 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
     inputs = call.inputs()
     if not torch.is_grad_enabled() or not (inputs or call.parameters):
         return loss_of(call, call.batch)
-    tensors = [*inputs.values(), *call.parameters.values()]
+    tensors = [*inputs.values(), *call.parameters]
     if recompute:
         return cast(Tensor, _apply(_Recomputed, call, list(inputs), None, *tensors))
     return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
@@ -543,6 +642,6 @@ def split_outputs(call: Call) -> Any:
     if not torch.is_grad_enabled() or not (inputs or call.parameters):
         return outputs_of(call, call.batch)
     joined = Joined(call.layout.num_rows(call.batch))
-    tensors = [*inputs.values(), *call.parameters.values()]
+    tensors = [*inputs.values(), *call.parameters]
     found = _apply(_Recomputed, call, list(inputs), joined, *tensors)
     return joined.whole(found)

@@ -1,10 +1,11 @@
 """A part of a model with a size of its own: what users wrap, and what finds its sizes."""
 
+import contextlib
 import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -14,29 +15,34 @@ from torch import Tensor, nn
 from automicro.batch.device import cost_of_row
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
-from automicro.errors import BatchError, UnsplittableModelError
+from automicro.batchnorm import batchnorm_message, sees_the_batch
+from automicro.errors import BatchError, BatchNormWarning, UnsplittableModelError, warn
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.oom import Failure, classify, release
-from automicro.modules import ModuleIndex, sees_the_batch
+from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import split_at_norms
 from automicro.nested.look import Looked, look
-from automicro.nested.slices import Call, split_loss, split_outputs
+from automicro.nested.slices import Call, Unwritten, split_loss, split_outputs
 from automicro.nested.stages import Stages
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import Reach, captured_modules
 from automicro.sharding import is_sharded
+from automicro.torch_private import compiler_is_loaded, parameter_table
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import leaves_of
 from automicro.transaction.rng import RandomState, devices_of
-from automicro.transaction.transaction import Transaction
 
 logger = logging.getLogger("automicro.attempts")
 
 UNITS = ("rows", "tokens")
 
 P = TypeVar("P", bound=Callable[..., Any])
+
+BATCHNORM = ("warn", "exact")
+
+_WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
 
 
 class Share(Policy):
@@ -91,6 +97,9 @@ class NestedSplit:
         loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` finds
             it out by a look at a few rows.
         batch_layout: where the rows of arguments are, by their names; see `split_batch`.
+        batchnorm: what to do where BatchNorm sees a slice in place of the microbatch: ``"warn"``;
+            or ``"exact"``: all slices go from one BatchNorm to the next, so that it sees all rows,
+            for modules that ``torch.fx`` can trace.
         modules: whose parameters a function uses; those that it refers to unless given.
 
     Raises:
@@ -119,6 +128,7 @@ class NestedSplit:
         microbatch_unit: str = "rows",
         loss_average: LossAverage = "auto",
         batch_layout: int | Mapping[str, Any] = 0,
+        batchnorm: str = "warn",
         modules: Iterable[nn.Module] = (),
     ) -> None:
         if isinstance(part, type) or not callable(part):
@@ -135,6 +145,11 @@ class NestedSplit:
                 f"microbatch_unit={microbatch_unit!r} is neither 'rows' nor 'tokens'; sizes of a "
                 "part are counted in one of these"
             )
+        if batchnorm not in BATCHNORM:
+            raise ValueError(
+                f"batchnorm={batchnorm!r} is neither 'warn' nor 'exact': a part's BatchNorm sees a "
+                "slice, or with 'exact' all rows of the microbatch"
+            )
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
                 f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
@@ -150,6 +165,7 @@ class NestedSplit:
                 '"auto" or an int'
             )
         self.unit = microbatch_unit
+        self._is_exact = batchnorm == "exact"
         self._layout = BatchLayout(batch_layout)
         self._modules = [part] if isinstance(part, nn.Module) else list(modules)
         if not self._modules:
@@ -160,7 +176,9 @@ class NestedSplit:
         self._about: _Known | None = None
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
+        self._names: tuple[Any, list[str], str | None] | None = None
         self._is_new = True
+        self._has_warned = False
         self._is_inside = False
         self._in_backward = False
         self.has_shrunk = False
@@ -168,7 +186,7 @@ class NestedSplit:
         self.sizes: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_about": None, "_last": None, "_is_inside": False}
+        return {**vars(self), "_about": None, "_last": None, "_names": None, "_is_inside": False}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -268,37 +286,35 @@ class NestedSplit:
         if self._is_inside:
             return forward(*args, **kwargs)
         self._in_backward = False
-        bound = inspect.signature(forward).bind(*args, **kwargs)
-        batch: dict[str, Any] = dict(bound.arguments)
+        names = self._names_of(forward, len(args))
+        batch: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
         shape: tuple[int, int] | None = None
         if self.unit == "tokens":
             batch, shape = _flattened(batch)
         num_rows = self._layout.num_rows(batch)
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
+        call = self._call(forward, names, batch, sizer)
         if num_rows == 1:
-            return self._in_one_piece(args, kwargs)
-        stages = self._stages(batch)
-        call = self._call(forward, bound, batch, sizer)
-        looked = self._look(call)
-        if looked.averages is not None:
-            if stages is not None:
-                self._refuse("it gives a loss, and that comes before all rows have arrived")
-            return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
-        if sizer.begin() >= num_rows:
-            found = self._if_it_fits(call, sizer, args, kwargs)
-            if found is not None:
-                return found[0]
-        if stages is None:
-            outputs = split_outputs(call)
+            outputs = self._in_one_piece(call)
         else:
-            outputs = split_at_norms(call, cast(nn.Module, self._part), stages)
-        if shape is None:
+            stages = self._stages(batch)  # before any size is tried
+            looked = self._look(call)
+            if looked.averages is not None:
+                if stages is not None:
+                    self._refuse("it gives a loss, which is there before all rows have arrived")
+                return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
+            found = self._if_it_fits(call, sizer) if sizer.begin() >= num_rows else None
+            if found is not None:
+                outputs = found[0]
+            else:
+                outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)
+        if shape is None or (isinstance(outputs, Tensor) and not outputs.dim()):
             return outputs
         return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
 
     def _stages(self, batch: Mapping[str, Any]) -> Stages | None:
-        """Of a part with BatchNorm that sees the rows; before any size is tried."""
-        if not any(sees_the_batch(each) for root in self._modules for each in root.modules()):
+        """Of a part whose BatchNorms are to see all rows."""
+        if not self._is_exact or not self.batchnorms():
             return None
         if not isinstance(self._part, nn.Module) or self._earlier is not None:
             self._refuse("it is no module, or has another forward than its class")
@@ -306,34 +322,49 @@ class NestedSplit:
 
     def _refuse(self, why: str) -> NoReturn:
         raise UnsplittableModelError(
-            f"{self.name} has BatchNorm, and in slices all rows have to arrive at each before any "
-            f"go on, which cannot be: {why}; give a size to a module that ends before the loss, or "
-            "leave it out"
+            f"batchnorm='exact': in slices all rows of {self.name} have to arrive at each "
+            f"BatchNorm before any go on, and they cannot: {why}; give it to a module that ends "
+            "before the loss, or leave it out"
         )
+
+    def _names_of(self, forward: Callable[..., Any], num_given: int) -> list[str]:
+        """The names of arguments that are given by their places."""
+        function = getattr(forward, "__func__", forward)
+        if self._names is None or self._names[0] is not function:
+            self._names = function, *_positions(forward)
+        _, names, rest = self._names
+        if num_given > len(names) and rest is None:
+            return [str(index) for index in range(num_given)]  # the call itself says what is wrong
+        more = num_given - len(names)
+        return [*names[:num_given], *(f"{rest}.{index}" for index in range(more))]
 
     def _call(
         self,
         forward: Callable[..., Any],
-        bound: inspect.BoundArguments,
+        names: Sequence[str],
         batch: Mapping[str, Any],
         sizer: "_Sizer",
     ) -> Call:
-        _refuse_sharded(self._modules)
         known = self._known
         known.index.refresh()
-        shim = _Shim(forward, self._modules)
-        parameters = {name: each for name, each in shim.named_parameters() if each.requires_grad}
+        places = Places(known.index)
+        places.check()
 
-        def compute(rows: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-            arguments = inspect.BoundArguments(bound.signature, dict(rows))
+        @contextlib.contextmanager
+        def holding(tensors: Sequence[Tensor] | None) -> Iterator[None]:
+            with places.holding(tensors), _no_autocast_cache():
+                yield
+
+        def compute(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
+            args = [rows[name] for name in names]
+            kwargs = {name: value for name, value in rows.items() if name not in names}
             self._is_inside = True
             try:
-                output = torch.func.functional_call(
-                    shim, dict(tensors), arguments.args, arguments.kwargs
-                )
+                with holding(tensors):
+                    output = forward(*args, **kwargs)
             finally:
                 self._is_inside = False
-            if self._is_new and torch.is_grad_enabled():
+            if tensors is not None and self._is_new and torch.is_grad_enabled():
                 _refuse_strangers(output, rows, tensors)
                 self._is_new = False
             return output
@@ -342,12 +373,15 @@ class NestedSplit:
             batch=batch,
             layout=self._layout,
             compute=compute,
-            parameters=parameters,
+            holding=holding,
+            parameters=places.parameters,
             averages={},
             sizer=sizer,
             device=next((leaf.device for _, leaf in tensor_leaves(batch)), torch.device("cpu")),
-            undoing=lambda: Transaction([Buffers(known.history), known.random()]),
+            buffers=lambda: Buffers(known.history),
             random=known.random,
+            min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
+            is_exact=self._is_exact,
         )
 
     @property
@@ -361,15 +395,14 @@ class NestedSplit:
             self._looked = look(call, self._modules, self._declared, self._looked)
         return self._looked
 
-    def _if_it_fits(
-        self, call: Call, sizer: "_Sizer", args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any] | None:
+    def _if_it_fits(self, call: Call, sizer: "_Sizer") -> tuple[Any] | None:
         """The output in one piece; None where that does not fit, and slices may."""
         undo = call.undoing()
         undo.begin()
+        inputs = Unwritten(call.batch)
         failure: BaseException | None = None
         try:
-            return (self._in_one_piece(args, kwargs),)
+            return (self._in_one_piece(call),)
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 raise
@@ -380,18 +413,18 @@ class NestedSplit:
             undo.roll_back()
             if sizer.smaller(sizer.num_rows) is None:
                 raise failure
+            inputs.check(failure)
         finally:
             failure = None  # it holds this frame: a cycle
         return None
 
-    def _in_one_piece(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _in_one_piece(self, call: Call) -> Any:
         """The usual forward. It is noted when its backward runs, should memory run out there."""
-        given = {"args": args, "kwargs": dict(kwargs)}
-        inputs = [leaf for _, leaf in tensor_leaves(given) if leaf.requires_grad]
-        output = self._forward()(*args, **kwargs)
+        output = call.compute(call.batch, None)
+        self.sizes = [call.layout.num_rows(call.batch)]
         if torch.is_grad_enabled():
             outputs = [leaf for _, leaf in tensor_leaves(output)]
-            for in_backward, leaves in ((True, outputs), (False, inputs)):
+            for in_backward, leaves in ((True, outputs), (False, call.inputs().values())):
                 for leaf in leaves:
                     if leaf.grad_fn is not None:
                         hook: Any = functools.partial(self._note, in_backward)
@@ -405,7 +438,28 @@ class NestedSplit:
         """What finds sizes for calls of about as many rows: others leave it more room, or less."""
         if not self._policy.adapts:
             return self._policy
-        return self._policies.setdefault((num_rows - 1).bit_length(), copy.deepcopy(self._policy))
+        key = (num_rows - 1).bit_length()
+        if key not in self._policies:
+            self._policies[key] = copy.deepcopy(self._policy)
+        return self._policies[key]
+
+    def batchnorms(self) -> list[str]:
+        """The layers of the part that see a slice where they saw the microbatch."""
+        return [name for name, layer in self._known.index.batchnorms if sees_the_batch(layer)]
+
+    def warn_of_batchnorm(self, sizes: Sequence[int]) -> None:
+        """Say so, the first time that the part is really cut.
+
+        Warns:
+            BatchNormWarning
+        """
+        if len(sizes) < 2 or self._has_warned or self._is_exact:
+            return
+        self._has_warned = True
+        names = self.batchnorms()
+        if names:
+            message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)
+            warn(f"in {self.name}, a part with a size of its own, {message}", BatchNormWarning)
 
 
 class _Sizer:
@@ -449,6 +503,10 @@ class _Sizer:
         self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
         self._nested.sizes = list(sizes)
         self._nested.has_shrunk = False
+        self._nested.warn_of_batchnorm(sizes)
+
+    def batchnorms(self) -> list[str]:
+        return self._nested.batchnorms()
 
     def _outcome(self, size: int, *, fits: bool) -> Outcome:
         return Outcome(
@@ -481,28 +539,111 @@ class _Known:
         return self._stages[1]
 
 
-class _Shim(nn.Module):
-    """Calls a function, with other tensors in place of the parameters of modules."""
+class Places:
+    """Where the parameters of modules stand that need a gradient.
 
-    def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-        self._function = function
+    Args:
+        index: of the modules.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    Attributes:
+        parameters: each once.
+    """
+
+    def __init__(self, index: ModuleIndex) -> None:
+        self._found: list[tuple[dict[str, Any], str, int]] = []
+        by_id: dict[int, int] = {}
+        self.parameters: list[Tensor] = []
+        for _, module in index.owners:
+            table = parameter_table(module)
+            for name, parameter in table.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in by_id:
+                    by_id[id(parameter)] = len(self.parameters)
+                    self.parameters.append(parameter)
+                self._found.append((table, name, by_id[id(parameter)]))
+
+    @contextlib.contextmanager
+    def holding(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
+        """Other tensors in the places of parameters meanwhile, in their order, where there are."""
+        if not tensors:
+            yield
+            return
+        before = [table[name] for table, name, _ in self._found]
+        try:
+            for table, name, index in self._found:
+                table[name] = tensors[index]
+            yield
+        finally:
+            for (table, name, _), parameter in zip(self._found, before, strict=True):
+                table[name] = parameter
+
+    def check(self) -> None:
+        """Refuse parameters that lie on several ranks.
+
+        Raises:
+            UnsplittableModelError: one does.
+        """
+        for _, name, index in self._found:
+            if is_sharded(self.parameters[index]):
+                raise UnsplittableModelError(
+                    f"the part's parameter {name!r} is sharded while the part runs, so that every "
+                    "slice would communicate; apply fully_shard to the part itself, and to nothing "
+                    "inside of it, or leave its size out"
+                )
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """What autocast would keep of a slice has no gradient, or that of an alias."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class _Forward:
-    """Stands in the place of a module's forward."""
+    """Stands in the place of a module's forward.
+
+    Whoever compiles what is around it compiles around it. What is inside may be compiled.
+    """
 
     _torchdynamo_disable = True
+    _torchdynamo_disable_msg = (
+        "a part with a size of its own (automicro.split) is cut while it runs; compile without "
+        "fullgraph=True, or compile the parts of the model around it"
+    )
 
     def __init__(self, nested: NestedSplit) -> None:
         self.nested = nested
+        self._uncompiled: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"nested": self.nested, "_uncompiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.nested._run(args, kwargs)
+        if not compiler_is_loaded():
+            return self.nested._run(args, kwargs)
+        if self._uncompiled is None:
+            self._uncompiled = torch.compiler.disable(self.nested._run)
+        return self._uncompiled(args, kwargs)
+
+
+def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:
+    """The names of arguments that have a place, and of what takes all further ones.
+
+    >>> _positions(lambda x, y=1, *more, z: None)
+    (['x', 'y'], 'more')
+    """
+    names, rest = [], None
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            rest = parameter.name
+    return names, rest
 
 
 def attached_to(part: Any) -> NestedSplit | None:
@@ -562,7 +703,7 @@ def _is_half(call: Call) -> bool:
     kind = call.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) is torch.float16
-    tensors = [*call.parameters.values(), *call.inputs().values()]
+    tensors = [*call.parameters, *call.inputs().values()]
     return any(each.dtype is torch.float16 for each in tensors)
 
 
@@ -588,20 +729,9 @@ def _flattened(batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int
     )
 
 
-def _refuse_sharded(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if is_sharded(parameter):
-                raise UnsplittableModelError(
-                    f"the part's parameter {name!r} is sharded while the part runs, so that every "
-                    "slice would communicate; apply fully_shard to the part itself, and to nothing "
-                    "inside of it, or leave its size out"
-                )
-
-
-def _refuse_strangers(output: Any, rows: Any, parameters: Mapping[str, Tensor]) -> None:
+def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> None:
     """Refuse gradients that would be lost: of what a part refers to, and does not hold."""
-    known = {id(each) for each in parameters.values()}
+    known = {id(each) for each in parameters}
     known |= {id(leaf) for _, given in tensor_leaves(rows) for leaf in _leaves(given)}
     for _, leaf in tensor_leaves(output):
         for found in _leaves(leaf):

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
-from automicro.modules import sees_the_batch
 from automicro.torch_private import AnyBatchNorm, all_versions, has_call_hooks
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -97,14 +97,16 @@ class Stages:
                 self._refuse(f"{name!r} has hooks, which a trace does not hold")
 
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
-        given = inspect.signature(type(self._module).forward).parameters
-        constants: dict[str, Any] = {}
-        for name, parameter in list(given.items())[1:]:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                if arguments.get(name):
-                    self._refuse(f"it is called with {name!r}, any number of arguments")
-            elif not isinstance(arguments.get(name), Tensor):
-                constants[name] = arguments.get(name, parameter.default)
+        given = dict(list(inspect.signature(type(self._module).forward).parameters.items())[1:])
+        for name in arguments:
+            if name not in given:
+                self._refuse(f"its forward takes {name!r} among any number of arguments")
+        constants = {
+            name: arguments.get(name, parameter.default)
+            for name, parameter in given.items()
+            if not isinstance(arguments.get(name), Tensor)
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        }
         self.constants = constants
         with self._unchanged():
             try:
@@ -289,6 +291,10 @@ class Stages:
                     (each, None) for name, each in own if not (is_norm and name in SCALE_AND_SHIFT)
                 )
         return list(found)
+
+    def buffers(self) -> list[Tensor]:
+        """Of the module."""
+        return list(self._module.buffers())
 
     def first_use(self, node: fx.Node) -> int:
         """The first stage that needs a value, besides that which computes it."""

@@ -33,6 +33,7 @@ from automicro.optimizer.reservation import StepMemory, predict_step_memory, und
 from automicro.options import PRECISIONS, check_loss
 from automicro.planning.kernels import STEP, TAIL, StepRecorder
 from automicro.reach import captured_modules
+from automicro.rungs.blocks import repeated_blocks
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
 from automicro.transaction.parameters import LARGE_BYTES
@@ -395,29 +396,6 @@ class DryRun:
             parameter.grad = None
             if parameter.grad_dtype is not parameter.dtype:
                 parameter.grad_dtype = parameter.dtype
-
-
-def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules of one class that stand in a row, by name: a transformer's layers.
-
-    >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
-    >>> list(repeated_blocks(nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 2))))
-    ['0.0', '0.1']
-    """
-    found: dict[str, nn.Module] = {}
-    waiting = [("", model)]
-    while waiting:
-        prefix, module = waiting.pop(0)
-        children = {
-            f"{prefix}.{name}" if prefix else name: child for name, child in module.named_children()
-        }
-        is_row = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1
-        kinds = {type(child) for child in children.values()}
-        if is_row and len(kinds) == 1 and all(any(c.children()) for c in children.values()):
-            found.update(children)
-        else:
-            waiting.extend(children.items())
-    return found
 
 
 @contextlib.contextmanager

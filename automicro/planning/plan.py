@@ -28,9 +28,10 @@ from automicro.options import (
     read_count,
 )
 from automicro.planning.devices import find_device, read_memory
-from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job, repeated_blocks
+from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job
 from automicro.planning.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, parts_of, samples_of
+from automicro.rungs.blocks import repeated_blocks, shown_blocks
 
 # Of what comes and goes in a step, and of an accelerator's all, what a plan may be wrong by.
 _ERROR = 0.03
@@ -266,18 +267,6 @@ class Planner:
 def _slices_of_tail(owner: Owner) -> float:
     is_tail = owner.kind == TAIL or owner == Owner(BACKWARD)
     return 1 / _SLICES if is_tail else 1.0
-
-
-def shown_blocks(names: Iterable[str]) -> str:
-    """Repeated blocks in one word.
-
-    >>> shown_blocks(["h.0", "h.1", "h.2"])
-    'h.* (3)'
-    """
-    names = list(names)
-    rows = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    shown = ", ".join(f"{row}.*" if row else "*" for row in rows)
-    return f"{shown} ({len(names)})"
 
 
 def plan(

@@ -1,23 +1,35 @@
 """From what users write as ``microbatch_size=`` to a policy."""
 
-from automicro.policy.explore import Explore
-from automicro.policy.halving import Halving
-from automicro.policy.policy import Fixed, Policy, require_size
+from collections.abc import Mapping, Sequence
 
-ACCEPTED = (
-    'give an int of at least 1, "auto" (found by halving), "explore" (the fastest of those that '
-    "fit), None (the whole batch), or a policy such as Halving(initial=64)"
-)
+from automicro.policy.explore import Explore, FastestLevel
+from automicro.policy.halving import Halving
+from automicro.policy.ladder import Ladder
+from automicro.policy.policy import Fixed, Policy, require_size
+from automicro.policy.search import Value
+
+
+def _accepted(unit: str) -> str:
+    """What makes sense where sizes are counted in this."""
+    explore = '"explore" (the fastest of those that fit), ' if unit == "rows" else ""
+    counted = "" if unit == "rows" else f" (of {unit}, with padding)"
+    return (
+        f'give an int of at least 1{counted}, "auto" (found by halving), {explore}None (the whole '
+        "batch), or a policy such as Halving(initial=64)"
+    )
 
 
 def make_policy(
-    microbatch_size: int | str | Policy | None, *, name: str = "microbatch_size"
+    microbatch_size: int | str | Policy | None,
+    *,
+    name: str = "microbatch_size",
+    unit: str = "rows",
 ) -> Policy:
     """Return the policy that a ``microbatch_size`` stands for.
 
     An int is a fixed size, ``"auto"`` starts with the whole batch and halves, ``"explore"`` looks
     for the fastest of the sizes that fit, None is always the whole batch, and a policy stands for
-    itself. ``name`` is how errors call it.
+    itself. ``name`` is how errors call it, and ``unit`` what it is counted in.
 
     Raises:
         TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
@@ -34,7 +46,7 @@ def make_policy(
             return Halving()
         if microbatch_size == "explore":
             return Explore()
-        raise ValueError(f"{name}={microbatch_size!r} means nothing: {ACCEPTED}")
+        raise ValueError(f"{name}={microbatch_size!r} means nothing: {_accepted(unit)}")
     # The class of a policy has all the methods of one, but nothing to call them on.
     if isinstance(microbatch_size, type):
         raise TypeError(
@@ -51,4 +63,43 @@ def make_policy(
     try:
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}={microbatch_size!r} is no size: {ACCEPTED}") from None
+        raise type(error)(f"{name}={microbatch_size!r} is no size: {_accepted(unit)}") from None
+
+
+def with_levels(
+    policy: Policy,
+    levels: Sequence[str],
+    *,
+    by_time: bool,
+    choices: Mapping[str, Sequence[Value]] | None = None,
+) -> Policy:
+    """Return a policy that finds the level beside the size.
+
+    One that explores sizes explores levels with them. Others climb when not even their smallest
+    size fits, or where the clock may decide, choose the level that is the fastest with the largest
+    size that fits there.
+
+    Args:
+        policy: of the sizes, that has not begun.
+        levels: their names, that of level 0 first; names of rungs that are used together are
+            joined by " + ".
+        by_time: whether the clock may decide. It may not where runs have to be repeatable.
+        choices: further coordinates and their values, those that need the least memory first; of
+            no use where the clock may not decide.
+
+    Raises:
+        ValueError: if levels have no names of their own, or a coordinate has no value.
+        TypeError: if the policy cannot be copied.
+
+    >>> with_levels(Halving(), ["plain", "recompute"], by_time=False)
+    Ladder(Halving(initial=None), ['plain', 'recompute'])
+    >>> with_levels(Halving(), ["plain", "recompute"], by_time=True)
+    FastestLevel(Halving(initial=None), ['plain', 'recompute'])
+    >>> with_levels(Explore(), ["plain", "recompute"], by_time=True)
+    Explore(max_steps=60, ['plain', 'recompute'])
+    """
+    if isinstance(policy, Explore):
+        return policy.with_levels(levels, choices)
+    if by_time:
+        return FastestLevel(policy, levels, choices)
+    return Ladder(policy, levels)

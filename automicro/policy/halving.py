@@ -161,7 +161,7 @@ class Halving(Policy):
         """Whether the seconds of the next attempt are compared, so that they have to be right."""
         return self._thrash.compares
 
-    def suggest(self, rows: int, cost: float | None = None) -> bool:
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
         """Start from a size that an earlier run found; nothing is lost if it is wrong.
 
         Raises:

@@ -75,13 +75,18 @@ class Ladder(Policy):
         self.adapts, self.explores = policy.adapts, policy.explores
         self.multiple_of = policy.multiple_of
         self._levels = [_Level(each) for each in policies]
-        self._lowest = 0  # of the batch that is running
+        self._lowest = 0  # of the batch that is running: nothing leads down within it
         self._batches = 0
         self._is_rehearsed = False
         self._failure: Outcome | None = None  # the last of the batch that is running
 
     def __repr__(self) -> str:
         return f"Ladder({self._levels[0].policy!r}, {list(self.levels)})"
+
+    @property
+    def plain(self) -> Policy:
+        """Of the sizes at level 0."""
+        return self._levels[0].policy
 
     @property
     def compares_seconds(self) -> bool:
@@ -99,13 +104,27 @@ class Ladder(Policy):
         Raises:
             ValueError: if the cost is not positive.
         """
+        return self.admitted(cost)
+
+    def admitted(self, cost: float | None = None, *, at_least: int = 0) -> int:
+        """Return the lowest level, from one on, at which rows of a cost may fit."""
         cost = require_cost(cost)
-        level = self._lowest
+        level = max(self._lowest, at_least)
         while level < len(self._levels) - 1:
             if self._levels[level].admits(cost, is_rehearsed=self._is_rehearsed):
                 break
             level += 1
         return level
+
+    def at(self, level: int) -> Policy:
+        """Return the policy of a level.
+
+        Raises:
+            ValueError: if there is no such level.
+        """
+        if not 0 <= level < len(self._levels):
+            raise ValueError(f"level={level}, but there are {len(self._levels)}: {self.levels}")
+        return self._levels[level].policy
 
     def climb(self, cost: float | None = None) -> bool:
         """Go one level up, after not even the smallest size fitted; False at the highest.
@@ -135,10 +154,9 @@ class Ladder(Policy):
             ValueError: if the rows are below 1, the cost is not positive, or there is no such
                 level.
         """
-        if not 0 <= level < len(self._levels):
-            raise ValueError(f"level={level}, but there are {len(self._levels)}: {self.levels}")
+        policy = self.at(level)
         failed = Failed(rows=1, cost=require_cost(cost), need=None, room=None, batch=self._batches)
-        does = self._levels[level].policy.suggest(rows, cost)
+        does = policy.suggest(rows, cost)
         if does:
             for lower in self._levels[:level]:
                 lower.failed = failed
@@ -177,6 +195,7 @@ class Ladder(Policy):
         self.grown_from, self.exploration = policy.grown_from, policy.exploration
         self._failure = None if outcome.fits else outcome
         if not outcome.fits:
+            self._lowest = max(self._lowest, outcome.level)
             return
         self._batches += 1
         self._lowest = 0

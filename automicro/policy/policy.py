@@ -7,8 +7,8 @@ the same sizes on every rank and in every test.
 import abc
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -31,6 +31,7 @@ class Outcome:
         cost: of one row (elements, tokens): rows of the same structure that are longer cost more.
         alloc_retries: how often the allocator had to free its cache and ask again.
         level: at which it ran, see `Policy.levels`.
+        settings: with which it ran, see `Policy.settings`.
 
     Raises:
         ValueError: if the size is not between 1 and the rows of the batch, or the cost is not a
@@ -50,6 +51,7 @@ class Outcome:
     cost: float | None = None
     alloc_retries: int | None = None
     level: int = 0
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size <= self.num_rows:
@@ -66,15 +68,19 @@ class Exploration:
 
     Attributes:
         microbatch_size: recommended so far, in rows of the batch that it began with.
-        speedup: its speed in shares of the base's, the largest size that fits.
-        confidence: the probability in percent, given the measured spread, that no size is more
-            than 1 % faster; 0 … 99.
+        level: at which they are computed, by its name; None where there is one level only.
+        settings: that go with it, by their names.
+        speedup: its speed in shares of the base's, the largest size that fits at the lowest level.
+        confidence: the probability in percent, given the measured spread, that nothing else is
+            more than 1 % faster; 0 … 99.
         steps: optimization batches that it took so far.
         is_news: whether this batch ended a round.
         ended: why it is over; None while it goes on.
 
     >>> print(Exploration(microbatch_size=16, speedup=1.2, confidence=83, steps=21))
     exploring: 16 rows, 1.20x base, confidence 83
+    >>> print(Exploration(microbatch_size=1, level="recompute", settings={"sync": "last"}))
+    exploring: 1 row, recompute, sync last, 1.00x base, confidence 0
     """
 
     microbatch_size: int
@@ -83,10 +89,15 @@ class Exploration:
     steps: int = 0
     is_news: bool = True
     ended: str | None = None
+    level: str | None = None
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = f"{self.microbatch_size} {'row' if self.microbatch_size == 1 else 'rows'}"
-        text = f"{rows}, {self.speedup:.2f}x base, confidence {self.confidence}"
+        parts = [rows, *([] if self.level is None else [self.level])]
+        parts += [f"{name} {value}" for name, value in self.settings.items()]
+        parts += [f"{self.speedup:.2f}x base", f"confidence {self.confidence}"]
+        text = ", ".join(parts)
         if self.ended is None:
             return f"exploring: {text}"
         return f"explored for {self.steps} steps, {self.ended}: {text}"
@@ -150,6 +161,11 @@ class Policy(abc.ABC):
         return False
 
     @property
+    def settings(self) -> Mapping[str, float | str]:
+        """What else the next attempt is to be run with, by name; asked after the sizes."""
+        return {}
+
+    @property
     def wants_to_measure(self) -> bool:
         """Whether a batch to come might be cut smaller only to measure it, if it may be."""
         return False
@@ -183,8 +199,14 @@ class Policy(abc.ABC):
         """
         return False
 
-    def suggest(self, rows: int, cost: float | None = None) -> bool:
-        """Start from a size that an earlier run found, and return whether it does."""
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
+        """Start from a size that an earlier run found, and return whether it does.
+
+        Args:
+            rows: of a microbatch.
+            cost: of one row; None where nobody knows.
+            level: at which it was found.
+        """
         return False
 
     def take_rehearsal(self) -> None:  # noqa: B027

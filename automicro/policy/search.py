@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ REACH = 1.1
 TOLERANCE = 0.01
 # Standard deviations, of logarithms: 0.05 is 5 %.
 LEVEL = 10.0  # of the level of all
-KIND = 0.15  # between values of a coordinate that are text
+KIND = 0.5  # between values of a coordinate that are text
 WORK_SLOPE, WORK_SMOOTH, WORK_LENGTH = 0.5, 0.1, 1.0  # the same of a unit of work
 DRIFT_LENGTH = 12.0  # steps over which the machine drifts
 TAIL = 4.0  # degrees of freedom of the noise
@@ -67,15 +67,53 @@ class Candidate:
     def __getitem__(self, name: str) -> Value:
         return dict(self.coordinates)[name]
 
-    def is_near(self, others: Iterable["Candidate"]) -> bool:
-        """Whether a neighbour of it is among others: curves are not to be trusted far out."""
-        return any(self._distance(other) <= REACH for other in others)
+    def get(self, name: str) -> Value | None:
+        """The value of a coordinate; None where there is no such coordinate."""
+        return dict(self.coordinates).get(name)
+
+    @property
+    def texts(self) -> tuple[tuple[str, Value], ...]:
+        """The coordinates that are text."""
+        return tuple(each for each in self.coordinates if isinstance(each[1], str))
+
+    def is_near(self, others: Iterable["Candidate"], among: Iterable["Candidate"] = ()) -> bool:
+        """Whether a neighbour of it is among others: curves are not to be trusted far out.
+
+        A neighbour is close, or there is nothing in between.
+
+        Args:
+            others: that are known.
+            among: all that there are.
+        """
+        alike = [other for other in others if other.texts == self.texts]
+        if any(self._distance(other) <= REACH for other in alike):
+            return True
+        among = list(among)
+        return any(
+            bool(among) and not any(each._is_between(self, other) for each in among)
+            for other in alike
+        )
+
+    def _is_between(self, one: "Candidate", other: "Candidate") -> bool:
+        """Whether each number lies between those of two others, and it is neither of them."""
+        if self in (one, other) or self.texts != one.texts:
+            return False
+        numbers = [
+            (float(value), float(one[name]), float(other[name]))
+            for name, value in self.coordinates
+            if not isinstance(value, str)
+        ]
+        return all(min(a, b) <= value <= max(a, b) for value, a, b in numbers)
 
     def _distance(self, other: "Candidate") -> float:
         theirs = dict(other.coordinates)
         return max(
-            abs(math.log2(value / float(theirs[name]))) if isinstance(value, int | float) else 0.0
-            for name, value in self.coordinates
+            (
+                abs(math.log2(value / float(theirs[name])))
+                for name, value in self.coordinates
+                if not isinstance(value, str)
+            ),
+            default=0.0,
         )
 
     def __repr__(self) -> str:
@@ -209,7 +247,10 @@ class Search:
         return search
 
     def find(self) -> Finding:
-        """What the measurements say; before the first, that the base is as good a guess as any."""
+        """What the measurements say; before the first, that the base is as good a guess as any.
+
+        Where nothing was measured with some text, that comes next, and nothing is sure before.
+        """
         if len(self.candidates) == 1:
             [only] = self.candidates
             return Finding(
@@ -231,7 +272,16 @@ class Search:
                 next=self.base,
                 next_loss=0.0,
             )
-        return _Posterior.of(self).finding(self)
+        found = _Posterior.of(self).finding(self)
+        first = self._first_of_unknown()
+        if first is None:
+            return found
+        return replace(found, confidence=0, regret=math.inf, challenger=first, next=first)
+
+    def _first_of_unknown(self) -> Candidate | None:
+        """The first of those of whose text nothing was measured: no neighbour tells of them."""
+        known = {each.candidate.texts for each in self.measurements}
+        return next((each for each in self.candidates if each.texts not in known), None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -324,7 +374,7 @@ class _Posterior:
         beats = (draws < draws[:, [best]] - margin).mean(axis=0)
         gains = np.maximum(draws[:, [best]] - draws, 0.0).mean(axis=0)
         others = [each for each in range(k) if each != best]
-        near = [each for each in others if candidates[each].is_near(told)] or others
+        near = [each for each in others if candidates[each].is_near(told, candidates)] or others
         # What would change most, by as much as a step resolves of it, for the time that it takes.
         worth = {
             (challenger, measured): (beats[challenger] + gains[challenger])

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,12 +48,14 @@ from automicro.ranks.guards.guard import GroupState, Guard, opened_state, state_
 from automicro.ranks.heartbeat import MissingRanks, watch_peers
 from automicro.ranks.interface import (
     Agreement,
+    HeldBackError,
     OneRank,
     Proposal,
     Ranks,
     Report,
     Status,
     StrayedError,
+    Sync,
     note_told,
 )
 from automicro.ranks.votes import Votes
@@ -80,7 +84,12 @@ class CoordinatedRanks:
         guards: of the wrappers that the model is made of.
         warm_up: connects what they use, before the first attempt.
         copies: how many ranks have the same rows, as tensor parallel ones do.
+        sync: how late gradients are to be reduced, where wrappers and memory allow it.
         name: tells it from others with the same votes.
+
+    Attributes:
+        sync: as given; all ranks may set it between steps.
+        synced: how late those of the last attempt were.
 
     Example:
         >>> from automicro.ranks.simulated import SimulatedWorld
@@ -102,6 +111,7 @@ class CoordinatedRanks:
         *,
         warm_up: WarmUp | None = None,
         copies: int = 1,
+        sync: Sync = Sync.REPLICAS_LAST,
         name: str = "",
     ) -> None:
         self._votes = votes
@@ -114,6 +124,10 @@ class CoordinatedRanks:
         self._looks_alone = False
         self._trained: list[int] = []  # the parameters, by identity
         self._strayed: StrayedError | None = None  # in this attempt, at a collective
+        self.sync = sync
+        self.synced = Sync.EACH
+        self._at = 0, 1  # level and size of the attempt
+        self.whole_fits_below: dict[int, int] = {}
 
     @property
     def is_alone(self) -> bool:
@@ -145,8 +159,13 @@ class CoordinatedRanks:
         except BaseException as error:
             self.fail(error)
             raise
+        proposal = replace(proposal, sync=self._latest_here())
         with self._between_steps():
             agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
+        self.synced = agreement.sync if proposal.training else Sync.EACH
+        self._at = level, size = agreement.level, agreement.microbatch_size
+        if size >= self.whole_fits_below.get(level, math.inf):
+            self.synced = min(self.synced, Sync.REPLICAS_LAST)
         try:
             if agreement.max_extent:
                 with own_collectives():
@@ -158,6 +177,16 @@ class CoordinatedRanks:
             raise
         return agreement
 
+    def _latest_here(self) -> Sync:
+        return min([self.sync, *(guard.latest for guard in self._guards)])
+
+    def drop_whole_gradients(self) -> bool:
+        if self.synced is not Sync.LAST:
+            return False
+        level, size = self._at
+        self.whole_fits_below[level] = size
+        return True
+
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         for guard in self._guards:
             guard.settle()
@@ -168,9 +197,11 @@ class CoordinatedRanks:
             self._trained = trained
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
+        if num_microbatches == 1:
+            self.synced = Sync.EACH  # which is the last one
         try:
             for guard in self._guards:
-                guard.open(num_microbatches, training=training)
+                guard.open(num_microbatches, training=training, sync=self.synced)
         except BaseException as error:
             self.fail(error)
             raise
@@ -261,7 +292,8 @@ class CoordinatedRanks:
                 failure.add_note(_CANNOT_TAKE_BACK)
                 status = Status.FATAL
             self._play_rest()
-        has_strayed = isinstance(failure, StrayedError)
+        # What was held back says nothing of the collectives that are to come.
+        has_strayed = isinstance(failure, StrayedError) and not isinstance(failure, HeldBackError)
         together = self._votes.report(status, highs, strayed=has_strayed)
         trouble = self._recover()
         self._votes.clear()
@@ -440,11 +472,12 @@ def _meeting() -> Store:
 """How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
-def coordinate(modules: Sequence[nn.Module]) -> Ranks:
+def coordinate(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
     """What a step of these modules needs of the other ranks. All ranks call it.
 
     Args:
         modules: the model, then further modules that take part, wrapped already.
+        sync: with which microbatch sharded gradients are reduced: one of `SYNCS`.
 
     Raises:
         ValueError: a wrapper, or an option of one, under which no attempt can be undone, or an
@@ -467,7 +500,15 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     copies = group.votes.world_size // (size or 1)
     name = f"Microbatcher {group.count()} ({type(modules[0]).__name__})"
     warm_up = WarmUp(_uses(modules, guards), group.connected)
-    return CoordinatedRanks(group.votes, guards, warm_up=warm_up, copies=copies, name=name)
+    holds_whole = sync == "auto" and any(isinstance(guard, FsdpGuard) for guard in guards)
+    return CoordinatedRanks(
+        group.votes,
+        guards,
+        warm_up=warm_up,
+        copies=copies,
+        sync=Sync.LAST if holds_whole else Sync.REPLICAS_LAST,
+        name=name,
+    )
 
 
 def announce_absence(error: Exception) -> None:

@@ -16,8 +16,12 @@ from automicro.ranks.interface import OneRank, Ranks
 P = ParamSpec("P")
 
 
-def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
+def find_ranks(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
     """The ranks that train modules together. All of them call it.
+
+    Args:
+        modules: that take part, wrapped already.
+        sync: one of `SYNCS`.
 
     Raises:
         ValueError: a wrapper under which no attempt can be undone, or a lazy module in it.
@@ -30,7 +34,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
 
     from automicro.ranks.coordinated import coordinate
 
-    ranks = coordinate(modules)
+    ranks = coordinate(modules, sync=sync)
     if not ranks.is_alone and ModuleIndex(modules).is_lazy:
         raise ValueError(
             "some module takes its shapes from its first input (a lazy module), which several "

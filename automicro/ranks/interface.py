@@ -49,8 +49,23 @@ class Status(enum.IntEnum):
     FATAL = 5
 
 
+class Sync(enum.IntEnum):
+    """How late gradients are reduced over ranks. The earliest of all ranks counts for all."""
+
+    EACH = 0
+    """With every microbatch."""
+    REPLICAS_LAST = 1
+    """Shards with every microbatch; replicas of these add up with the last one."""
+    LAST = 2
+    """With the last microbatch; until then every rank holds gradients of whole parameters."""
+
+
 class StrayedError(Exception):
     """A model is about to run other collectives than before. It reaches nobody outside a step."""
+
+
+class HeldBackError(StrayedError):
+    """What was held back for the last microbatch cannot be reduced with it: with each, then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +84,7 @@ class Proposal:
         wants_to_stop: whether somebody asked this rank to end the run.
         training: whether gradients will be computed.
         lacks_rows: whether this rank has no rows and has never had any, not even for fillers.
+        sync: how late its wrappers may reduce gradients.
     """
 
     num_rows: int
@@ -81,6 +97,7 @@ class Proposal:
     training: bool = True
     lacks_rows: bool = False
     level: int = 0
+    sync: Sync = Sync.EACH
 
     @property
     def largest(self) -> int:
@@ -103,6 +120,7 @@ class Agreement:
         stops: whether any rank wants to end the run.
         donor: the lowest rank that has rows, where another lacks any to run fillers on; else None.
         level: the highest that a rank proposed.
+        sync: how late wrappers may reduce gradients on every rank.
     """
 
     microbatch_size: int
@@ -115,6 +133,7 @@ class Agreement:
     stops: bool
     donor: int | None = None
     level: int = 0
+    sync: Sync = Sync.EACH
 
     @property
     def num_microbatches(self) -> int:
@@ -167,6 +186,9 @@ class Ranks(Protocol):
     def communication_share(self) -> float:
         """Of a device's memory, what sizes that are predicted leave to communication."""
 
+    whole_fits_below: dict[int, int]
+    """By level, the smallest size at which gradients of whole parameters did not fit."""
+
     @property
     def told(self) -> Sequence[float]:
         """The highs of the vote that ended the last attempt; empty where nobody told any."""
@@ -192,6 +214,13 @@ class Ranks(Protocol):
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Put together what all ranks bring to an attempt. All call it."""
+
+    def drop_whole_gradients(self) -> bool:
+        """After an attempt that ran out of memory: whether the same size needs less from now on.
+
+        It does where gradients of whole parameters were held back for the last microbatch. All
+        ranks answer alike.
+        """
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         """Begin the attempt that was agreed on, with so many microbatches on every rank."""
@@ -263,6 +292,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
+        self.whole_fits_below: dict[int, int] = {}
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         """There is no wrapper."""
@@ -288,6 +318,9 @@ class OneRank:
             stops=proposal.wants_to_stop,
             level=proposal.level,
         )
+
+    def drop_whole_gradients(self) -> bool:
+        return False
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         """There is nothing to guard."""

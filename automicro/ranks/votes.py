@@ -20,7 +20,7 @@ from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankE
 from automicro.ranks.exchange import SLOTS, Ballot, Exchange, failed, healthy, padded_highs
 from automicro.ranks.guards.collectives import Call
 from automicro.ranks.heartbeat import NoMissingRanks, NoWatch, Watch
-from automicro.ranks.interface import Agreement, Proposal, Report, Status
+from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
 COUNT = 4
 _LARGEST = 1 << 24  # times the ranks of any world it is exact in fp64
@@ -229,6 +229,7 @@ class Votes:
             stops=together.flag > 0,
             donor=_donor(together.highs),
             level=level,
+            sync=Sync(int(-together.highs[4])),
         )
 
     def commit(
@@ -474,7 +475,7 @@ def _level_and_size(lowest: float) -> tuple[int, float]:
 def _highs(proposal: Proposal, rank: int) -> list[float]:
     cost = -math.inf if proposal.cost is None else proposal.cost
     has_rows_as = float(-rank) if proposal.num_rows else -math.inf
-    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as]
+    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as, -proposal.sync]
 
 
 def _donor(highs: Sequence[float]) -> int | None:

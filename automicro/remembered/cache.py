@@ -319,6 +319,6 @@ class RememberedSizes:
         self._written = content
         self._cache.remember(self._key, size)
 
-    def _content(self, size: RememberedSize) -> tuple[int, float | None]:
+    def _content(self, size: RememberedSize) -> tuple[int, float | None, str]:
         """What makes two sizes the same: where lengths vary, as many rows may be longer ones."""
-        return size.microbatch_size, size.cost_per_row if self.varies else None
+        return size.microbatch_size, size.cost_per_row if self.varies else None, size.level

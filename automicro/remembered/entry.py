@@ -151,6 +151,7 @@ class RememberedSize:
         cost_per_row: of the batches it was found with, in the unit of the policy (tokens, say).
         peak_bytes: of an optimization batch at that size.
         seconds: of an optimization batch at that size.
+        level: how microbatches were computed, see ``when_too_large``.
 
     Raises:
         ValueError: values that nobody can have measured.
@@ -163,8 +164,11 @@ class RememberedSize:
     cost_per_row: float | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
+    level: str = "plain"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.level, str):
+            raise ValueError(f"level={self.level!r}: give the name of a level")
         if type(self.microbatch_size) is not int or self.microbatch_size < 1:
             raise ValueError(
                 f"microbatch_size={self.microbatch_size!r} is no size: give an int of at least 1"
@@ -204,10 +208,13 @@ class Entry:
 
     def content(self) -> dict[str, Any]:
         """What its file holds."""
+        size = dataclasses.asdict(self.size)
+        if self.size.level == "plain":
+            del size["level"]  # which an older automicro does not know
         return {
             "format": FORMAT,
             "written_at": self.written_at,
-            "size": dataclasses.asdict(self.size),
+            "size": size,
             "key": self.key.content(),
         }
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import peak_bytes
 from automicro.memory.meter import Measured
@@ -23,7 +24,6 @@ from automicro.ranks.interface import Ranks, Report, Status, StrayedError
 from automicro.step.events import Narrator
 from automicro.step.phase import Phase
 from automicro.step.plan import Plan
-from automicro.step.split_guard import needs_two_rows
 from automicro.transaction.gradients import TouchedGradientsError
 from automicro.transaction.transaction import Part, Transaction
 
@@ -164,7 +164,8 @@ def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times:
             narrator.begin(plan.cuts, unit=plan.unit, is_measuring=plan.is_measuring)
         if meter is not None:
             meter.begin(waits=times)
-        result = work.attempt(plan)
+        with phase.applying(plan.level):
+            result = work.attempt(plan)
         if meter is not None:
             measured = meter.end()
         if narrator is not None:

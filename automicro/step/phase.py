@@ -23,6 +23,7 @@ from automicro.ranks.interface import OneRank, Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize, RunKey
+from automicro.rungs.levels import Level
 from automicro.step.events import Narrator, Observer
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.step.unit import ROWS
@@ -100,33 +101,41 @@ class Recollection:
             return None
         self._row_cost = row_cost
         with announcing_failure(ranks):
-            size, cost = 0.0, 0.0
+            size, cost, level = 0.0, 0.0, 0.0
             if ranks.rank == 0:
                 with self._going_on():
-                    size, cost = self._recall(batch)
+                    size, cost, level = self._recall(batch, policy.levels)
         if not ranks.is_alone:
-            size, cost = ranks.from_first([size, cost])
+            size, cost, level = ranks.from_first([size, cost, level])
         self._has_asked = True
-        if not size or not is_new or not policy.suggest(int(size), cost or None):
+        if not size or not is_new:
+            return None
+        at = {"level": int(level)} if level else {}
+        if not policy.suggest(int(size), cost or None, **at):
             return None
         logger.info(
-            "starting from %d rows per microbatch, which an earlier run found; "
+            "starting from %d rows per microbatch%s, which an earlier run found; "
             '"automicro cache" lists what is remembered',
             int(size),
+            f", {policy.levels[int(level)]}" if level else "",
         )
         return int(size)
 
-    def _recall(self, batch: ReadBatch | None) -> tuple[float, float]:
-        """Rows and cost of a row that are remembered; zeros where nothing is of use."""
+    def _recall(self, batch: ReadBatch | None, levels: Sequence[str]) -> tuple[float, float, float]:
+        """Rows, cost of a row and level that are remembered; zeros where nothing is of use."""
         if batch is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         self._memory = RememberedSizes(
             self._cache, self._describe(self._shapes(batch.batch), rows=batch.num_rows)
         )
         recalled = self._memory.recalled
-        if recalled is None or recalled.microbatch_size >= batch.num_rows:
-            return 0.0, 0.0  # the whole batch comes first anyway, and longer rows may fit as well
-        return float(recalled.microbatch_size), recalled.cost_per_row or 0.0
+        if recalled is None or recalled.level not in levels:
+            return 0.0, 0.0, 0.0
+        level = levels.index(recalled.level)
+        if level == 0 and recalled.microbatch_size >= batch.num_rows:
+            # The whole batch comes first anyway, and longer rows may fit as well.
+            return 0.0, 0.0, 0.0
+        return float(recalled.microbatch_size), recalled.cost_per_row or 0.0, float(level)
 
     def take_down(self, finished: Finished[Any]) -> None:
         """Remember the size of a step, once it is settled.
@@ -162,6 +171,7 @@ class Recollection:
             cost_per_row=widest.row_cost or None,
             peak_bytes=None if measured is None else measured.peak_bytes,
             seconds=measured.seconds if measured is not None and measured.has_waited else None,
+            level=finished.level_name,
         )
         memory.settle(found, rows=widest.num_rows)
 
@@ -253,6 +263,7 @@ class Phase:
         strict_divisible: whether a batch must be a multiple of the size.
         unit: what sizes are counted in, in the plural.
         recollection: of sizes that earlier runs found; None for none.
+        levels: at which microbatches can be computed, as the policy's.
 
     Attributes:
         policy: as given.
@@ -276,8 +287,10 @@ class Phase:
         strict_divisible: bool = False,
         unit: str = ROWS,
         recollection: Recollection | None = None,
+        levels: Sequence[Level] = (),
     ) -> None:
         self.policy = policy
+        self._levels = levels
         self.size: int | None = None
         self.rule = CutRule(strict_divisible=strict_divisible, unit=unit)
         self.device, self.ranks = shared.device, shared.ranks
@@ -327,6 +340,8 @@ class Phase:
             failed = None if math.isinf(self.rule.failed) else self.rule.failed
             overhead = self.rule.overhead.state_dict()
             state |= {"unit": self.rule.unit, "overhead": overhead, "failed": failed}
+        if self.is_training and self.ranks.whole_fits_below:
+            state["whole_fits_below"] = sorted(map(list, self.ranks.whole_fits_below.items()))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,6 +363,8 @@ class Phase:
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
         self.rule.min_rows = state["min_rows"]
+        if self.is_training:
+            self.ranks.whole_fits_below = dict(map(tuple, state.get("whole_fits_below", [])))
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -397,6 +414,10 @@ class Phase:
     def random_state(self) -> RandomState:
         """Every generator that a step may draw from."""
         return RandomState(self._shared.devices, self.reach.generators)
+
+    def applying(self, level: int) -> contextlib.AbstractContextManager[None]:
+        """Around what computes the microbatches of an attempt."""
+        return self._levels[level].applied() if level else contextlib.nullcontext()
 
     def has_smaller_parts(self) -> bool:
         """Whether the memory that has run out was that of parts, which have smaller sizes now."""

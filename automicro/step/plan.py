@@ -215,6 +215,7 @@ class Plan:
         agreement: with the other ranks; None where there are none.
         budget: that the policy proposed; a single row may be larger. The size unless given.
         level: at which microbatches are computed, of the policy's levels.
+        settings: what else the policy says, by name, alike on every rank.
     """
 
     cuts: list[Cut]
@@ -229,6 +230,7 @@ class Plan:
     agreement: Agreement | None = None
     budget: int | None = None
     level: int = 0
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
     @property
     def most(self) -> int:
@@ -236,12 +238,14 @@ class Plan:
         return self.size if self.budget is None else min(self.size, self.budget)
 
     def needs_less_than(self, other: "Plan") -> bool:
-        """Whether slices are smaller, or computed at a higher level.
+        """Whether slices are smaller, or computed at a higher level or with other settings.
 
         Where sizes are costs, more of them are smaller beside the largest.
         """
         if self.level != other.level:
             return self.level > other.level
+        if self.settings != other.settings:
+            return True
         if self.unit != ROWS and self.num_microbatches > other.num_microbatches:
             return True
         return self.size < other.size
@@ -355,6 +359,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
             is_measuring=policy.is_measuring(batch.extent, batch.cost),
             budget=None if rule.unit == ROWS else proposed,
             level=policy.level,
+            settings=policy.settings,
         )
     sizes = [_propose(each, policy, rule) for each in step.batches]
     cuts = [
@@ -375,6 +380,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         is_measuring=any(map(policy.is_measuring, step.extents, step.costs)),
         budget=None if rule.unit == ROWS else max(sizes),
         level=policy.level,
+        settings=policy.settings,
     )
 
 
@@ -448,6 +454,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         agreement=agreement,
         budget=None if rule.unit == ROWS else agreement.microbatch_size,
         level=agreement.level,
+        settings=policy.settings,
     )
 
 

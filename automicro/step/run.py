@@ -92,6 +92,7 @@ def why_nothing_fits(
     device: torch.device,
     *,
     who: str | None = None,
+    levels: Sequence[str] = ("plain",),
 ) -> str:
     """What there is to say where the smallest size ran out of memory.
 
@@ -102,11 +103,13 @@ def why_nothing_fits(
         residents: what lies on the device at any size.
         device: where the work ran.
         who: the callback or metric in which memory ran out at the last size; None for neither.
+        levels: of the policy, of which the last was tried last.
     """
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
     unit, extent = plan.unit, plan.extent
-    text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit, and "
+    at_last = f", not even with {levels[plan.level]}" if plan.level else ""
+    text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit{at_last}, and "
     state = "The state is as before the step. What helps:"
     if who is not None:
         return (
@@ -137,9 +140,14 @@ def why_nothing_fits(
     smaller = "shorter or smaller samples, "
     if _is_mostly_taken(residents):
         smaller = "" if shared else "a smaller model, "
+    rungs = (
+        "activation checkpointing (when_too_large='recompute'), host memory for what waits for the "
+        "backward ('offload'), "
+    )
+    rungs = "" if plan.level else rungs
     return (
-        f"{text} {state} {less_shared}{smaller}activation checkpointing, precision='bf16', "
-        f"{less_state}a larger device."
+        f"{text} {state} {less_shared}{smaller}{rungs}precision='bf16', {less_state}a larger "
+        "device."
     )
 
 
@@ -204,6 +212,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                     work.residents(),
                     phase.device,
                     who=bystander(failure),
+                    levels=policy.levels,
                 )
                 raise SampleTooLargeError(
                     f"{text} The last failure: {first_line(failure)}{_reports(failure)}"
@@ -243,6 +252,15 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             if done.verdict is Verdict.NEEDS_TWO_ROWS:
                 rule.min_rows = 2
             attempts -= 1  # not a question of memory: the same size again
+            continue
+        if done.verdict is Verdict.OUT_OF_MEMORY and ranks.drop_whole_gradients():
+            logger.log(
+                logging.WARNING if ranks.rank == 0 else logging.DEBUG,
+                "out of memory, microbatch size %d again, gradients reduced with each microbatch",
+                size,
+            )
+            tried.append(size)
+            del done  # it holds the failure
             continue
         if done.verdict is Verdict.OUT_OF_MEMORY and learned is None:
             learned = policy.state_dict()
@@ -301,6 +319,7 @@ def _failing(plan: Plan) -> Outcome:
         fits=False,
         cost=plan.cost,
         level=plan.level,
+        settings=plan.settings,
     )
 
 
@@ -317,4 +336,5 @@ def _outcome(done: Tried[T], plan: Plan, *, repeatable: bool) -> Outcome:
         seconds=None if took is None or repeatable else took.seconds,
         alloc_retries=None if took is None else took.alloc_retries,
         level=plan.level,
+        settings=plan.settings,
     )

@@ -8,6 +8,7 @@ from automicro.batch.tensors import Contents
 from automicro.errors import PaddingWarning, warn
 from automicro.loss.padding_look import PaddingSeen, Verdict, look_at_padding, padded_rows
 from automicro.loss.passes import Computation, Mode
+from automicro.loss.silence import needs_other_ranks
 from automicro.memory.oom import once_more
 from automicro.ranks.interface import Ranks
 from automicro.step.plan import ReadBatch
@@ -57,7 +58,6 @@ class RowSorter:
         self._unit = unit
         self._computation = computation
         self._ranks = ranks
-        self._is_declared = isinstance(cut_padding, bool)
         # None: not known yet.
         self._cuts: bool | None = cut_padding if isinstance(cut_padding, bool) else None
         self._fruitless = 0
@@ -113,7 +113,7 @@ class RowSorter:
         if padded and self._ranks.communicates_in_forward:
             seen = PaddingSeen(
                 verdict=Verdict.UNKNOWN,
-                why="the forward communicates with other ranks, and one rank alone cannot look",
+                why=needs_other_ranks(),
             )
             self._fruitless = _PATIENCE
         elif padded:

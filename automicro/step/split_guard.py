@@ -1,107 +1,21 @@
-"""What splitting a batch changes in a model: forbidding it, or warning of it once.
-
-BatchNorm normalises with the mean and variance of the rows it sees at once. Cut into microbatches
-it sees fewer, so its output, its gradients and its running statistics are others than the whole
-batch's. No weighting of losses can repair that; it can only be found and said.
-"""
+"""What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
+from automicro.batchnorm import batchnorm_buffers, batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchNormWarning,
     BufferWarning,
     UnsplittableModelError,
     add_note,
-    text_of,
     warn,
 )
-from automicro.modules import ModuleIndex, sees_the_batch
+from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.transaction.buffers import Buffers
-
-_NAMES_SHOWN = 5
-
-
-def find_batchnorm(model: nn.Module) -> list[str]:
-    """Return the names of the layers that would see a microbatch where they saw the batch.
-
-    Found are BatchNorm in training mode (also synchronised, lazy and derived classes), and
-    BatchNorm without running statistics in any mode. InstanceNorm normalises each row by itself:
-    the running statistics that it may track are buffers that change. Parameters that require no
-    gradient do not freeze statistics, ``eval()`` does. Names are those of
-    ``model.named_modules()``, each layer once; if the model itself is such a layer, it goes by its
-    class.
-
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LayerNorm(8))
-    >>> find_batchnorm(model), find_batchnorm(model.eval())
-    (['1'], [])
-    """
-    return [name or type(layer).__name__ for name, layer in _layers(model, remove_duplicate=True)]
-
-
-def batchnorm_buffers(model: nn.Module) -> set[str]:
-    """Return the names, as in ``model.named_buffers()``, of the buffers of those layers.
-
-    A layer that is shared has a name for each place where it stands.
-
-    >>> sorted(batchnorm_buffers(nn.Sequential(nn.BatchNorm1d(8))))
-    ['0.num_batches_tracked', '0.running_mean', '0.running_var']
-    """
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer in _layers(model, remove_duplicate=False)
-        for name, _ in layer.named_buffers(recurse=False)
-    }
-
-
-def batchnorm_message(names: Sequence[str], rows_now: int, rows_full: int) -> str:
-    """Return what a ``BatchNormWarning`` says: which layers, what they see, what to do.
-
-    ``rows_now`` are the rows of the largest microbatch, ``rows_full`` those of the batch.
-
-    >>> batchnorm_message(["bn1"], 64, 512)[:63]
-    '1 layer averages over 64 rows at a time instead of 512: bn1. Gr'
-    """
-    count = "1 layer averages" if len(names) == 1 else f"{len(names)} layers average"
-    listed = ", ".join(names[:_NAMES_SHOWN])
-    if len(names) > _NAMES_SHOWN:
-        listed += f" and {len(names) - _NAMES_SHOWN} more"
-    return (
-        f"{count} over {rows_now} rows at a time instead of {rows_full}: {listed}. "
-        f"Gradients and running statistics are therefore not those of the whole batch. "
-        f'To make them exact, say batchnorm="exact", which computes each row forward twice and '
-        f"moves what waits to the host; or use GroupNorm or LayerNorm, or freeze the statistics "
-        f"with .eval() on these layers; on several ranks SyncBatchNorm averages over one "
-        f"microbatch of each. "
-        f'Or say batchnorm="ignore" to accept it, "error" to refuse to split, '
-        f'"disable" to train on whole batches only.'
-    )
-
-
-def needs_two_rows(exception: BaseException) -> bool:
-    """Return whether BatchNorm refused an input with one value per channel.
-
-    >>> import torch
-    >>> try:
-    ...     _ = nn.BatchNorm1d(8)(torch.zeros(1, 8))
-    ... except ValueError as error:
-    ...     print(needs_two_rows(error))
-    True
-    """
-    return isinstance(exception, ValueError) and text_of(exception).startswith(
-        "Expected more than 1 value per channel when training"
-    )
-
-
-def _layers(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules(remove_duplicate=remove_duplicate):
-        if sees_the_batch(module):
-            yield name, module
-
 
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 

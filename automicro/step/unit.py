@@ -5,6 +5,7 @@ and each slice is cut to its own longest row (`batch.padding`). A policy then pr
 what a slice may cost with its padding, in whole units, takes the place of its rows.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.padding import Declared, Group, Padding, cut_padding, restore_padding
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.errors import BatchError
+from automicro.options import check_choice
 from automicro.policy.packing import (
     Array,
     Combine,
@@ -31,10 +33,7 @@ Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
 
 ROWS, TOKENS, SECONDS = "rows", "tokens", "seconds"
 _DURATIONS = ("seconds", "duration", "durations", "duration_seconds")
-_ACCEPTED = (
-    "give 'rows', 'tokens' (of padded texts), 'seconds' (of a tensor of that name, or "
-    "'durations'), or a function from a batch of one row to what it costs"
-)
+_OR_COST = "or a function from a batch of one row to what it costs"
 
 
 def _sum(lengths: Array) -> Array:
@@ -71,12 +70,12 @@ class Packing:
         """Of the batch."""
         return len(self.order)
 
-    @property
+    @functools.cached_property
     def extent(self) -> int:
         """What the whole batch costs as one slice, in whole units."""
         return self._units([self.num_rows])[0]
 
-    @property
+    @functools.cached_property
     def average(self) -> float:
         """Cost of a row."""
         return float(self.combine(self.lengths).mean())
@@ -181,29 +180,26 @@ def _padded(
     windows = {g.name: [g.window(each) for each in rows] for g in packing.groups}
     padded = {group.name: group.padded for group in packing.groups}
     leaves = [tensor_leaves(output) for output in outputs]
-    dims: list[dict[str, dict[int, str]]] = []
-    for column in zip(*leaves, strict=False):
-        path = column[0][0]
-        tensors = [tensor for _, tensor in column]
-        dims.append({path: _length_dims(tensors, windows, packing.output_dims.get(path, {}))})
-    by_path = {path: each for table in dims for path, each in table.items()}
+    dims = {
+        path: _length_dims(
+            [tensor for _, tensor in column], windows, packing.output_dims.get(path, {})
+        )
+        for column in zip(*leaves, strict=False)
+        for path, _ in column[:1]
+    }
     whole = []
     for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
         restored: dict[int, Tensor] = {}
         for path, tensor in own:
             places = {
                 dim: (windows[name][index][0], padded[name])
-                for dim, name in by_path.get(path, {}).items()
+                for dim, name in dims.get(path, {}).items()
                 if tensor.shape[dim] < padded[name]
             }
             if places:
                 restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
-        whole.append(_replaced(output, restored))
+        whole.append(replace_tensors(output, restored))
     return whole
-
-
-def _replaced(output: Any, others: Mapping[int, Tensor]) -> Any:
-    return map_tensors(output, lambda tensor: others.get(id(tensor), tensor))
 
 
 def _length_dims(
@@ -231,10 +227,24 @@ def check_unit(unit: object) -> None:
     >>> check_unit("tokens")
     """
     if isinstance(unit, str):
-        if unit not in (ROWS, TOKENS, SECONDS):
-            raise ValueError(f"microbatch_unit={unit!r} is not known: {_ACCEPTED}")
+        try:
+            check_choice("microbatch_unit", unit, (ROWS, TOKENS, SECONDS))
+        except ValueError as error:
+            raise ValueError(f"{error}, {_OR_COST}") from None
     elif not callable(unit):
-        raise TypeError(f"microbatch_unit={unit!r} is no unit: {_ACCEPTED}")
+        raise TypeError(
+            f"microbatch_unit={unit!r} is no unit: give 'rows', 'tokens' (of padded texts), "
+            f"'seconds' (of a tensor of that name, or 'durations'), {_OR_COST}"
+        )
+
+
+def unit_name(unit: str | Cost) -> str:
+    """What messages call the unit, in the plural.
+
+    >>> unit_name("tokens"), unit_name(len)
+    ('tokens', 'units of cost')
+    """
+    return unit if isinstance(unit, str) else "units of cost"
 
 
 class MicrobatchUnit:
@@ -274,7 +284,7 @@ class MicrobatchUnit:
         ignore_index: int = -100,
     ) -> None:
         check_unit(unit)
-        self.name = unit if isinstance(unit, str) else "units of cost"
+        self.name = unit_name(unit)
         self._cost = None if isinstance(unit, str) else unit
         self.is_rows = unit == ROWS
         if self.is_rows and padding is not None:

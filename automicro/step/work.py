@@ -28,6 +28,7 @@ from automicro.step.plan import Cut, Plan, Step
 from automicro.step.split_guard import SplitGuard
 from automicro.step.unit import ROWS, order_of
 from automicro.transaction.gradients import GradientHistory, Gradients
+from automicro.transaction.metrics import Metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.surroundings import ChangingState
 from automicro.transaction.transaction import Part
@@ -174,6 +175,11 @@ class _Work:
         self._buffers = phase.buffers()
         self.narrator = phase.narrator()
 
+    @property
+    def _sorted_metrics(self) -> Metrics | None:
+        """The metrics, where rows reach them in another order than the batch's."""
+        return None if self._phase.rule.unit == ROWS else self._counted
+
     def _changing(self) -> list[Part]:
         """What looks have shown that forwards change beside tensors; nothing, as a rule."""
         changing = self._setup.prober.changing
@@ -224,8 +230,8 @@ class _Work:
                 tell("microbatch_end")
         if self._keeps:
             self._kept.join(self._cuts)
-        if self._counted is not None and self._phase.rule.unit != ROWS:
-            self._counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in self._cuts])
+        if (counted := self._sorted_metrics) is not None:
+            counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in self._cuts])
 
     def _keeping(self, cuts: Sequence[CutBatch]) -> Callable[[int], Keep] | None:
         """What keeps the output of a microbatch, by its index; None where nothing is kept."""
@@ -303,7 +309,7 @@ class TrainingWork(_Work):
         losses: list[Losses] = []
         is_alone = ranks.is_alone  # one process pays for nothing that several need
         listens = self.narrator is not None or self._keeps or self._watch.compares
-        listens = listens or (self._counted is not None and self._phase.rule.unit != ROWS)
+        listens = listens or self._sorted_metrics is not None
         if is_alone and not listens:  # the usual case, with nothing around a microbatch
             every = [each for cut in cuts for each in cut.microbatches]
             moved = on_device(every, passes.device, isolate=self._watch.isolate)

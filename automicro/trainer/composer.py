@@ -225,6 +225,14 @@ ATTRIBUTES: Mapping[str, str] = {
 }
 """What stands here for attributes and methods of Composer's Trainer."""
 
+ELSEWHERE: Mapping[str, str] = {
+    "evaluate": "eval",
+    "test": "eval",
+    "train": "fit",
+    "validate": "eval",
+}
+"""What other trainers call methods of ours."""
+
 _SHIPPED = "automicro.callbacks."
 
 OBJECTS: Mapping[str, Mapping[str, str]] = {
@@ -396,6 +404,8 @@ def missing_attribute(kind: type, name: str) -> AttributeError:
         eval()
     """
     hint = f": Composer's; {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+    if name in ELSEWHERE:
+        hint = f": here it is {ELSEWHERE[name]}()"
     return AttributeError(f"{kind.__name__!r} object has no attribute {name!r}{hint}", name=name)
 
 

@@ -25,6 +25,7 @@ class TrainerConfig:
     eval_microbatch_size: Any = "auto"
     microbatch_unit: Any = "rows"
     nested: Any = None
+    when_too_large: Any = "error"
     padding: Any = None
     cut_padding: Any = "auto"
     strict_divisible: bool = False
@@ -36,6 +37,7 @@ class TrainerConfig:
     rehearse: str | None = None
     precision: str = "fp32"
     gradient_sums: str = "fp32"
+    sync: str = "each"
     grad_clip_norm: float | None = None
     parameter_groups: Any = ()
     non_finite: str = "stop"

@@ -27,8 +27,9 @@ from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, describe_hours
 from automicro.memory.device import peak_bytes
-from automicro.policy.explore import Explore
+from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.halving import Halving
+from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
@@ -225,9 +226,15 @@ def describe_size(policy: Policy) -> str:
 
     >>> describe_size(Halving()), describe_size(Fixed(4)), describe_size(Fixed(None))
     ('auto', '4', 'whole batch')
-    >>> describe_size(Explore())
-    'explore'
+    >>> describe_size(Explore()), describe_size(Ladder(Fixed(8), ["plain", "recompute"]))
+    ('explore', '8, then recompute')
+    >>> describe_size(FastestLevel(Halving(), ["plain", "recompute"]))
+    'auto, and the fastest of plain, recompute'
     """
+    if isinstance(policy, FastestLevel):
+        return f"{describe_size(policy.plain)}, and the fastest of {', '.join(policy.levels)}"
+    if isinstance(policy, Ladder):
+        return f"{describe_size(policy.plain)}, then {' or '.join(policy.levels[1:])}"
     if isinstance(policy, Halving) and policy.state_dict()["limit"] is None:
         return "auto"
     if isinstance(policy, Explore):
@@ -506,6 +513,15 @@ def remembered_line(phase: str, size: int) -> str:
     """
     rows = count_of(size, "row")
     return f"{phase}: started from {rows} per microbatch, which an earlier run found"
+
+
+def level_line(phase: str, level: str, what_it_does: str) -> str:
+    """How microbatches are computed that do not fit as they come.
+
+    >>> level_line("train", "offload", "what waits for the backward does so in host memory")
+    'train: too large as it is, so what waits for the backward does so in host memory (offload)'
+    """
+    return f"{phase}: too large as it is, so {what_it_does} ({level})"
 
 
 def evaluation_line(

@@ -130,7 +130,7 @@ class RehearsalReport:
     def __str__(self) -> str:
         lines = []
         for loader, looked_at in self.looked_at.items():
-            lines.append(f"rehearsal: the costliest of {looked_at} of {loader}")
+            lines.append(_heading(loader, looked_at))
             lines += [f"  {each}" for each in self.batches if each.loader == loader]
         return "\n".join([*lines, *(f"rehearsal: {each}" for each in self.unknown)])
 
@@ -211,8 +211,8 @@ class Rehearsal:
             unknown=tuple(unknown),
             seconds=time.perf_counter() - start,
         )
-        for line in str(self.report).splitlines():
-            progress.line(line)
+        for each in unknown:
+            progress.line(f"rehearsal: {each}")
         self._context.tell("rehearsal_end", self.report)
 
     def _train(
@@ -226,7 +226,7 @@ class Rehearsal:
 
         with undisturbed(self._loader, *context.callbacks.transforming):
             scan = self._look(self._loader, name, state.epoch, self._most_batches, progress)
-            _note(scan, name, looked_at, unknown)
+            _note(scan, name, looked_at, unknown, progress)
             return self._twice(scan, name, run, microbatcher, progress, phase="train")
 
     @property
@@ -255,7 +255,7 @@ class Rehearsal:
 
         with undisturbed(loader):
             scan = self._look(loader, name, 0, evaluation.max_batches, progress)
-            _note(scan, name, looked_at, unknown)
+            _note(scan, name, looked_at, unknown, progress)
             # In the run, the optimizer's state lies on the device by then.
             self._microbatcher.hold_reservation()
             try:
@@ -292,10 +292,11 @@ class Rehearsal:
             first = list(self._each(scan, name, _until_it_stays(run), progress, phase=phase))
         with microbatcher.rehearsing():  # from here on no larger size is tried, as in the run
             second = self._each(scan, name, run, progress, phase=phase)
-            return [
-                replace(after, ooms=before.ooms + after.ooms)
-                for before, after in zip(first, second, strict=True)
-            ]
+            found = []
+            for before, after in zip(first, second, strict=True):
+                found.append(replace(after, ooms=before.ooms + after.ooms))
+                progress.line(f"  {found[-1]}")
+            return found
 
     def _each(
         self,
@@ -370,8 +371,15 @@ def _until_it_stays(
     return again
 
 
-def _note(scan: Scan, name: str, looked_at: dict[str, str], unknown: list[str]) -> None:
+def _heading(loader: str, looked_at: str) -> str:
+    return f"rehearsal: the costliest of {looked_at} of {loader}"
+
+
+def _note(
+    scan: Scan, name: str, looked_at: dict[str, str], unknown: list[str], progress: Progress
+) -> None:
     looked_at[name] = str(scan)
+    progress.line(_heading(name, str(scan)))  # before any of them can fail
     if not scan.is_complete:
         unknown.append(
             f"batches of {name} that nobody has looked at may be costlier ({scan} were looked at); "

@@ -29,6 +29,7 @@ from automicro.options import (
 )
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Policy
+from automicro.step.unit import unit_name
 from automicro.trainer.composer import read_schedule
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
@@ -96,9 +97,10 @@ class MicrobatcherFactory:
         memory_limit: str | int | float | None,
         options: Mapping[str, Any],
     ) -> None:
+        unit = unit_name(options["microbatch_unit"])
         self.policies = (
-            make_policy(microbatch_size),
-            make_policy(eval_microbatch_size, name="eval_microbatch_size"),
+            make_policy(microbatch_size, unit=unit),
+            make_policy(eval_microbatch_size, name="eval_microbatch_size", unit=unit),
         )
         compile_model(
             unwrapped(modules[0]),

@@ -15,11 +15,12 @@ from automicro.errors import NonFiniteLossError
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.options import counting
+from automicro.rungs.levels import PLAIN
 from automicro.step.results import StepResult
 from automicro.trainer.failures import Failures
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
-from automicro.trainer.progress import Progress, count_of, size_lines
+from automicro.trainer.progress import Progress, count_of, level_line, size_lines
 from automicro.units import Duration, Unit
 
 NON_FINITE_MODES = ("stop", "skip", "ignore")
@@ -403,6 +404,7 @@ class TrainingStep:
         self._microbatcher = microbatcher
         self._metrics = metrics
         self._guard = guard
+        self._told = {PLAIN}  # levels
         self.tokens = tokens
         self.seconds = seconds
         self.update = update
@@ -450,6 +452,10 @@ class TrainingStep:
             seconds = None if unknown_seconds else total_seconds
         for line in size_lines("train", result, state.train.cut):
             progress.line(line)
+        if result.level not in self._told:
+            self._told.add(result.level)
+            does = self._microbatcher.describe_level(result.level)
+            progress.line(level_line("train", result.level, does))
         state.train.count(result)
         norm = None
         if result.is_committed:

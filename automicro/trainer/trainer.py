@@ -20,6 +20,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
+from automicro.rungs.levels import WhenTooLarge
 from automicro.step.unit import Cost
 from automicro.trainer.composer import (
     missing_attribute,
@@ -120,7 +121,10 @@ class Trainer:
             ``"seconds"`` or a function from a row to its cost, by which the rows of each batch are
             then sorted and packed.
         nested: sizes of parts that need far smaller slices than the rest of the model, by their
-            names: ``{"joint": "auto"}``; see `NestedSplit`.
+            names: ``{"joint": "auto"}``; see `docs/nested.md`.
+        when_too_large: what to do where not even the smallest size fits: ``"error"``,
+            ``"recompute"``, ``"offload"``, a list of these in order, or ``"auto"`` for what is
+            fastest by measured seconds; see `docs/levels.md`.
         padding: where the lengths of padded tensors are, by their paths.
         cut_padding: whether each microbatch is cut to its longest row: ``"auto"`` for where that
             changes nothing.
@@ -137,6 +141,9 @@ class Trainer:
         gradient_sums: what the gradients of parameters in bf16 or fp16 add up in, where a batch is
             split: ``"fp32"``, or ``"native"`` for the parameters' own type, which needs less
             memory. On several ranks it is always their own.
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
         grad_clip_norm: the largest norm of the gradient of all the optimizer's parameters
             together; larger gradients are scaled down to it.
         non_finite: what to do where the loss of a batch, or the norm of its gradient where that
@@ -207,6 +214,7 @@ class Trainer:
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
         nested: NestedParts = None,
+        when_too_large: WhenTooLarge = "error",
         padding: Mapping[str, Any] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
@@ -215,6 +223,7 @@ class Trainer:
         strict_divisible: bool = False,
         precision: str = "fp32",
         gradient_sums: str = "fp32",
+        sync: str = "each",
         grad_clip_norm: float | None = None,
         non_finite: str = "stop",
         channels_last: bool = False,
@@ -275,13 +284,13 @@ class Trainer:
         placed.put_in_place(given)
         optimizer = build_optimizer(optimizer, placed.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
-        repeatable = _repeats(
-            seed,
-            deterministic,
+        by_clock = _are_found_by_clock(
             microbatch_size,
             eval_microbatch_size,
             *(each.microbatch_size for each in evaluators.values()),
+            deterministic=deterministic,
         )
+        repeatable = not by_clock and (seed is not None or deterministic)
         factory = MicrobatcherFactory(
             [placed.called, *modules[1:]],
             device=device,
@@ -297,9 +306,11 @@ class Trainer:
                 "strict_divisible": strict_divisible,
                 "precision": precision,
                 "gradient_sums": gradient_sums,
+                "sync": sync,
                 "batch_layout": batch_layout,
                 "microbatch_unit": microbatch_unit,
                 "nested": nested,
+                "when_too_large": when_too_large,
                 "padding": padding,
                 "cut_padding": cut_padding,
                 "update_metric": update_metric,
@@ -328,6 +339,12 @@ class Trainer:
             optimizer=optimizer,
             observer=observer,
         )
+        if by_clock and seed is not None:
+            warn(
+                f"{_BY_CLOCK}, so two runs with seed={seed} may differ by rounding; to repeat a "
+                f"run, {_SIZE_FOUND}",
+                DeterminismWarning,
+            )
         self._context = RunContext(
             run=self._run,
             state=state,
@@ -542,31 +559,23 @@ class Trainer:
             return predict_all(self._microbatcher, dataloader, progress)
 
 
-def _repeats(seed: int | None, deterministic: bool, *sizes: Any) -> bool:
-    """Whether no clock may decide sizes: a run that repeats has them alike each time.
+_BY_CLOCK = 'microbatch_size="explore" finds sizes by the clock'
+_SIZE_FOUND = "give the size that it found, as in microbatch_size=16"
+
+
+def _are_found_by_clock(*sizes: Any, deterministic: bool) -> bool:
+    """Whether a size is found by the clock, so that a run does not have them alike each time.
 
     Raises:
-        ValueError: bits are to be the same, and a size is found by the clock.
-
-    Warns:
-        DeterminismWarning: there is a seed, and a size is found by the clock.
+        ValueError: it is, and bits are to be the same.
     """
-    explores = any(each == "explore" or isinstance(each, Explore) for each in sizes)
-    if not explores:
-        return seed is not None or deterministic
-    found = 'microbatch_size="explore" finds sizes by the clock'
-    remedy = "give the size that it found, as in microbatch_size=16"
-    if deterministic:
+    by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
+    if by_clock and deterministic:
         raise ValueError(
-            f"{found}, so with deterministic=True two runs would still differ by rounding; {remedy}"
+            f"{_BY_CLOCK}, so with deterministic=True two runs would still differ by rounding; "
+            f"{_SIZE_FOUND}"
         )
-    if seed is not None:
-        warn(
-            f"{found}, so two runs with seed={seed} may differ by rounding; to repeat a run, "
-            f"{remedy}",
-            DeterminismWarning,
-        )
-    return False
+    return by_clock
 
 
 def _remembers(wanted: bool | None, seed: int | None, deterministic: bool) -> bool:

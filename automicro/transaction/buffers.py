@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.modules import ModuleIndex
-from automicro.torch_private import buffer_table, have_buffers, is_uninitialized
+from automicro.torch_private import buffer_table, have_buffers, is_uninitialized, keeping_versions
 from automicro.transaction.parameters import (
     LARGE_BYTES,
     TensorCopy,
@@ -134,8 +134,13 @@ class Buffers:
                 buffer_table(module).clear()
         kept = {id(copy) for _, copy in self._kept}
         for copy in self._copies.values():
-            if id(copy) not in kept or copy.has_moved:
+            if copy.has_moved:
                 copy.put_back()
+            elif id(copy) not in kept:
+                # What may have been written past its version is put back past it: that part of an
+                # attempt was undone is no change to whoever asks the version.
+                with keeping_versions([] if copy.version is None else [copy.tensor]):
+                    copy.put_back()
         for name, copy in self._kept:
             if not copy.holds():
                 size = size_in_bytes(copy.tensor)

@@ -69,10 +69,13 @@ class RandomState:
         self._state = None
 
     def roll_back(self) -> None:
-        if self._state is None:
-            return
-        self._set(self._state)
+        self.put_back()
         self._state = None
+
+    def put_back(self) -> None:
+        """As they were at the beginning, as often as wanted."""
+        if self._state is not None:
+            self._set(self._state)
 
     def _set(self, state: tuple[Any, ...]) -> None:
         python, numpy, cpu, accelerators, own = state
@@ -90,7 +93,10 @@ class RandomState:
         before, self._state = self._state, None
         self.begin()
         now, self._state = self._state, before
-        return not same_values(before, now)
+        assert before is not None
+        assert now is not None
+        # A tuple of Python's numbers, and a dict of numpy's, which are kept where nothing moved.
+        return before[0] != now[0] or not same_values(before[1:], now[1:])
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:

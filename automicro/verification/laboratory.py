@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batchnorm import find_batchnorm
 from automicro.errors import text_of
 from automicro.loss.averages import Average
 from automicro.loss.causes import Rows, measure_rows, weights_by
@@ -27,7 +28,6 @@ from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import OF_EVERY_MODULE, captured_modules, is_generator
-from automicro.step.split_guard import find_batchnorm
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.rng import OwnGenerators, RandomState, devices_of, state_of

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from automicro.batch.tensors import tensor_leaves
+from automicro.batchnorm import batchnorm_buffers, find_batchnorm
 from automicro.loss.look import Compared
 from automicro.modules import ModuleIndex
-from automicro.step.split_guard import batchnorm_buffers, find_batchnorm
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.surroundings import foreign_states
 from automicro.verification.laboratory import (

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
+from automicro.batchnorm import needs_two_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.look import loss_error, relative_errors
 from automicro.memory.oom import Failure, classify
 from automicro.options import check_model, check_unwrapped, resolve_device
-from automicro.step.split_guard import needs_two_rows
 from automicro.verification import report as findings
 from automicro.verification.experiments import Diagnosing, Diagnosis, failure_on_fewer_rows
 from automicro.verification.laboratory import Conditions, Examined, Laboratory, can_tell

@@ -9,11 +9,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automicro import Microbatcher
-from automicro.cli.config.build import build_trainer
+from automicro.cli.config.build import Recipe, build_trainer
 from automicro.cli.config.load import load_config
+from automicro.data import LengthBatchSampler
 from automicro.demo import instructions, sounds
+from automicro.trainer.report import FitSummary
+from tests.trainer.runs import assert_same
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+STOP = "tests.trainer.test_lengths.StopAfter"
 
 
 def gradient(model: nn.Module) -> Tensor:
@@ -40,6 +44,75 @@ def test_the_instructions_are_followed_in_little_memory() -> None:
     assert summary.train_ooms == summary.eval_ooms == 0
     assert summary.rehearsed is not None
     assert summary.num_microbatches > 1
+
+
+@pytest.mark.parametrize(("name", "limit"), [("speech", "1500KiB"), ("instructions", "3500KiB")])
+def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
+    name: str, limit: str
+) -> None:
+    unprepared = ["rehearse=null", f"memory_limit={limit}"]
+    short = ["progress=false", "eval_interval=null", "max_duration=16ba", *unprepared]
+    trainer = build_trainer(load_config(CONFIGS / f"{name}.yaml", short))
+    first: list[float] = []
+    trainer._run.optimizer.register_step_post_hook(  # type: ignore[union-attr]
+        lambda *_: first.append(trainer.state.loss or 0.0)
+    )
+    summary = trainer.fit()
+    assert summary.train_ooms >= 1
+    assert summary.rehearsed is None
+    assert len(first) == summary.steps == 16
+    assert summary.train_loss < 0.95 * first[0]
+
+
+@pytest.mark.parametrize("name", ["speech", "instructions"])
+def test_a_job_that_is_taken_up_in_an_epoch_ends_with_the_bits_of_an_undisturbed_one(
+    name: str, tmp_path: Path
+) -> None:
+    def train(*overrides: str) -> tuple[FitSummary, nn.Module]:
+        short = ["progress=false", "eval_interval=null", "max_duration=12ba", *overrides]
+        trainer = build_trainer(load_config(CONFIGS / f"{name}.yaml", short))
+        return trainer.fit(), trainer._run.model
+
+    kept = f"checkpoint={{folder: {tmp_path}}}"
+    _, undisturbed = train()
+    stopped, before = train(kept, f"callbacks=[{{call: {STOP}, args: {{batches: 5}}}}]")
+    summary, after = train(kept)
+    assert stopped.steps == 5
+    assert summary.steps == 12
+    assert summary.rehearsed is None, "the sizes are those of the checkpoint"
+    assert_same(after, undisturbed)
+    assert any(
+        not torch.equal(one, other)
+        for one, other in zip(before.parameters(), after.parameters(), strict=True)
+    )
+
+
+def test_batches_and_slices_leave_little_padding() -> None:
+    """Beside batches of as many rows as they come."""
+    for name, lengths, most in (("speech", "seconds", 0.15), ("instructions", "input_ids", 0.35)):
+        made = Recipe(load_config(CONFIGS / f"{name}.yaml", [])).make("train_dataloader")
+        sampler = made.batch_sampler
+        rows = round(sampler.num_rows / len(sampler))
+        plain = LengthBatchSampler(made.dataset, mode="fixed", lengths=lengths, batch_size=rows)
+        assert sampler.padding_share() < most
+        assert plain.padding_share() > 0.6
+
+
+def test_padding_changes_no_score_unless_a_row_is_said_to_be_longer() -> None:
+    torch.manual_seed(0)
+    model = sounds.Recognizer(width=12).double()
+    batch = next(iter(sounds.loader("train", batch_size=16, num_rows=16)))
+    batch["audio"] = batch["audio"].double()
+    row = int(batch["audio_lengths"].argmin())
+    length = int(batch["audio_lengths"][row])
+    alone = {name: value[row : row + 1] for name, value in batch.items()}
+    alone["audio"] = alone["audio"][:, :length]
+    with torch.no_grad():
+        expected = model(**alone)["logits"][0]
+        assert torch.allclose(model(**batch)["logits"][row, :length], expected, rtol=0, atol=1e-12)
+        whole = torch.full_like(batch["audio_lengths"], batch["audio"].shape[1])
+        unmasked = model(**(batch | {"audio_lengths": whole}))["logits"][row, :length]
+        assert not torch.allclose(unmasked, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("unit", ["seconds", "tokens"])

@@ -181,7 +181,7 @@ def assert_same(some: list[Tensor], others: list[Tensor], share: float = 1e-10) 
 def test_all_is_as_of_the_whole_batch(name: str, size: int) -> None:
     whole = net(name)
     sliced = copy.deepcopy(whole)
-    nested = split(sliced, microbatch_size=size)
+    nested = split(sliced, microbatch_size=size, batchnorm="exact")
     for _ in range(2):  # running statistics of a second batch begin with those of the first
         assert_same(found(sliced, images(), labels()), found(whole, images(), labels()))
     assert sum(nested.sizes) == ROWS
@@ -204,7 +204,7 @@ def test_large_means_lose_no_digits() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3, affine=False))
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1e4
     wanted = F.batch_norm(x.double(), None, None, training=True)
-    split(model, microbatch_size=5)
+    split(model, microbatch_size=5, batchnorm="exact")
     whole_error = (F.batch_norm(x, None, None, training=True) - wanted).norm()
     assert (model(x) - wanted).norm() < 4 * whole_error
 
@@ -221,7 +221,7 @@ def test_dropout_is_drawn_once_for_each_slice_and_replayed() -> None:
         return cast(Tensor, last(torch.cat([F.dropout(rows, 0.3) for rows in hidden.split(2)])))
 
     outcomes = []
-    for run in (in_step, split(part, microbatch_size=2)):
+    for run in (in_step, split(part, microbatch_size=2, batchnorm="exact")):
         part.zero_grad()
         torch.manual_seed(3)
         output = run(x)
@@ -233,7 +233,7 @@ def test_dropout_is_drawn_once_for_each_slice_and_replayed() -> None:
 
 def test_autocast_of_the_forward_holds_in_the_backward() -> None:
     whole, sliced = net("residual").float(), net("residual").float()
-    split(sliced, microbatch_size=2)
+    split(sliced, microbatch_size=2, batchnorm="exact")
     exact = found(net("residual"), images(), labels())
     far = []
     for model in (whole, sliced):
@@ -262,7 +262,7 @@ def test_a_single_row_whose_gradient_lies_otherwise_in_memory(given: str) -> Non
     torch.manual_seed(0)
     whole = Turned().double()
     sliced = copy.deepcopy(whole)
-    split(sliced, microbatch_size=2 if given == "rows" else 1)
+    split(sliced, microbatch_size=2 if given == "rows" else 1, batchnorm="exact")
     for model in (whole, sliced):
         (model(images(3)) ** 3).sum().backward()
     assert_same(
@@ -275,7 +275,7 @@ def test_every_row_is_computed_forward_twice() -> None:
     counts = []
     for size in (None, 2):
         model = net("residual")
-        split(model, microbatch_size=size)
+        split(model, microbatch_size=size, batchnorm="exact")
         model(images())  # the look comes before the first call
         with FlopCounterMode(display=False) as counter:
             F.cross_entropy(model(images()), labels()).backward()
@@ -287,7 +287,7 @@ def test_every_row_is_computed_forward_twice() -> None:
 
 def test_without_gradients_the_running_statistics_are_those_of_the_whole_batch() -> None:
     whole, sliced = net("residual"), net("residual")
-    split(sliced, microbatch_size=2)
+    split(sliced, microbatch_size=2, batchnorm="exact")
     with torch.no_grad():
         wanted, output = whole(images()), sliced(images())
     assert_same([output, *sliced.buffers()], [wanted, *whole.buffers()])
@@ -295,7 +295,7 @@ def test_without_gradients_the_running_statistics_are_those_of_the_whole_batch()
 
 def test_a_second_backward_is_refused() -> None:
     model = net("residual")
-    split(model, microbatch_size=2)
+    split(model, microbatch_size=2, batchnorm="exact")
     loss = model(images()).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call backward once"):
@@ -315,7 +315,7 @@ def test_the_device_holds_one_slice_of_one_stage() -> None:
     peaks = []
     for size in (None, 4):
         model = wide()
-        split(model, microbatch_size=size)
+        split(model, microbatch_size=size, batchnorm="exact")
         with MemoryBudget(None) as budget:
             with budget.host():
                 x = images(64)
@@ -456,7 +456,7 @@ def hooked() -> nn.Module:
 def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], why: str) -> None:
     model = make().double()
     before = copy.deepcopy(model.state_dict())
-    split(model, microbatch_size=2)
+    split(model, microbatch_size=2, batchnorm="exact")
     x, random = images(), torch.get_rng_state()
     with pytest.raises(UnsplittableModelError, match=why):
         model(x)
@@ -466,14 +466,14 @@ def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], wh
 
 def test_a_function_with_batchnorm_is_refused() -> None:
     norm = nn.BatchNorm2d(CHANNELS).double()
-    part = split(lambda x: norm(x), microbatch_size=2, modules=[norm])
+    part = split(lambda x: norm(x), microbatch_size=2, batchnorm="exact", modules=[norm])
     with pytest.raises(UnsplittableModelError, match="it is no module"):
         part(images())
 
 
 def test_one_value_per_channel_is_refused_as_torch_does() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    split(model, microbatch_size=1)
+    split(model, microbatch_size=1, batchnorm="exact")
     model(torch.ones(2, 3))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         model(torch.ones(1, 3))

@@ -2,8 +2,10 @@
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from automicro.policy.policy import Outcome, Policy, canonical_size
+from automicro.policy.policy import Outcome, Policy, canonical_size, cut_size
 
 
 class Machine:
@@ -81,3 +83,136 @@ def step(machine: Machine, policy: Policy) -> Outcome:
     )
     policy.record(outcome)
     return outcome
+
+
+LEVELS = ("plain", "recompute", "offload", "recompute + offload")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a job: the ranges that its figures are drawn from, as shares of plain's.
+
+    Attributes:
+        rows: of plain rows that fit, as shares of the batch; below one row, none does.
+        bytes: of a row at each level.
+        seconds: of a row at each level.
+        overhead: of a microbatch, in plain rows' seconds, as a share of the batch's rows.
+    """
+
+    rows: tuple[float, float]
+    bytes: Sequence[tuple[float, float]] = ((1, 1), (0.1, 0.4), (0.2, 0.5), (0.03, 0.1))
+    seconds: Sequence[tuple[float, float]] = ((1, 1), (1.2, 1.4), (1.05, 1.5), (1.3, 1.9))
+    overhead: tuple[float, float] = (0.005, 0.2)
+
+
+KINDS = {
+    "recompute wins by larger microbatches": Kind((0.02, 0.1), overhead=(0.03, 0.3)),
+    "recompute loses": Kind((0.1, 0.7), overhead=(0.0005, 0.004)),
+    "plain does not fit one row": Kind((-1, -0.3)),
+    "only recompute + offload fits": Kind(
+        (-2, -1.2), bytes=((1, 1), (0.6, 0.9), (0.6, 0.9), (0.02, 0.05))
+    ),
+    "plain fits whole": Kind((1.0, 3.0)),
+    "slow link": Kind((0.02, 0.3), seconds=((1, 1), (1.2, 1.4), (2, 6), (2.2, 7))),
+    "fast link": Kind(
+        (0.02, 0.3), seconds=((1, 1), (1.2, 1.4), (1.0, 1.05), (1.25, 1.4)), overhead=(0.02, 0.2)
+    ),
+    "anything": Kind((-0.5, 1.2), seconds=((1, 1), (1.1, 1.5), (1.0, 4), (1.2, 5))),
+}
+
+
+class LeveledMachine:
+    """A device, a link and a model: bytes and seconds of a row at each level, as noisy as above.
+
+    Attributes:
+        num_rows: of a batch.
+        attempts: level and size of each, and whether it fitted.
+        seconds: that all attempts took.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        draw = self._draw = random.Random(f"{kind} {seed}")
+        drawn = KINDS[kind]
+        self.num_rows = draw.choice([8, 16, 24, 32, 48, 64, 128, 256])
+        rows = draw.uniform(*drawn.rows)
+        # Below 0, so many doublings less than one row.
+        self._capacity = max(1.0, rows * self.num_rows) if rows >= 0 else 2**rows
+        self._capacity *= 1000
+        self._bytes = [1000 * draw.uniform(*each) for each in drawn.bytes]
+        # Both together need less than each of them, and take longer.
+        self._bytes[3] = min(self._bytes[3], 0.9 * min(self._bytes[1:3]))
+        self._per_row = [draw.uniform(*each) for each in drawn.seconds]
+        self._per_row[3] = max(self._per_row[3], *self._per_row[1:3])
+        self._overhead = self.num_rows * draw.uniform(*drawn.overhead)
+        self._cliff = draw.choice([math.inf, math.inf, 0.9]) * self._capacity
+        self._noise = math.exp(draw.uniform(math.log(0.003), math.log(0.03)))
+        self._drift_sd = self._noise * draw.choice([0.0, 0.5, 1.0])
+        self._drift = 0.0
+        self._warm: set[tuple[int, int]] = set()
+        self._cold_cost = draw.uniform(1.1, 4.0)
+        self.attempts: list[tuple[int, int, bool]] = []
+        self.seconds = 0.0
+
+    def needs(self, level: int, size: int, cost: float = 1.0) -> float:
+        return size * cost * self._bytes[level]
+
+    def fits(self, level: int, size: int, cost: float = 1.0) -> bool:
+        return self.needs(level, size, cost) <= self._capacity
+
+    def true_seconds(self, level: int, size: int) -> float:
+        """Of a batch, without noise."""
+        count = -(-self.num_rows // size)
+        seconds = self.num_rows * self._per_row[level] + count * self._overhead
+        return seconds * (1.1 if self.needs(level, size) > self._cliff else 1.0)
+
+    def largest(self, level: int) -> int | None:
+        """The largest cut that fits at a level."""
+        sizes = {cut_size(self.num_rows, most) for most in range(1, self.num_rows + 1)}
+        return max((size for size in sizes if self.fits(level, size)), default=None)
+
+    def batch(self, policy: Policy) -> tuple[int, int]:
+        """The level and size at which one fitted, asked for as the run loop of a step does."""
+        failed: tuple[int, int] | None = None
+        while True:
+            policy.level = policy.level_for(self.num_rows)
+            size = canonical_size(self.num_rows, policy.propose(self.num_rows))
+            plan = (policy.level, size)
+            if failed is not None and plan[0] == failed[0] and size >= failed[1]:
+                assert policy.climb(), "nothing fits"
+                continue
+            outcome = self._attempt(*plan)
+            self.attempts.append((*plan, outcome.fits))
+            policy.record(outcome)
+            if outcome.fits:
+                return plan
+            assert len(self.attempts) < 2000
+            failed = plan
+
+    def _attempt(self, level: int, size: int) -> Outcome:
+        draw, fits = self._draw, self.fits(level, size)
+        keep = math.exp(-1 / 20)
+        self._drift = keep * self._drift + self._drift_sd * math.sqrt(1 - keep**2) * draw.gauss(
+            0, 1
+        )
+        noise = self._noise * draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 1) / 2)
+        noise += self._drift
+        if draw.random() < 0.04:
+            noise += draw.expovariate(1 / 0.2)
+        if (level, size) not in self._warm:
+            self._warm.add((level, size))
+            noise += math.log(self._cold_cost)
+        # One that runs out of memory does so at some point of its first microbatch.
+        seconds = self.true_seconds(level, size) * math.exp(noise)
+        seconds *= 1.0 if fits else 0.5 * size / self.num_rows
+        self.seconds += seconds
+        need = int(self.needs(level, size))
+        return Outcome(
+            num_rows=self.num_rows,
+            microbatch_size=size,
+            fits=fits,
+            peak_bytes=10_000 + (need if fits else min(need, int(1.2 * self._capacity) + 1)),
+            resident_bytes=10_000,
+            capacity_bytes=10_000 + int(self._capacity),
+            seconds=seconds,
+            level=level,
+        )

@@ -29,12 +29,24 @@ def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor
 
 
 def run_steps(
-    kind: str, plan: Sequence[Fault], options: dict[str, Any], sizes: Sequence[int] | None = None
+    kind: str,
+    plan: Sequence[Fault],
+    options: dict[str, Any],
+    like: Stepper | None = None,
 ) -> tuple[Stepper, dict[str, Tensor]]:
-    """Three steps and an evaluation; the stepper and all state at the end."""
+    """Three steps and an evaluation; the stepper and all state at the end.
+
+    Args:
+        kind: of wrapper.
+        plan: of faults.
+        options: of the model, and others.
+        like: one whose sizes, and how late its gradients were reduced, are repeated.
+    """
     faults = Faults(plan)
     model = build(kind, [faults], options)
-    stepper = Stepper(model, faults, sizes=sizes or ())
+    sync: Any = {"sync": options["sync"]} if "sync" in options else {}
+    forced: Any = {} if like is None else {"sizes": like.sizes, "syncs": like.syncs}
+    stepper = Stepper(model, faults, **forced, **sync)
     rank = dist.get_rank() if kind != "tensor" else 0  # which shards the model, not the batch
     torch.manual_seed(100 + rank)
     for step in range(options.get("steps", 3)):
@@ -54,7 +66,7 @@ def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[s
     """Whether a run with faults ends as one at the same sizes without."""
     began = time.perf_counter()
     stepper, state = run_steps(kind, plan, options)
-    clean, expected = run_steps(kind, (), options, sizes=stepper.sizes)
+    clean, expected = run_steps(kind, (), options, like=stepper)
     assert clean.attempts == len(clean.sizes), "the run to compare with failed itself"
     differing = [name for name in expected if not torch.equal(state[name], expected[name])]
     return {
@@ -62,6 +74,7 @@ def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[s
         "fired": stepper.faults.fired,
         "sizes": stepper.sizes,
         "attempts": stepper.attempts,
+        "syncs": stepper.syncs,
         "votes": stepper.votes,
         "settled_votes": clean.votes,
         "seconds": time.perf_counter() - began,
@@ -166,12 +179,12 @@ def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> d
     return {"ran": ran, "before": before, "votes": votes, "share": share, "failed": failed}
 
 
-def gradients(kind: str, rows: Sequence[int]) -> list[Tensor]:
+def gradients(kind: str, rows: Sequence[int], **options: Any) -> list[Tensor]:
     """The whole gradient of one step in fp64, of batches of so many rows."""
     faults = Faults()
     model = build(kind, [faults], {"norm": False, "dtype": torch.float64})
     model.eval()  # no dropout
-    stepper = Stepper(model, faults, size=3)
+    stepper = Stepper(model, faults, size=3, **options)
     start = sum(rows[: dist.get_rank()])
     x, y = whole_batch(sum(rows))
     part = slice(start, start + rows[dist.get_rank()])

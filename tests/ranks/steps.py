@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from automicro import Microbatcher
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.ranks.interface import Sync
 from automicro.step.results import StepResult
 from tests.ranks.faulty_models import Faults
 
@@ -56,6 +57,7 @@ class Stepper:
         *,
         size: int = ROWS // 2,
         sizes: Sequence[int] = (),
+        syncs: Sequence[Sync] = (),
         **options: Any,
     ) -> None:
         self.model = model
@@ -75,6 +77,8 @@ class Stepper:
             **options,
         )
         self.sizes: list[int] = []
+        self.forced_syncs = syncs
+        self.syncs: list[Sync] = []
         self.attempts = 0
         self.votes: list[int] = []
         self.losses: list[Tensor] = []
@@ -93,9 +97,14 @@ class Stepper:
     def train(self, step: int, batch: Any) -> StepResult:
         self.faults.step = step
         before = self.count_votes()
+        ranks = self.microbatcher.ranks
+        if self.forced_syncs and isinstance(ranks, CoordinatedRanks):
+            ranks.sync = self.forced_syncs[step]
         result = self.microbatcher.backward(batch)
         self.votes.append(self.count_votes() - before)
         self.sizes.append(result.microbatch_size)
+        if isinstance(ranks, CoordinatedRanks):
+            self.syncs.append(ranks.synced)
         self.attempts += result.attempts
         self.losses.append(result.loss)
         self.optimizer.step()

@@ -30,6 +30,7 @@ def options_of(seed: int, kind: str) -> dict[str, Any]:
         "recompute": draw.random() < 0.3,
         "fsdp": {"reshard_after_forward": draw.random() < 0.6},
         "rare": draw.random() < 0.5,
+        "sync": draw.choice(["each", "auto"]),
     }
 
 

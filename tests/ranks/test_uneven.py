@@ -7,6 +7,7 @@ from tests.ranks.uneven import (
     count_through_fillers,
     run_until_all_have_ended,
     train_on_words,
+    warnings_of_buffers,
 )
 from tests.ranks.world import World
 
@@ -60,6 +61,13 @@ def test_fillers_leave_no_trace(world2: World) -> None:
     assert first["samples"] == (12, 12)
     assert second["samples"] == (0, 12)
     assert first["gradient"] == second["gradient"]
+
+
+def test_fillers_do_not_look_like_forwards_that_change_buffers(world2: World) -> None:
+    unchanged, changed = (world2.run(warnings_of_buffers, changes) for changes in (False, True))
+    assert unchanged == [[], []]
+    assert all("the training forward changes buffers" in each for told in changed for each in told)
+    assert changed[0]
 
 
 def test_ranks_go_on_until_the_data_of_all_have_ended(world2: World) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from automicro.options import SYNCS
 from tests.ranks.world import World
 from tests.ranks.wrappings import (
     ON_FOUR,
@@ -30,7 +31,8 @@ def require_equal(world: World, name: str, operations: range) -> int:
 
 @pytest.mark.parametrize("name", SMOKE)
 def test_a_wrapped_model_is_exact(world2: World, name: str) -> None:
-    assert max(world2.run(plain_error, name)) < 1e-6
+    for sync in SYNCS:
+        assert max(world2.run(plain_error, name, sync)) < 1e-6
     assert require_equal(world2, name, range(60, 61)) == 4
 
 
@@ -44,7 +46,9 @@ def test_models_train_one_after_the_other(world2: World) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_every_way_to_wrap_a_model_is_exact(world2: World, name: str) -> None:
-    assert max(world2.run(plain_error, name)) < (1e-2 if name == "half precision" else 1e-6)
+    for sync in SYNCS:
+        most = 1e-2 if name == "half precision" else 1e-6
+        assert max(world2.run(plain_error, name, sync)) < most
     assert require_equal(world2, name, range(0, 300, 60)) > 10
 
 
@@ -52,5 +56,6 @@ def test_every_way_to_wrap_a_model_is_exact(world2: World, name: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_every_way_to_wrap_a_model_on_four_ranks_is_exact(world4: World, name: str) -> None:
-    assert max(world4.run(plain_error, name)) < 1e-6
+    for sync in SYNCS:
+        assert max(world4.run(plain_error, name, sync)) < 1e-6
     assert require_equal(world4, name, range(0, 300, 120)) > 5

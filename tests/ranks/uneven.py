@@ -1,5 +1,6 @@
 """Jobs on uneven batches: gradients, losses and metrics of all rows, whoever has them."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
+from automicro.errors import BufferWarning
 
 WORDS, LENGTH = 7, 5
 
@@ -86,11 +88,16 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def train_on_words(
-    kind: str | None, loss: str, rows: Sequence[int], parts: int, earlier: bool = False
+    kind: str | None,
+    loss: str,
+    rows: Sequence[int],
+    parts: int,
+    earlier: bool = False,
+    sync: str = "each",
 ) -> list[Tensor]:
     """Loss and whole gradient of a step, of batches of so many rows, each given in parts."""
     model = tagger(kind)
-    microbatcher = Microbatcher(model, microbatch_size=3, probe=False, **LOSSES[loss])
+    microbatcher = Microbatcher(model, microbatch_size=3, probe=False, sync=sync, **LOSSES[loss])
     inputs, targets = words(sum(rows))
     rank = dist.get_rank() if kind else 0
     if 0 in rows:
@@ -159,6 +166,35 @@ def count_through_fillers(rows: Sequence[int]) -> dict[str, Any]:
         "samples": (ended.num_samples, ended.num_global_samples),
         "gradient": [p.grad.sum().item() for p in model.parameters() if p.grad is not None],
     }
+
+
+class Scaled(nn.Linear):
+    """Has a buffer that is read, and is written to from the second batch on if told so."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("scale", torch.ones(()))
+        self.changes, self.calls = changes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.changes and self.calls > 3:
+            self.get_buffer("scale").mul_(0.9)
+        outputs: Tensor = super().forward(x) * self.get_buffer("scale")
+        return outputs
+
+
+def warnings_of_buffers(changes: bool) -> list[str]:
+    """What is said in three batches, in the later of which the first rank runs fillers."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Scaled(changes=changes))
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4, probe=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in ([12, 12], [2, 12], [2, 12]):
+            own = rows[dist.get_rank()]
+            microbatcher.backward((torch.randn(own, 4), torch.randn(own, 2)))
+    return [str(each.message) for each in caught if issubclass(each.category, BufferWarning)]
 
 
 def run_until_all_have_ended(rows: int) -> list[tuple[int, int, bool]]:

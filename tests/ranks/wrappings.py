@@ -247,6 +247,7 @@ def train(
     fault: tuple[int, int, int] | None = None,
     sizes: Sequence[int] = (),
     rows: int = 4,
+    sync: str = "each",
 ) -> tuple[list[Tensor], list[int], bool]:
     """Three steps; all parameters, the size of each step, and whether the fault came.
 
@@ -255,6 +256,7 @@ def train(
         fault: the step, the rank and the operation that fails.
         sizes: to use, else they are found.
         rows: of a batch.
+        sync: with which microbatch sharded gradients are reduced.
     """
     torch.manual_seed(0)
     model = {**WRAPPINGS, **ON_FOUR}[name](Transformer())
@@ -263,7 +265,7 @@ def train(
     failing = FailingOperation(-1 if fault is None else fault[2])
 
     def microbatcher(**options: Any) -> Microbatcher:
-        return Microbatcher(model, loss_fn=loss_fn, loss_average="samples", **options)
+        return Microbatcher(model, loss_fn=loss_fn, loss_average="samples", sync=sync, **options)
 
     found = microbatcher(optimizer=optimizer, observer=failing.observe)
     used = []
@@ -301,9 +303,9 @@ def compare(name: str, faults: Sequence[tuple[int, int, int]]) -> dict[str, Any]
     return {"differing": differing, "fired": fired}
 
 
-def plain_error(name: str) -> float:
+def plain_error(name: str, sync: str = "each") -> float:
     """How far three steps are from those of one process with all rows, without a wrapper."""
-    state, _, _ = train(name, sizes=[2, 3, 1])
+    state, _, _ = train(name, sizes=[2, 3, 1], sync=sync)
     torch.manual_seed(0)
     model = Transformer()
     if "tied" in name:

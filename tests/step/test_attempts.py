@@ -12,6 +12,7 @@ from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, Sample
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
+from automicro.rungs.levels import Level
 from automicro.step.events import Narrator
 from automicro.step.phase import Phase, Shared
 from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step
@@ -72,7 +73,12 @@ def run(
 ) -> Finished[str]:
     rows = [num_rows] if isinstance(num_rows, int) else num_rows
     step = Step(batches=[ReadBatch(batch=None, num_rows=each) for each in rows], policy=policy)
-    phase = Phase("train", policy, Shared(modules=[], device=torch.device("cpu")))
+    phase = Phase(
+        "train",
+        policy,
+        Shared(modules=[], device=torch.device("cpu")),
+        levels=[Level() for _ in policy.levels],
+    )
     phase.rule = rule or phase.rule
     return run_step(step, Attempt(attempt, parts, residents), phase)
 
@@ -177,7 +183,12 @@ def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
     levels = []
     for batches in (rows, rows[1:]):
         step = Step(batches=batches, policy=policy)
-        phase = Phase("train", policy, Shared(modules=[], device=torch.device("cpu")))
+        phase = Phase(
+            "train",
+            policy,
+            Shared(modules=[], device=torch.device("cpu")),
+            levels=[Level() for _ in policy.levels],
+        )
         levels.append(run_step(step, Attempt(lambda _: "done"), phase).level)
     assert levels == [1, 0]
 

@@ -346,7 +346,19 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"microbatch_unit": "words"}, "microbatch_unit='words' is not known"),
+        (
+            {"microbatch_unit": "words"},
+            "microbatch_unit='words' is not known; use one of rows, tokens, seconds, or a function",
+        ),
+        ({"microbatch_unit": "token"}, r"'token' is not known \(did you mean 'tokens'\?\)"),
+        (
+            {"microbatch_unit": "tokens", "microbatch_size": "exlpore"},
+            r"at least 1 \(of tokens, with padding\), \"auto\" \(found by halving\), None",
+        ),
+        (
+            {"microbatch_unit": len, "eval_microbatch_size": 0},
+            r"eval_microbatch_size=0 is no size: .* \(of units of cost, with padding\), \"auto\"",
+        ),
         ({"microbatch_unit": 3}, "microbatch_unit=3 is no unit"),
         ({"microbatch_unit": "tokens", "microbatch_size": "explore"}, "say microbatch_size='auto'"),
         ({"microbatch_unit": "tokens", "strict_divisible": True}, "does not go with strict_div"),

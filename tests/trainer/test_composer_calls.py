@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import CheckpointConfig, CheckpointError, Trainer
 from automicro.checkpoints.reading import load_checkpoint
-from automicro.trainer.composer import ATTRIBUTES, METHODS
+from automicro.trainer.composer import ATTRIBUTES, ELSEWHERE, METHODS
 from tests.trainer.composer_classes import Time
 from tests.trainer.runs import CLASSES, assert_same, make_loader, make_model, make_trainer
 
@@ -117,6 +117,15 @@ def test_attributes_of_composers_trainer_are_answered(name: str) -> None:
     with pytest.raises(AttributeError, match="object has no attribute") as caught:
         getattr(trainer, name)
     assert ATTRIBUTES[name] in str(caught.value)
+    assert not hasattr(trainer, name)
+
+
+@pytest.mark.parametrize(("name", "ours"), ELSEWHERE.items())
+def test_methods_of_other_trainers_are_answered_with_ours(name: str, ours: str) -> None:
+    trainer = make_trainer(make_model())
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': here it is {ours}\(\)$"):
+        getattr(trainer, name)
+    assert callable(getattr(trainer, ours))
     assert not hasattr(trainer, name)
 
 

@@ -125,6 +125,11 @@ def test_a_size_that_nobody_knows_or_that_is_none_is_refused() -> None:
     assert make_trainer(accumulate_batches="3ba").fit().global_batch.accumulation > 2
 
 
+def test_exploring_is_refused_before_anything_is_said_of_it() -> None:
+    with pytest.raises(ValueError, match="slices of tokens are packed"):  # and no warning
+        make_trainer(seed=1, microbatch_unit="tokens", microbatch_size="explore")
+
+
 def test_the_first_line_and_the_summary_say_what_a_batch_holds_on_average(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -147,6 +147,24 @@ def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], Non
     assert torch.equal(module.get_buffer("in_place"), torch.zeros(3))
 
 
+@pytest.mark.parametrize("change", [None, write])
+def test_putting_a_buffer_back_is_no_change_of_it(
+    change: Callable[[nn.Module], None] | None,
+) -> None:
+    """A part of an attempt may be undone on its own, and the attempt asks what has moved."""
+    module = Buffered()
+    memory = BufferHistory(ModuleIndex([module]))
+    attempt, part = Buffers(memory), Buffers(memory)
+    attempt.begin()
+    part.begin()
+    if change is not None:
+        change(module)
+    part.roll_back()
+    assert attempt.moved_names() == []
+    module.get_buffer("in_place").add_(1)
+    assert attempt.moved_names() == ["in_place"]
+
+
 def committed(module: nn.Module) -> BufferHistory:
     memory = BufferHistory(ModuleIndex([module]))
     buffers = Buffers(memory)

@@ -265,6 +265,7 @@ def _columns(entries: Sequence[Entry], *, now: float) -> dict[str, list[str]]:
     columns |= {
         "microbatches": [
             f"{each.num_microbatches} × {each.size.microbatch_size} of {each.key.rows}"
+            + ("" if each.size.level == "plain" else f", {each.size.level}")
             for each in entries
         ],
         "peak": list(map(_peak, entries)),

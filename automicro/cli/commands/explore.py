@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_for_files
 from automicro.cli.config.keys import LISTS
@@ -77,11 +77,10 @@ def _make(
     recipe: "Recipe", arguments: argparse.Namespace, loader: str
 ) -> "Callable[[], ExploreReport]":
     """Make what takes part, and return what measures it."""
+    from automicro.cli.job import make_computation
     from automicro.errors import ConfigError
     from automicro.exploring import explore
-    from automicro.options import check_model
     from automicro.step.unit import ROWS
-    from automicro.trainer.device import choose_device
     from automicro.trainer.evaluators import read_evaluators
     from automicro.trainer.surroundings import noting
 
@@ -92,19 +91,10 @@ def _make(
             "slices of a budget are packed for the least time already; leave the size to "
             "microbatch_size=auto, or explore with microbatch_unit=rows"
         )
-    device = choose_device(config.device)
-    model = recipe.make_model()
-    check_model(model)
-    model.to(device)
-    loss_fn = recipe.make("loss_fn")
-    options: dict[str, Any] = {
-        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
-        "forward": recipe.make("forward"),
-        "loss_average": recipe.make_loss_average(),
-        "batch_layout": config.batch_layout,
+    model, options = make_computation(recipe)
+    options |= {
         "precision": "bf16" if config.precision == "fp16" else config.precision,
         "memory_limit": config.memory_limit,
-        "device": device,
     }
     data = recipe.make(loader)
     if arguments.eval:

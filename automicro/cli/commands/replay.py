@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, add_inputs, is_path, look_for_files
 from automicro.cli.config.keys import LISTS
@@ -94,34 +94,24 @@ def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
 
 def _make(recipe: "Recipe", failed: "FailedBatch") -> "Callable[[], ReplayReport]":
     """Make what takes part, and return what runs the batch."""
-    from automicro.options import check_model
+    from automicro.cli.job import make_computation
     from automicro.replaying import replay
-    from automicro.trainer.device import choose_device
     from automicro.trainer.optimizer import build_optimizer
     from automicro.trainer.surroundings import noting
 
     config = recipe.config
-    device = choose_device(config.device)
-    model = recipe.make_model()
-    check_model(model)
-    model.to(device)
-    loss_fn = recipe.make("loss_fn")
+    model, options = make_computation(recipe)
     optimizer = build_optimizer(
         recipe.optimizer, model, [model], config.parameter_groups if recipe.optimizer else (), None
     )
-    options: dict[str, Any] = {
-        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
-        "forward": recipe.make("forward"),
+    options |= {
         "optimizer": optimizer,
-        "loss_average": recipe.make_loss_average(),
-        "batch_layout": config.batch_layout,
         "nested": config.nested,
         "padding": config.padding,
         "cut_padding": config.cut_padding,
         "precision": "bf16" if config.precision == "fp16" else config.precision,
         "gradient_sums": config.gradient_sums,
         "memory_limit": config.memory_limit,
-        "device": device,
         **recipe.make_sizes(),
     }
 

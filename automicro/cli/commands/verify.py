@@ -56,24 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
     """Make what takes part in a gradient, and return what examines it on the first batch."""
-    from automicro.cli.job import first_batch
-    from automicro.options import check_model
-    from automicro.trainer.device import choose_device
+    from automicro.cli.job import first_batch, make_computation
     from automicro.trainer.surroundings import noting
     from automicro.verification.verify import verify
 
-    device = choose_device(recipe.config.device)
-    model = recipe.make_model()
-    check_model(model)
-    model.to(device)
-    loss_fn = recipe.make("loss_fn")
-    options = {
-        "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
-        "forward": recipe.make("forward"),
-        "loss_average": recipe.make_loss_average(),
-        "batch_layout": recipe.config.batch_layout,
-        "device": device,
-    }
+    model, options = make_computation(recipe)
     data = recipe.make("train_dataloader")
 
     def examine() -> "VerifyReport":

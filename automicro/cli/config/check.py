@@ -48,6 +48,7 @@ from automicro.migration import synonym_of
 from automicro.nested.parts import check_nested
 from automicro.options import (
     GRADIENT_SUMS,
+    SYNCS,
     check_choice,
     check_precision_name,
     read_accumulation,
@@ -56,6 +57,7 @@ from automicro.options import (
     read_time,
 )
 from automicro.policy.choose import make_policy
+from automicro.rungs.levels import check_levels
 from automicro.step.sorting import check_cut_padding
 from automicro.step.split_guard import BATCHNORM_MODES
 from automicro.step.unit import check_unit
@@ -75,6 +77,7 @@ OF_ANY_TYPE: Mapping[str, tuple[type, ...]] = {
     "microbatch_unit": (str, Mapping),
     "nested": (Mapping, NoneType),
     "padding": (Mapping, NoneType),
+    "when_too_large": (str, list, Mapping),
 }
 SIZES = ("microbatch_size", "eval_microbatch_size")
 
@@ -460,7 +463,7 @@ def _check(key: str, value: Any, read: Callable[[Any], object]) -> None:
         if key.rpartition(".")[2] in SIZES:  # a policy is a node here
             text = (
                 f"{key}={show(value)}: give a whole number of at least 1, auto (found by "
-                f"halving), explore (the fastest that fits) or null (the whole batch)"
+                f"halving), explore (the fastest number of rows) or null (the whole batch)"
             )
         raise mistake(text if text.startswith(key) else f"{key}: {text}", key) from error
 
@@ -567,6 +570,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "eval_microbatch_size": _check_size,
     "microbatch_unit": _check_unit,
     "nested": check_nested,
+    "when_too_large": check_levels,
     "padding": Padding,
     "cut_padding": check_cut_padding,
     "memory_limit": _check_limit,
@@ -574,6 +578,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
     "precision": check_precision_name,
     "gradient_sums": lambda value: check_choice("gradient_sums", value, GRADIENT_SUMS),
+    "sync": lambda value: check_choice("sync", value, SYNCS),
     "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
     "parallel": read_parallel,

@@ -43,6 +43,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "eval_microbatch_size",
         "microbatch_unit",
         "nested",
+        "when_too_large",
         "padding",
         "cut_padding",
         "memory_limit",
@@ -64,6 +65,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "The run": (
         "parallel",
+        "sync",
         "device",
         "seed",
         "progress",

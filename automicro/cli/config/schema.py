@@ -16,7 +16,7 @@ from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.nodes import show
 from automicro.data.sampler import UNITS
 from automicro.errors import ConfigError
-from automicro.options import GRADIENT_SUMS, PRECISIONS
+from automicro.options import GRADIENT_SUMS, PRECISIONS, SYNCS
 from automicro.step.split_guard import BATCHNORM_MODES
 from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import INHERITED
@@ -224,6 +224,7 @@ _IN_WORDS = {
     "eval_microbatch_size": "a whole number, auto, explore, a node or null",
     "microbatch_unit": "rows, tokens, seconds, or a node that gives a function",
     "nested": "a mapping, or null",
+    "when_too_large": "error, recompute, offload, a list of these, or auto",
     "padding": "a mapping, or null",
     "cut_padding": "auto, true or false",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
@@ -234,6 +235,7 @@ _IN_WORDS = {
     "batchnorm": one_of(BATCHNORM_MODES),
     "precision": one_of(PRECISIONS),
     "gradient_sums": one_of(GRADIENT_SUMS),
+    "sync": one_of(SYNCS),
     "non_finite": one_of(NON_FINITE_MODES),
     "scheduler_interval": one_of(SCHEDULER_INTERVALS),
     "parallel": "ddp, fsdp or null",

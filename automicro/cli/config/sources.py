@@ -101,6 +101,27 @@ class Sources:
             for name in sorted(lines, key=order.index)
         )
 
+    def borrowed(self, text: str, keys: Collection[str]) -> str:
+        """What to set where the argument that a message begins with has another key's value.
+
+        Args:
+            text: of the message.
+            keys: that it is about, dotted.
+
+        Returns:
+            A clause; empty where the argument has a value of its own.
+
+        >>> sources = Sources(["configs/speech.yaml"])
+        >>> sources.borrowed("total='1ep' counts epochs", ["scheduler"])
+        '; scheduler.args.total is ${max_duration}: set max_duration, or scheduler.args.total alone'
+        """
+        argument = re.match(r"\w*", text)[0]  # type: ignore[index]  # it matches nothing at least
+        for leaf, value in leaves(self.tree).items():
+            other = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+            if other and leaf.endswith(f".{argument}") and any(lies_in(leaf, key) for key in keys):
+                return f"; {leaf} is {value}: set {other[1]}, or {leaf} alone"
+        return ""
+
     def _origins_of(self, key: str) -> Collection[str]:
         names = {name for leaf, name in self._origins.items() if lies_in(leaf, key)}
         above = key.rpartition(".")[0]

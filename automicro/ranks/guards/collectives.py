@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automicro.ranks.interface import Sync
 from automicro.ranks.warm_up import Use
 from automicro.torch_private import is_compiled, without_modes
 from automicro.torch_private_distributed import before_collectives, group_of, is_in_backward
@@ -215,6 +216,7 @@ class CollectivesGuard:
     has_strayed = False
     unused: Sequence[bool] = ()
     communicates_in_forward = True
+    latest = Sync.LAST  # nothing of it waits
 
     is_replaying = False
 
@@ -249,7 +251,7 @@ class CollectivesGuard:
     def meet(self, *, training: bool) -> None:
         """Nothing comes before the first forward."""
 
-    def open(self, num_microbatches: int, *, training: bool) -> None:
+    def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
         """Nothing is known in advance."""
 
     @contextlib.contextmanager

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro.ranks.guards.collectives import Call, own_collectives
 from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
-from automicro.ranks.interface import StrayedError
+from automicro.ranks.interface import StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
+from automicro.torch_private import keeping_versions
 from automicro.torch_private_distributed import (
     GradBucket,
     arrive,
@@ -22,7 +23,6 @@ from automicro.torch_private_distributed import (
     comm_hooks,
     expect_gradients,
     joins_uneven_inputs,
-    keeping_versions,
     local_used_map,
     missing_gradients,
     rebuild_buckets,
@@ -154,6 +154,7 @@ class DdpGuard:
         self._map_is_due = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
+    latest = Sync.LAST  # always
 
     def uses(self) -> list[Use]:
         group = self._model.process_group
@@ -227,7 +228,7 @@ class DdpGuard:
             self._buckets = []
             self._is_rebuilt = rebuild_buckets(self._model)
 
-    def open(self, num_microbatches: int, *, training: bool) -> None:
+    def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
         self._model.require_forward_param_sync = False
         self._last = num_microbatches - 1
         self._training = training

@@ -14,18 +14,24 @@ from torch.distributed.tensor import DTensor
 from automicro.memory.oom import once_more
 from automicro.ranks.guards.collectives import Call, own_collectives
 from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
-from automicro.ranks.interface import StrayedError
+from automicro.ranks.interface import HeldBackError, StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
 from automicro.torch_private_distributed import (
+    can_hold_back,
+    clear_whole_gradients,
     collectives_of,
     drop_unsharded,
     groups_of_shards,
     has_many_groups,
+    holds_back,
+    holds_two_types,
     replicas_average,
     replicate_group,
     reset_sharded,
     uses_symmetric_memory,
+    whole_numel,
+    whole_parameters,
     withholds_gradients,
 )
 
@@ -103,7 +109,7 @@ class GuardedReduceScatter(_Guarded):
         reduction = self.guard.reduction(self, group, op, input_tensor.device)
         self.guard.before(step, group, reduction)
         with own_collectives():
-            if self.guard.is_weightless:
+            if self.guard.weighs_nothing(self.where):
                 input_tensor.zero_()
             work: dist.Work | None = self.inner(
                 output_tensor=output_tensor,
@@ -125,7 +131,7 @@ class _Reduction(NamedTuple):
     replicas_op: Any
 
 
-_Key = tuple[bool, bool, bool]
+_Key = tuple[bool, bool, bool, Sync]
 
 
 class FsdpGuard:
@@ -163,19 +169,27 @@ class FsdpGuard:
         self._trace: list[Collective] = []
         self._reductions: dict[int, _Reduction] = {}
         self._gather_groups: dict[int, dist.ProcessGroup] = {}
-        self._key: _Key = (True, True, True)
+        self._key: _Key = (True, True, True, Sync.EACH)
         self._num_microbatches = 0
+        self._sync = Sync.EACH
+        self._is_uneven = False  # one microbatch has gradients that another has not
         self._index = 0
         self._votes_here = True
         self._is_open = False
         self._is_playing = False
         self._has_looked = False
         self._next_sum: dist.ProcessGroup | None = None
-        self.is_weightless = False
+        self._is_weightless = False
+        self._zeroed: set[int] = set()  # modules whose parameters get zeros for gradients
 
     communicates_in_forward = True
     has_strayed = False  # it ends an attempt
     unused: Sequence[bool] = ()
+
+    @property
+    def latest(self) -> Sync:
+        waits = not self._is_uneven and all(map(can_hold_back, self._modules))
+        return Sync.LAST if waits else Sync.EACH
 
     def uses(self) -> list[Use]:
         found: list[Use] = []
@@ -242,9 +256,10 @@ class FsdpGuard:
                 "makes one step of them"
             )
 
-    def open(self, num_microbatches: int, *, training: bool) -> None:
+    def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
         self._num_microbatches = num_microbatches
         self._training = training
+        self._sync = sync if training and num_microbatches > 1 else Sync.EACH
         self._fresh = {}
         self._is_open = True
         self._begin(0)
@@ -252,11 +267,28 @@ class FsdpGuard:
     @contextlib.contextmanager
     def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         assert index == self._index, "microbatches run in order"
-        self.is_weightless = weightless
+        self._is_weightless = weightless
+        holds_whole = self._sync is Sync.LAST
+        if holds_whole and self._reduces_all:
+            self._is_uneven |= any(map(holds_two_types, self._modules))
+            self._require_even()
+        hooks = self._zero_whole_gradients() if weightless and holds_whole else []
+        if not self._reduces_all:
+            self._hold_back(self._sync)
         try:
             yield
         finally:
-            self.is_weightless = False
+            self._is_weightless = False
+            for hook in hooks:
+                hook.remove()
+            if not self._reduces_all:
+                self._hold_back(Sync.EACH)
+        if weightless and holds_whole and not self._reduces_all:
+            for where in set(range(len(self._modules))) - self._zeroed:
+                clear_whole_gradients(self._modules[where])
+        if self._sync is not Sync.EACH and self._reduces_all:
+            self._is_uneven |= any(map(holds_back, self._modules))
+        self._require_even()
         if self._votes_here:
             self._fresh[self._key] = self._trace
         elif rest := self._rest():
@@ -267,6 +299,38 @@ class FsdpGuard:
         else:
             # What comes before the vote of the attempt has no collectives to play.
             self._votes_here = True
+
+    @property
+    def _reduces_all(self) -> bool:
+        """Whether nothing of this microbatch waits for a later one."""
+        return self._sync is Sync.EACH or self._index == self._num_microbatches - 1
+
+    def _hold_back(self, sync: Sync) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(sync is not Sync.LAST, recurse=False)
+            module.set_requires_all_reduce(sync is Sync.EACH, recurse=False)
+
+    def _zero_whole_gradients(self) -> list[Any]:
+        """Keep what counts for nothing apart from what is held back: it may compute as NaN.
+
+        A module that was never gathered has no parameters yet, and so nothing is held back of it.
+        """
+        hooks = []
+        self._zeroed = set()
+        for where, module in enumerate(self._modules):
+            for parameter in whole_parameters(module):
+                self._zeroed.add(where)
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+        return hooks
+
+    def weighs_nothing(self, where: int) -> bool:
+        """Whether what a module is about to reduce is to be zero, whatever it computed to."""
+        return self._is_weightless and not (self._sync is Sync.LAST and where in self._zeroed)
+
+    def _require_even(self) -> None:
+        if self._is_uneven and self._sync is not Sync.EACH:
+            raise HeldBackError("microbatches have gradients of other parameters than the last one")
 
     def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         self._is_open = False
@@ -325,6 +389,10 @@ class FsdpGuard:
             if self._votes.is_in_attempt:
                 refuse_stranger(self._roots[0])  # type: ignore[arg-type]
             return
+        if reduction is not None and self._adds_up_shards(reduction):
+            # Torch adds them up by their place alone, whichever parameters they are of.
+            self._is_uneven |= step.numel != whole_numel(self._modules[step.where])
+            self._require_even()
         if self._votes_here:
             self._votes.cast(self._describe(step), remedy=_SHARD_WHAT_IS_USED)
             if reduction is None:
@@ -335,6 +403,9 @@ class FsdpGuard:
         elif not self._is_next(step):
             # Peers may wait in the one that was known, and for ever.
             raise StrayedError(f"{self._describe(step)} was not known")
+
+    def _adds_up_shards(self, reduction: _Reduction) -> bool:
+        return self._sync is Sync.REPLICAS_LAST and reduction.replicas is not None
 
     def reduction(
         self, guarded: _Guarded, group: dist.ProcessGroup, op: Any, device: torch.device
@@ -355,7 +426,7 @@ class FsdpGuard:
         """A collective was enqueued."""
         if self._is_open:
             self._trace.append(step)
-            if step.kind == "reduce-scatter":
+            if step.kind == "reduce-scatter" and self._reduces_all:
                 self._next_sum = replicate_group(self._modules[step.where])
 
     def _rest(self) -> list[Collective]:
@@ -373,7 +444,8 @@ class FsdpGuard:
     def _begin(self, index: int) -> None:
         self._index = index
         self._next_sum = None
-        self._key = (self._training, index == 0, index == self._num_microbatches - 1)
+        is_last = index == self._num_microbatches - 1
+        self._key = (self._training, index == 0, is_last, self._sync)
         self._trace = []
         self._votes_here = not self._can_replay or self._key not in self._schedules
 
@@ -384,7 +456,7 @@ class FsdpGuard:
         share_numel = step.numel // dist.get_world_size(to.group)
         share = self.allocate(to.comm, (share_numel,), **memory)
         to.comm(output_tensor=share, input_tensor=zeros, group=to.group, op=to.op)
-        if to.replicas is not None:
+        if to.replicas is not None and self._reduces_all:
             dist.all_reduce(share, op=to.replicas_op, group=to.replicas)
 
     def _reset(self) -> None:

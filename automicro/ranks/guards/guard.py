@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.ranks.guards.collectives import Call
+from automicro.ranks.interface import Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
 from automicro.torch_private_distributed import collectives_of, comm_hooks
@@ -33,6 +34,10 @@ class Guard(Protocol):
 
     communicates_in_forward: bool
     """Whether a forward outside of a step needs all ranks."""
+
+    @property
+    def latest(self) -> Sync:
+        """How late the wrapper may reduce gradients with the same sums."""
 
     def uses(self) -> list[Use]:
         """The collectives of the wrapper, in an order that is the same on all ranks."""
@@ -59,8 +64,14 @@ class Guard(Protocol):
         The agreement is the vote before them, so nothing may fail in between.
         """
 
-    def open(self, num_microbatches: int, *, training: bool) -> None:
-        """All ranks begin an attempt."""
+    def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
+        """All ranks begin an attempt.
+
+        Args:
+            num_microbatches: of every rank.
+            training: whether gradients are computed.
+            sync: how late they are reduced, where the wrapper has a choice.
+        """
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         """Around forward and backward of a microbatch. At its end it may vote.
@@ -71,6 +82,7 @@ class Guard(Protocol):
 
         Raises:
             StrayedError: collectives are others than were known, and it did not run them.
+            HeldBackError: gradients were held back that the last microbatch does not reduce.
             ValueError: gradients were computed that nothing reduces.
         """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.step.split_guard import (
+from automicro.batchnorm import (
     batchnorm_buffers,
     batchnorm_message,
     find_batchnorm,

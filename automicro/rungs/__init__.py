@@ -1,0 +1,1 @@
+"""Rungs: what makes a microbatch smaller than one row does, toggled for an attempt."""

@@ -1,0 +1,414 @@
+"""Levels: how microbatches are computed where even the smallest does not fit.
+
+Level 0 is plain. Each further one switches rungs on, which take less memory and more time, and
+change no number.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from automicro.nested.parts import LanguageTail, find_language_model
+from automicro.options import check_choice
+from automicro.rungs.blocks import find_blocks, named_blocks, shown_blocks
+from automicro.rungs.offload import offloading
+from automicro.rungs.recompute import Block, recomputes_already, recomputing
+from automicro.torch_private import is_compiled
+from automicro.transaction.rng import RandomState, devices_of
+
+logger = logging.getLogger(__name__)
+
+PLAIN = "plain"
+"""The name of level 0."""
+
+RECOMPUTE, OFFLOAD, NESTED = "recompute", "offload", "nested"
+RUNGS = (RECOMPUTE, OFFLOAD, NESTED)  # a further rung is named here, and made in `_Maker.rung`
+# A tail in slices leaves outputs without logits, which metrics may want.
+_OF_AUTO = (RECOMPUTE, OFFLOAD)
+_CHOICES = ("error", *RUNGS, "auto")
+
+_NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
+
+
+WhenTooLarge: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
+
+
+class Rung(Protocol):
+    """One way to take less memory.
+
+    Attributes:
+        name: in ``when_too_large``.
+    """
+
+    name: str
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Around forward and backward of all microbatches of an attempt."""
+
+    def describe(self) -> str:
+        """What it does, as half a sentence for people."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How microbatches of an attempt are computed.
+
+    Example:
+        >>> levels = make_levels("offload", [nn.Linear(2, 2)], torch.device("cpu"))
+        >>> [level.name for level in levels]
+        ['plain', 'offload']
+        >>> with levels[1].applied():
+        ...     pass  # forward and backward
+        >>> levels[1].describe()
+        'what is saved for the backward waits in host memory'
+
+    Attributes:
+        rungs: that are switched on, in order.
+    """
+
+    rungs: tuple[Rung, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of all rungs, or `PLAIN`."""
+        return " + ".join(rung.name for rung in self.rungs) or PLAIN
+
+    @property
+    def tails(self) -> list[LanguageTail]:
+        """Of language models, that run in slices."""
+        return [rung.tail for rung in self.rungs if isinstance(rung, NestedTail)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is switched on."""
+        return not self.rungs
+
+    def describe(self) -> str:
+        """What it does, in one sentence for people."""
+        return ", and ".join(rung.describe() for rung in self.rungs) or "everything is kept"
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Around forward and backward of all microbatches of an attempt.
+
+        Modules are as before when it ends, however it ends.
+        """
+        return _all_of(self.rungs) if self.rungs else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _all_of(rungs: Sequence[Rung]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for rung in rungs:
+            stack.enter_context(rung.applied())
+        yield
+
+
+@dataclass
+class Recompute:
+    """Repeated blocks keep their input alone, and compute again in the backward.
+
+    Args:
+        blocks: of the modules, by name.
+        random: takes every generator that a forward may draw from, as it is.
+    """
+
+    blocks: list[Block]
+    random: Callable[[], RandomState]
+    name: str = field(default=RECOMPUTE, init=False)
+
+    def applied(self) -> AbstractContextManager[None]:
+        return recomputing(self.blocks, self.random)
+
+    def describe(self) -> str:
+        names = shown_blocks(block.name for block in self.blocks if not block.left_out)
+        return f"{names} keep their input alone and compute again in the backward"
+
+
+@dataclass
+class Offload:
+    """What is saved for the backward waits in host memory.
+
+    Args:
+        modules: whose parameters and buffers stay.
+    """
+
+    modules: Sequence[nn.Module]
+    name: str = field(default=OFFLOAD, init=False)
+
+    def applied(self) -> AbstractContextManager[None]:
+        return offloading(self.modules)
+
+    def describe(self) -> str:
+        return "what is saved for the backward waits in host memory"
+
+
+@dataclass
+class NestedTail:
+    """Head and loss of a language model run in slices, so that its logits are never there whole.
+
+    Args:
+        tail: of the model.
+    """
+
+    tail: LanguageTail
+    name: str = field(default=NESTED, init=False)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        self.tail.attach()
+        try:
+            yield
+        finally:
+            self.tail.remove()
+
+    def describe(self) -> str:
+        return "the logits and their loss are computed in slices"
+
+
+def make_levels(
+    when_too_large: WhenTooLarge,
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    generators: Iterable[Any] | Callable[[], Iterable[Any]] = (),
+) -> list[Level]:
+    """The levels that an option stands for, the plain one first.
+
+    Args:
+        when_too_large: ``"error"`` for the plain level alone; ``"recompute"``, ``"offload"`` or a
+            list of these for levels that switch on one after the other; ``"auto"`` for recompute,
+            offload, and both. In a mapping the value of ``"recompute"`` names the blocks, with
+            ``*`` for one part of a name, and that of ``"offload"`` is True:
+            ``{"recompute": ["encoder.layers.*"], "offload": True}``; ``{"auto": […]}`` names the
+            blocks of ``"auto"``.
+        modules: the model first, then further ones.
+        device: where they compute.
+        generators: of the caller's, or what gives them; those of torch, NumPy, Python and the
+            devices are known.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or no block is found. The message has the
+            remedy.
+
+    >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
+    >>> levels = make_levels("auto", [nn.Sequential(*blocks)], torch.device("cpu"))
+    >>> [level.name for level in levels]
+    ['plain', 'recompute', 'offload', 'recompute + offload']
+    """
+    wanted, is_auto = _read(when_too_large)
+    make = _Maker(list(modules), device, generators)
+    rungs: list[Rung] = []
+    for name, names in wanted.items():
+        try:
+            rungs.append(make.rung(name, names))
+        except ValueError as error:
+            if not is_auto or names is not None:
+                raise
+            logger.info("nothing is computed again in the backward: %s", error)
+    plain = [Level()]
+    if is_auto:
+        alone = [Level((rung,)) for rung in rungs]
+        return plain + alone + ([Level(tuple(rungs))] if len(rungs) > 1 else [])
+    return plain + [Level(tuple(rungs[: index + 1])) for index in range(len(rungs))]
+
+
+def chooses_by_time(when_too_large: WhenTooLarge) -> bool:
+    """Whether the fastest level is wanted, and not the first that fits.
+
+    >>> chooses_by_time("auto"), chooses_by_time("recompute")
+    (True, False)
+    """
+    return _read(when_too_large)[1]
+
+
+def check_levels(when_too_large: Any) -> None:
+    """Refuse what stands for no levels, before there is a model.
+
+    Raises:
+        TypeError, ValueError: each with its remedy.
+
+    >>> check_levels(["recompute", "offload"])
+    """
+    _read(when_too_large)
+
+
+def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
+    """Rungs in order with the names of what they are for, and whether it is ``"auto"``."""
+    if isinstance(given, str):
+        check_choice("when_too_large", given, _CHOICES)
+        if given == "error":
+            return {}, False
+        return (dict.fromkeys(_OF_AUTO), True) if given == "auto" else ({given: None}, False)
+    if isinstance(given, Mapping):
+        return _read_mapping(given)
+    if not isinstance(given, Sequence):
+        raise TypeError(
+            f"when_too_large={given!r} is of type {type(given).__name__}; use one of "
+            f"{', '.join(_CHOICES)}, a list of {' and '.join(RUNGS)}, or {_example()}"
+        )
+    wanted: dict[str, list[str] | None] = {}
+    for each in given:
+        if isinstance(each, str):
+            check_choice("when_too_large", each, RUNGS)
+            found: dict[str, list[str] | None] = {each: None}
+        elif isinstance(each, Mapping) and "auto" not in each:
+            found, _ = _read_mapping(each)
+        else:
+            raise TypeError(
+                f"when_too_large={given!r} lists {each!r} of type {type(each).__name__}; list "
+                f"{' and '.join(RUNGS)}, in the order in which they are to be tried"
+            )
+        twice = wanted.keys() & found.keys()
+        if twice:
+            raise ValueError(
+                f"when_too_large={given!r} names {min(twice)!r} twice; a level has all rungs that "
+                "come before it, so name each once"
+            )
+        wanted |= found
+    if not wanted:
+        raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
+    return wanted, False
+
+
+def _read_mapping(given: Mapping[Any, Any]) -> tuple[dict[str, list[str] | None], bool]:
+    is_auto = "auto" in given
+    if is_auto and len(given) > 1:
+        raise ValueError(
+            f"when_too_large={dict(given)!r} names further rungs beside 'auto', which has them "
+            "all; leave them out"
+        )
+    if not given:
+        raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
+    wanted: dict[str, list[str] | None] = dict.fromkeys(_OF_AUTO) if is_auto else {}
+    for name, value in given.items():
+        check_choice("when_too_large", name, (*RUNGS, "auto"))
+        if name in (OFFLOAD, NESTED):
+            if value is not True and value is not None:
+                raise ValueError(
+                    f"when_too_large={dict(given)!r}: {name!r} has no names, but {value!r}; "
+                    f"{_example()}"
+                )
+            wanted[name] = None
+            continue
+        wanted[RECOMPUTE] = _read_names(given, value)
+    return wanted, is_auto
+
+
+def _read_names(given: Mapping[Any, Any], value: Any) -> list[str] | None:
+    if value is None or value is True:
+        return None
+    names = [value] if isinstance(value, str) else value
+    is_list = isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
+    if not is_list or not names:
+        raise TypeError(
+            f"when_too_large={dict(given)!r}: {value!r} of type {type(value).__name__} names no "
+            f"blocks; {_example()}"
+        )
+    return list(names)
+
+
+def _example() -> str:
+    return "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
+
+
+@dataclass
+class _Maker:
+    """Makes rungs for modules."""
+
+    modules: list[nn.Module]
+    device: torch.device
+    generators: Iterable[Any] | Callable[[], Iterable[Any]]
+
+    def rung(self, name: str, names: list[str] | None) -> Rung:
+        if name == OFFLOAD:
+            return Offload(self.modules)
+        if name == NESTED:
+            return NestedTail(self._tail())
+        return Recompute(self._blocks(names), self._random)
+
+    def _tail(self) -> LanguageTail:
+        model = find_language_model(self.modules[0])
+        if model is None:
+            raise ValueError(
+                f"{type(self.modules[0]).__name__} is no language model of transformers', whose "
+                "head and loss are known by name; give the part that computes them a size of its "
+                "own with nested={…}, or leave 'nested' out of when_too_large"
+            )
+        return LanguageTail(model, {"microbatch_unit": "tokens"})
+
+    @functools.cached_property
+    def _devices(self) -> tuple[torch.device, ...]:
+        return devices_of(self.modules, self.device)
+
+    def _random(self) -> RandomState:
+        state = RandomState(self._devices, self.generators)
+        state.begin()
+        return state
+
+    def _blocks(self, names: list[str] | None) -> list[Block]:
+        if names is None:
+            found = find_blocks(self.modules)
+            if not found:
+                kind = type(self.modules[0]).__name__
+                raise ValueError(
+                    f"{kind} has no repeated blocks that could be computed again in the backward "
+                    f"(modules of one class in an nn.ModuleList or nn.Sequential); {_NAME_THEM}"
+                )
+        else:
+            found = named_blocks(self.modules, names)
+        found = self._without_done(found)
+        self._refuse_compiled(found)
+        return [
+            Block(name, block)
+            for name, block in found.items()
+            if not isinstance(block, torch.jit.ScriptModule)
+        ]
+
+    def _without_done(self, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Those that nobody else has told to compute again."""
+        inside = {
+            id(part)
+            for root in self.modules
+            for outer in root.modules()
+            if recomputes_already(outer)
+            for part in outer.modules()
+        }
+        left = {
+            name: block
+            for name, block in found.items()
+            if id(block) not in inside and not any(map(recomputes_already, block.modules()))
+        }
+        if found and not left:
+            raise ValueError(
+                f"{shown_blocks(found)} compute again in the backward already (gradient "
+                "checkpointing is on), so 'recompute' has nothing to do; leave it out, or switch "
+                "that off and let it be switched on where it is needed"
+            )
+        return left
+
+    def _refuse_compiled(self, found: Mapping[str, nn.Module]) -> None:
+        blocks = {id(block) for block in found.values()}
+        for root in self.modules:
+            for module in root.modules():
+                if id(module) in blocks or not is_compiled(module):
+                    continue
+                inside = {id(part) for part in module.modules()} & blocks
+                if inside and not _is_shell(module, blocks):
+                    raise ValueError(
+                        f"the model is compiled as a whole ({type(module).__name__}), and what is "
+                        "inside of compiled code cannot be computed again block by block; compile "
+                        "each block (block.compile()) in place of the model, or use "
+                        "when_too_large='offload'"
+                    )
+
+
+def _is_shell(module: nn.Module, blocks: set[int]) -> bool:
+    """Whether a compiled module is a block's own wrapper, or lies in a block."""
+    return id(getattr(module, "_orig_mod", None)) in blocks

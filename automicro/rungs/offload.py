@@ -1,0 +1,265 @@
+"""What is saved for the backward waits in host memory.
+
+Autograd's hooks for saved tensors hand over every tensor that a forward saves. Its whole storage
+goes to the host, once for all tensors that share it, and comes back where the backward asks for it.
+"""
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.device import on_host, side_stream
+from automicro.memory.device import copies_overlap
+from automicro.torch_private import FakeTensor, version_of
+from automicro.torch_private_distributed import is_fsdp_module
+
+SMALL_BYTES = 1 << 16
+"""Storages below it stay where they are: a copy costs more than they hold."""
+
+_MOST_ON_THE_WAY = 2  # storages that a side stream still reads
+
+
+class _Staying(NamedTuple):
+    """A tensor that stays on the device, and its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Gone(NamedTuple):
+    """A tensor whose storage went to the host.
+
+    Attributes:
+        stored: its storage.
+        dtype: of the tensor, as the next three.
+        size: in elements.
+        stride: in elements.
+        offset: in elements.
+        counter: shares the version of the tensor, and holds no memory.
+        version: of the tensor when it was saved.
+    """
+
+    stored: "_Stored"
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    counter: Tensor
+    version: int
+
+
+class _Stored:
+    """One storage on the host, and on the device again while anybody uses it there."""
+
+    def __init__(self, host: Tensor, device: torch.device, copied: Any) -> None:
+        self._host = host
+        self._device = device
+        self._copied = copied  # an event of the side stream; None where there is none
+        self._there: weakref.ref[torch.UntypedStorage] | None = None
+
+    def on_device(self) -> Tensor:
+        """All its bytes, as one tensor."""
+        storage = None if self._there is None else self._there()
+        if storage is not None:
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        whole = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+        if self._copied is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(
+                self._copied
+            )
+        whole.copy_(self._host, non_blocking=True)
+        self._there = weakref.ref(whole.untyped_storage())
+        return whole
+
+
+class Offload:
+    """Hooks for one attempt.
+
+    On an accelerator host memory is pinned, and copies to it run on a stream of their own: that
+    stream waits for what computes the tensor, and the computing stream waits for it before a
+    storage's memory serves something else, at most two storages later. Copies back run where the
+    work is, in its order. On a `MemoryBudget` of the CPU the copies lie on the host, which it does
+    not count. Tensors stay that are parameters, buffers, small, or of a class of their own.
+
+    As without hooks, a tensor that was written to after it was saved is refused in the backward.
+
+    Args:
+        staying: tensors whose storages stay on the device.
+        host: around what allocates on the host.
+    """
+
+    def __init__(
+        self,
+        staying: Iterable[Tensor],
+        host: Callable[[], AbstractContextManager[Any]] = on_host,
+    ) -> None:
+        self._staying: dict[int, torch.UntypedStorage] = {}
+        self.keep(staying)
+        self._host = host
+        # By id of a storage: itself, its version when it was copied, and the copy.
+        self._known: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[_Stored]]
+        ] = {}
+        self._on_the_way: deque[tuple[Any, torch.UntypedStorage]] = deque()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of tensors stay from now on."""
+        for tensor in tensors:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
+                storage = tensor.untyped_storage()
+                self._staying[id(storage)] = storage
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What waits for the backward in place of a tensor."""
+        if tensor.is_inference():
+            return tensor
+        version = version_of(tensor)
+        if not _is_plain(tensor):
+            return _Staying(tensor, version)
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
+            return _Staying(tensor, version)
+        with torch.no_grad():
+            stored = self._stored(tensor, storage, version)
+            counter = tensor.detach()
+            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return _Gone(
+            stored,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            counter,
+            version,
+        )
+
+    def _stored(self, tensor: Tensor, storage: torch.UntypedStorage, version: int) -> _Stored:
+        known = self._known.get(id(storage))
+        if known is not None and known[0]() is storage and known[1] == version:
+            stored = known[2]()
+            if stored is not None:
+                return stored
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        stored = self._copied(whole, storage)
+        self._known[id(storage)] = weakref.ref(storage), version, weakref.ref(stored)
+        return stored
+
+    def _copied(self, whole: Tensor, storage: torch.UntypedStorage) -> _Stored:
+        device = whole.device
+        host = _pinned(whole.shape) if copies_overlap(device) else None
+        if host is None:
+            with self._host():
+                host = torch.empty(whole.shape, dtype=torch.uint8, device="cpu")
+            host.copy_(whole)
+            return _Stored(host, device, None)
+        module = torch.get_device_module(device)
+        current, side = module.current_stream(device), side_stream(device)
+        side.wait_stream(current)
+        with module.stream(side):
+            host.copy_(whole, non_blocking=True)
+        copied = side.record_event()
+        self._on_the_way.append((copied, storage))
+        while len(self._on_the_way) > _MOST_ON_THE_WAY:
+            self._arrive()
+        return _Stored(host, device, copied)
+
+    def _arrive(self) -> None:
+        copied, storage = self._on_the_way.popleft()
+        device = storage.device
+        torch.get_device_module(device).current_stream(device).wait_event(copied)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor, for the backward.
+
+        Raises:
+            RuntimeError: it was written to in the meantime.
+        """
+        while self._on_the_way:
+            self._arrive()
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, _Staying):
+            _require_unchanged(packed.tensor, packed.tensor.shape, packed.version)
+            return packed.tensor
+        _require_unchanged(packed.counter, packed.size, packed.version)
+        with torch.no_grad():
+            whole = packed.stored.on_device()
+            itemsize = packed.dtype.itemsize
+            typed = whole[: whole.numel() // itemsize * itemsize].view(packed.dtype)
+            return typed.as_strided(packed.size, packed.stride, packed.offset)
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Around forward and backward."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
+def _pinned(shape: torch.Size) -> Tensor | None:
+    """Bytes on the host that a device copies to by itself; None where no more can be had."""
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether bytes, sizes and strides are all that a tensor is."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+def _require_unchanged(tensor: Tensor, size: Sequence[int], version: int) -> None:
+    now = version_of(tensor)
+    if now != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(size)}] is at version {now}; expected version "
+            f"{version} instead. Hint: enable anomaly detection to find the operation that failed "
+            "to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+@contextlib.contextmanager
+def offloading(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let what is saved for the backward wait in host memory; see `Offload`.
+
+    Args:
+        modules: whose parameters and buffers stay on the device.
+
+    >>> model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
+    >>> with offloading([model]):
+    ...     model(torch.ones(100, 300)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([300, 300])
+    """
+    every = [each for root in modules for each in root.modules()]
+    offload = Offload(tensor for module in every for tensor in _tensors_of(module))
+    handles = []
+
+    def keep_gathered(module: nn.Module, inputs: Any) -> None:
+        # Sharded parameters are others while they are gathered. They are freed and gathered anew.
+        offload.keep(each for part in module.modules() for each in _tensors_of(part))
+
+    try:
+        for module in every:
+            if is_fsdp_module(module):
+                handles.append(module.register_forward_pre_hook(keep_gathered))
+        with offload():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -1,0 +1,361 @@
+"""Blocks keep their input alone, and compute again in the backward what they did in the forward.
+
+The second time a block finds all as it was the first time: generators of random numbers, buffers,
+its modules' attributes, autocast. What the second time changes is put back. So the gradients are
+the same to the last bit.
+"""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from automicro.migration import comes_from
+from automicro.ranks.interface import StrayedError
+from automicro.reach import OF_EVERY_MODULE
+from automicro.torch_private import (
+    all_versions,
+    buffer_table,
+    call_of,
+    is_uninitialized,
+    keeping_versions,
+    version_of,
+)
+from automicro.transaction.rng import RandomState
+
+logger = logging.getLogger(__name__)
+
+_COPIED_BYTES = 1 << 16  # of a buffer that is copied for each call, whether it changes or not
+_CACHES = ("transformers.Cache", "transformers.EncoderDecoderCache")
+
+Shows = Callable[[], RandomState]
+
+
+class LeftOutError(StrayedError):
+    """A block did what computing it again cannot repeat.
+
+    It is left out from now on, and the attempt has to be made again. It reaches nobody outside of
+    a step.
+    """
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Where a tensor stood among the arguments."""
+
+    index: int
+
+
+@dataclass
+class Block:
+    """One that is computed again.
+
+    Attributes:
+        name: in its model.
+        module: itself.
+        left_out: why it computes but once; empty for the usual.
+        changing: large buffers that its forward has been seen to write to, by their ids.
+    """
+
+    name: str
+    module: nn.Module
+    left_out: str = ""
+    changing: dict[int, Tensor] = field(default_factory=dict)
+
+    def leave_out(self, why: str) -> LeftOutError:
+        """Compute it but once from now on."""
+        self.left_out = why
+        logger.warning("%s is not computed again in the backward: it %s", self.name, why)
+        return LeftOutError(f"{self.name} {why}")
+
+
+class _Surroundings:
+    """What a forward of a block finds beside its arguments, and may change.
+
+    Args:
+        block: whose.
+        modules: of the block.
+        random: the generators, as they are now.
+    """
+
+    def __init__(self, block: Block, modules: Sequence[nn.Module], random: RandomState) -> None:
+        self._random = random
+        self._tables = [(buffer_table(module), dict(buffer_table(module))) for module in modules]
+        self._attributes = [(vars(module), _own(module)) for module in modules]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._uncopied: list[tuple[Tensor, int]] = []
+        found = {id(each): each for _, table in self._tables for each in table.values()}
+        for _, own in self._attributes:
+            found |= {id(each): each for each, _ in own.values() if type(each) is Tensor}
+        for number, tensor in found.items():
+            if tensor is None or is_uninitialized(tensor) or tensor.is_inference():
+                continue
+            if tensor.nbytes <= _COPIED_BYTES or number in block.changing:
+                self._copies.append((tensor, tensor.detach().clone()))
+            else:
+                self._uncopied.append((tensor, version_of(tensor)))
+
+    def written(self) -> list[Tensor]:
+        """Large tensors that were written to, and were not copied."""
+        return [tensor for tensor, version in self._uncopied if version_of(tensor) != version]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that were copied."""
+        return [tensor for tensor, _ in self._copies]
+
+    def put_back(self) -> None:
+        """As they were. It may be called more than once."""
+        self._random.put_back()
+        for now, before in self._tables:
+            _refill(now, before)
+        for now, before in self._attributes:
+            for key in [key for key in now if key not in before and key not in OF_EVERY_MODULE]:
+                if key != "forward":
+                    del now[key]
+            for key, (value, content) in before.items():
+                now[key] = value
+                if content is not None:
+                    _refill(value, content)
+        with torch.no_grad():
+            for tensor, content in self._copies:
+                tensor.copy_(content)
+
+
+def _own(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's attributes, and of containers what they hold."""
+    return {
+        key: (value, copy.copy(value) if type(value) in (list, dict, set) else None)
+        for key, value in vars(module).items()
+        if key not in OF_EVERY_MODULE and key != "forward"
+    }
+
+
+def _refill(container: Any, content: Any) -> None:
+    if type(container) is list:
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+class _Call:
+    """One call of a block: first in the forward, then as often as a backward asks for it.
+
+    Args:
+        block: that is called.
+        modules: of it.
+        forward: its own.
+        random: takes the generators as they are.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        modules: Sequence[nn.Module],
+        forward: Callable[..., Any],
+        random: Callable[[], RandomState],
+    ) -> None:
+        self._block, self._modules = block, modules
+        self._forward, self._random = forward, random
+        self._before: _Surroundings | None = None
+        self._given: tuple[Any, Any] | None = None  # the first time alone
+        self._structure: Any = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first time."""
+        tensors: list[Tensor] = []
+        self._given = args, kwargs
+        self._structure = _taken_out(self._given, tensors)
+        return checkpoint(self, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._before is None:
+            return self._first(tensors)
+        now = self._surroundings()
+        # What is put back is as it was, so nobody who saved it need be told.
+        with keeping_versions(
+            list({id(t): t for t in [*now.tensors, *self._before.tensors]}.values())
+        ):
+            try:
+                self._before.put_back()
+                args, kwargs = _filled(self._structure, tensors)
+                return self._forward(*args, **kwargs)
+            finally:
+                now.put_back()
+
+    def _first(self, tensors: Sequence[Tensor]) -> Any:
+        before = self._surroundings()
+        assert self._given is not None
+        (args, kwargs), self._given = self._given, None
+        watched = [tensor for tensor in tensors if not tensor.is_inference()]
+        versions = all_versions(watched)
+        attributes = _attributes_of(args, kwargs)
+        output = self._forward(*args, **kwargs)
+        block = self._block
+        written = before.written()
+        if written:
+            block.changing.update({id(tensor): tensor for tensor in written})
+            raise LeftOutError(f"{block.name} writes into a buffer of {written[0].nbytes} bytes")
+        if all_versions(watched) != versions:
+            raise block.leave_out("writes into what it is called with")
+        if not _is_same(_taken_out((args, kwargs), []), self._structure):
+            raise block.leave_out("changes a list or a dictionary that it is called with")
+        for name, (value, known) in attributes.items():
+            if not _is_same(vars(value), known):
+                raise block.leave_out(f"changes an object that it is called with: {name}")
+        self._before = before
+        return output
+
+    def _surroundings(self) -> _Surroundings:
+        return _Surroundings(self._block, self._modules, self._random())
+
+
+def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
+    """The same with holes for tensors, which are added to a list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Hole(len(tensors) - 1)
+    if type(value) is tuple or type(value) is list:
+        return type(value)(_taken_out(each, tensors) for each in value)
+    if type(value) is dict:
+        return {key: _taken_out(each, tensors) for key, each in value.items()}
+    return value
+
+
+def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Hole):
+        return tensors[value.index]
+    if type(value) is tuple or type(value) is list:
+        return type(value)(_filled(each, tensors) for each in value)
+    if type(value) is dict:
+        return {key: _filled(each, tensors) for key, each in value.items()}
+    return value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether containers hold the same objects in the same places."""
+    if isinstance(one, _Hole):
+        return one == other
+    if type(one) is not type(other):
+        return False
+    if type(one) is tuple or type(one) is list:
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return one is other
+
+
+def _attributes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Objects among the arguments that have attributes, and these."""
+    named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
+    return {
+        f"{name} ({type(value).__name__})": (value, dict(vars(value)))
+        for name, value in named.items()
+        if hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type)
+    }
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments without the cache that a layer of transformers fills; None where it is in use.
+
+    A layer that runs twice would fill it twice. In training nobody reads what it would hold, unless
+    something was in it before.
+    """
+    if getattr(module, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    caches = [each for each in [*args, *kwargs.values()] if comes_from(each, *_CACHES)]
+    if not caches:
+        return args, kwargs
+    if any(_holds_tensors(cache) for cache in caches):
+        return None
+    numbers = set(map(id, caches))
+    kwargs = {key: None if id(each) in numbers else each for key, each in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return tuple(None if id(each) in numbers else each for each in args), kwargs
+
+
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() > 0
+    if depth == 0:
+        return False
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(each, depth - 1) for each in value)
+    if isinstance(value, dict):
+        return any(_holds_tensors(each, depth - 1) for each in value.values())
+    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        return any(_holds_tensors(each, depth - 1) for each in vars(value).values())
+    return False
+
+
+def recomputes_already(module: nn.Module) -> bool:
+    """Whether a module, or what is inside, was told by somebody else to compute again.
+
+    >>> recomputes_already(nn.Linear(2, 2))
+    False
+    """
+    flags = ("gradient_checkpointing", "grad_checkpointing")  # of transformers, of timm
+    return type(module).__name__ == "CheckpointWrapper" or any(
+        getattr(module, flag, False) is True for flag in flags
+    )
+
+
+@contextlib.contextmanager
+def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> Iterator[None]:
+    """Let blocks compute again in the backward what their forward saved.
+
+    Hooks of a block itself run once; those of modules inside of it run again with it.
+
+    Args:
+        blocks: by what they are called with; those that are left out compute as ever.
+        random: takes every generator that a forward may draw from, as it is.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    >>> def take():
+    ...     state = RandomState([])
+    ...     state.begin()
+    ...     return state
+    >>> with recomputing([Block("all", model)], take):
+    ...     model(torch.ones(3, 2)).sum().backward()
+    >>> "forward" in vars(model)
+    False
+    """
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            if not block.left_out:
+                stack.enter_context(_replaced(block, random))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]:
+    table = vars(block.module)
+    name = call_of(block.module)  # what is compiled runs twice as a whole
+    before: Mapping[str, Any] = {name: table[name]} if name in table else {}
+    forward = getattr(block.module, name)
+    modules = list(block.module.modules())
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or recomputes_already(block.module):
+            return forward(*args, **kwargs)
+        reduced = _without_cache(block.module, args, kwargs)
+        if reduced is None:
+            return forward(*args, **kwargs)
+        return _Call(block, modules, forward, random).run(*reduced)
+
+    table[name] = run
+    try:
+        yield
+    finally:
+        del table[name]
+        table.update(before)

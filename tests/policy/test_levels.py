@@ -1,0 +1,561 @@
+"""Levels and further coordinates beside sizes: which are tried, which are chosen, and when."""
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automicro.policy.choose import with_levels
+from automicro.policy.explore import Explore, FastestLevel
+from automicro.policy.halving import Halving
+from automicro.policy.ladder import Ladder
+from automicro.policy.policy import Exploration, Fixed, Outcome, Policy, canonical_size
+from tests.policy.machines import KINDS, LEVELS, LeveledMachine
+
+TWO = ["plain", "recompute"]
+
+
+@dataclass
+class Job:
+    """A run loop, on a device without noise.
+
+    Attributes:
+        policy: of levels and sizes.
+        per_row: bytes of a row at each level.
+        seconds: of a row, by level and size.
+        capacity: bytes that rows may have.
+        more: bytes of a microbatch with other settings than the first ones.
+        has_clock: whether seconds are told.
+    """
+
+    policy: Policy
+    per_row: Sequence[float]
+    seconds: Callable[[int, int], float]
+    capacity: float = 16
+    more: Callable[[Mapping[str, Any]], float] = lambda _: 0.0
+    has_clock: bool = True
+    num_rows: int = 32
+    draw: random.Random = field(default_factory=lambda: random.Random(5))
+    plans: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
+    told: list[Exploration] = field(default_factory=list)
+    failures: int = 0
+
+    def batch(self, num_rows: int | None = None, cost: float | None = None) -> tuple[int, int]:
+        """The level and size that fitted."""
+        rows, policy = num_rows or self.num_rows, self.policy
+        failed: list[tuple[int, int, Mapping[str, Any]]] = []
+        while True:
+            policy.level = policy.level_for(rows, cost)
+            size = canonical_size(rows, policy.propose(rows, cost))
+            plan = (policy.level, size, policy.settings)
+            if failed and not (
+                plan[0] > failed[-1][0] or size < failed[-1][1] or plan[2] != failed[-1][2]
+            ):
+                assert plan[:2] == failed[-1][:2]
+                assert policy.climb(cost), "nothing fits"
+                continue
+            assert plan not in failed, "what failed is not tried again within a batch"
+            assert not failed or plan[0] >= failed[-1][0]
+            outcome = self.attempt(rows, cost, plan)
+            policy.record(outcome)
+            if policy.exploration is not None and policy.exploration.is_news:
+                self.told.append(policy.exploration)
+            if outcome.fits:
+                self.plans.append((plan[0], size, dict(plan[2])))
+                return plan[:2]
+            self.failures += 1
+            failed.append(plan)
+
+    def attempt(
+        self, rows: int, cost: float | None, plan: tuple[int, int, Mapping[str, Any]]
+    ) -> Outcome:
+        level, size, chosen = plan
+        need = size * (cost or 1.0) * self.per_row[level] + self.more(chosen)
+        seconds = rows * (cost or 1.0) * self.seconds(level, size)
+        return Outcome(
+            num_rows=rows,
+            microbatch_size=size,
+            fits=need <= self.capacity,
+            peak_bytes=1000 + math.ceil(need),
+            resident_bytes=1000,
+            capacity_bytes=1000 + int(self.capacity),
+            seconds=seconds * math.exp(self.draw.gauss(0, 0.003)) if self.has_clock else None,
+            cost=cost,
+            level=level,
+            settings=chosen,
+        )
+
+    def run(self, most: int = 120) -> "Job":
+        """Until the choice was told."""
+        for _ in range(most):
+            self.batch()
+            if self.told and self.told[-1].ended is not None:
+                return self
+        return self
+
+
+def overhead(per_microbatch: float, per_row: Sequence[float]) -> Callable[[int, int], float]:
+    return lambda level, size: per_row[level] + per_microbatch / size
+
+
+def fastest(levels: Sequence[str] = TWO, policy: Policy | None = None, **more: Any) -> FastestLevel:
+    return FastestLevel(Halving() if policy is None else policy, levels, **more)
+
+
+# "auto": the largest size of each level
+
+
+def test_while_whole_batches_fit_nothing_else_is_tried_and_nobody_waits_for_the_device() -> None:
+    job = Job(fastest(), [0.5, 0.1], overhead(4, [1, 1.3]))
+    for _ in range(50):
+        assert not job.policy.compares_seconds
+        assert job.batch() == (0, 32)
+    assert not job.told
+    assert job.policy.exploration is None
+
+
+def test_recomputing_with_larger_microbatches_wins_and_is_told_in_words() -> None:
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
+    assert job.batch() == (1, 32)
+    said = str(job.told[-1])
+    assert said.startswith("explored for ")
+    assert ", sure enough: 32 rows, recompute, 2.1" in said
+    assert not job.policy.compares_seconds
+
+
+def test_recomputing_loses_where_microbatches_take_nothing_of_their_own() -> None:
+    job = Job(fastest(), [2, 0.5], overhead(0.01, [1, 1.3])).run()
+    assert [job.batch() for _ in range(20)] == [(0, 8)] * 20
+    assert (job.told[-1].level, job.told[-1].microbatch_size) == ("plain", 8)
+
+
+def test_the_choice_stays() -> None:
+    """It does not flap, however long the run."""
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
+    assert {job.batch() for _ in range(600)} == {(1, 32)}
+
+
+def test_a_level_that_brings_no_larger_size_is_not_measured() -> None:
+    """Offloading alone fits whole: nothing is won by recomputing as well."""
+    job = Job(fastest(LEVELS), [2, 4, 0.5, 0.25], overhead(4, [1, 1.3, 1.1, 1.4])).run()
+    assert job.batch() == (2, 32)
+    assert {level for level, *_ in job.plans} == {0, 1, 2}
+    compared = [dict(each.coordinates)["level"] for each in searched(job).candidates]
+    assert compared == ["plain", "offload"]
+
+
+def searched(job: Job) -> Any:
+    policy = job.policy
+    assert isinstance(policy, Explore)
+    return policy._progress.search
+
+
+def test_where_one_level_fits_nothing_is_compared_and_that_is_said() -> None:
+    job = Job(fastest(LEVELS), [90, 40, 30, 1], overhead(4, [1, 1.3, 1.1, 1.4])).run()
+    assert job.batch() == (3, 16)
+    assert "nothing else fits: 16 rows, recompute + offload, " in str(job.told[-1])
+    assert len(job.told) == 1
+
+
+def test_without_a_clock_it_only_climbs() -> None:
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3]), has_clock=False)
+    assert [job.batch() for _ in range(60)][-1] == (0, 2)
+    assert {level for level, *_ in job.plans} == {0}
+    job.per_row = [80, 0.5]
+    assert job.batch() == (1, 32)
+    assert not job.told
+
+
+def test_where_layers_average_over_rows_it_only_climbs_and_says_so() -> None:
+    policy = fastest()
+    policy.may_measure = False
+    job = Job(policy, [8, 0.5], overhead(4, [1, 1.3])).run()
+    assert {job.batch() for _ in range(30)} == {(0, 2)}
+    assert "BatchNorm" in str(job.told[-1])
+    job.per_row = [80, 0.5]
+    assert job.batch() == (1, 32)
+
+
+def test_after_a_rehearsal_it_only_climbs() -> None:
+    policy = fastest()
+    job = Job(policy, [8, 0.5], overhead(4, [1, 1.3]))
+    job.batch()
+    policy.take_rehearsal()
+    failures = job.failures
+    assert {job.batch()[0] for _ in range(40)} == {0}
+    assert job.failures == failures
+
+
+def test_what_fails_later_becomes_smaller_and_then_goes_one_level_up() -> None:
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
+    job.capacity = 5
+    assert [job.batch() for _ in range(4)][-1] == (1, 8)
+    job = Job(fastest(), [2, 0.5], overhead(0.01, [1, 1.3])).run()
+    assert job.batch() == (0, 8)
+    job.capacity = 1
+    assert job.batch() == (1, 2)
+
+
+def test_batches_that_go_whole_at_level_0_run_there_whatever_was_chosen() -> None:
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
+    assert job.batch(num_rows=2) == (0, 2)
+    assert job.batch() == (1, 32)
+    assert job.batch(num_rows=32, cost=0.05)[0] == 0
+
+
+def test_long_rows_climb_and_short_ones_stay_where_they_are_fastest() -> None:
+    job = Job(fastest(), [1, 0.1], overhead(0.01, [1, 1.3]), capacity=64)
+    levels = []
+    for number in range(150):
+        level, _ = job.batch(cost=100.0 if number % 3 == 0 else 8.0)
+        levels.append(level)
+    assert levels[-3:] == [1, 0, 0]
+    assert job.batch(cost=8.0) == (0, 8)
+
+
+def test_a_remembered_level_is_the_choice() -> None:
+    policy = fastest()
+    assert policy.suggest(16, None, level=1)
+    job = Job(policy, [8, 0.5], overhead(4, [1, 1.3]))
+    assert job.batch()[0] == 1
+    assert not policy.compares_seconds
+    with pytest.raises(ValueError, match="level=2, but there are 2"):
+        policy.suggest(16, None, level=2)
+
+
+def test_a_fixed_size_races_too() -> None:
+    """Of two levels at which it fits, the faster."""
+    job = Job(fastest(LEVELS, Fixed(4)), [8, 1, 2, 0.5], overhead(0, [1, 1.3, 1.1, 1.4])).run()
+    assert job.batch() == (2, 4)
+    assert not job.policy.adapts
+    job = Job(fastest(LEVELS, Fixed(4)), [2, 1, 2, 0.5], overhead(0, [1, 1.3, 1.1, 1.4]))
+    assert {job.batch() for _ in range(60)} == {(0, 4)}
+
+
+def test_the_state_of_sizes_alone_is_what_is_known_to_fit() -> None:
+    for known in (Halving(), Ladder(Halving(), TWO)):
+        known.record(Outcome(num_rows=32, microbatch_size=32, fits=False))
+        policy = fastest()
+        policy.load_state_dict(known.state_dict())
+        assert policy.propose(32) == 16
+
+
+# "explore": sizes and levels together
+
+
+def test_explore_finds_a_size_and_a_level_together() -> None:
+    """Recomputing wins, and not with the largest size."""
+
+    def seconds(level: int, size: int) -> float:
+        return [1, 1.3][level] + 4 / size + 0.02 * max(0, size - 16)
+
+    job = Job(Explore().with_levels(TWO), [8, 0.5], seconds).run()
+    assert job.batch() == (1, 16)
+    assert str(job.told[-1]).split(": ")[1].startswith("16 rows, recompute, 1.9")
+
+
+def test_a_level_is_explored_only_where_fewer_rungs_do_not_fit() -> None:
+    job = Job(Explore().with_levels(TWO), [2, 0.5], overhead(1, [1, 1.3]))
+    while searched(job) is None:
+        job.batch()
+    sizes: dict[Any, list[Any]] = {}
+    for each in searched(job).candidates:
+        sizes.setdefault(each["level"], []).append(each["microbatch_size"])
+    assert sizes == {"plain": [8, 6, 4, 3, 2, 1], "recompute": [32, 16, 11]}
+
+
+def test_explore_uses_no_level_where_whole_batches_fit() -> None:
+    job = Job(Explore().with_levels(TWO), [0.5, 0.1], overhead(1, [1, 1.3])).run()
+    assert {level for level, *_ in job.plans} == {0}
+    assert job.told[-1].level == "plain"
+
+
+def test_one_level_is_explored_as_ever() -> None:
+    job = Job(Explore(), [0.5], overhead(1, [1])).run()
+    assert job.told[-1].level is None
+    assert "32 rows, 1.00x base" in str(job.told[-1])
+
+
+@pytest.mark.parametrize("make", [Explore().with_levels, fastest])
+def test_further_coordinates_are_searched_together(make: Any) -> None:
+    """Gradients are synced with the last microbatch only, and the part runs in two slices."""
+
+    def seconds(level: int, size: int) -> float:
+        chosen = job.policy.settings
+        sync = 0.5 if chosen["sync"] == "each" else 0.1
+        return 1 + (2 + sync) / size + (0.3 if chosen["nested"] == 8 else 0.1)
+
+    def more(chosen: Mapping[str, Any]) -> float:
+        return float({8: 0, 2: 1, 1: 100}[chosen["nested"]])
+
+    choices = {"sync": ["each", "last"], "nested": [8, 2, 1]}
+    policy = make(["plain"], choices=choices)
+    assert policy.settings == {"sync": "each", "nested": 8}
+    job = Job(policy, [8], seconds, capacity=17, more=more)
+    job.run(150).batch()
+    assert job.plans[-1] == (0, 2, {"sync": "last", "nested": 2})
+    assert "2 rows, sync last, nested 2, " in str(job.told[-1])
+    assert job.failures <= 4 + 4, "what runs out of memory does so once with each size and sync"
+
+
+def test_a_failure_with_other_settings_falls_back_within_the_batch() -> None:
+    """Which then runs as large as ever, with those that need the least."""
+    job = Job(
+        Explore().with_levels(["plain"], {"sync": ["each", "last"]}),
+        [0.5],
+        lambda *_: 1.0,
+        more=lambda chosen: 100.0 * (chosen["sync"] == "last"),
+    ).run()
+    assert job.failures >= 1
+    assert {chosen["sync"] for *_, chosen in job.plans} == {"each"}
+    assert max(size for _, size, _ in job.plans) == 32
+
+
+def test_choices_have_values() -> None:
+    with pytest.raises(ValueError, match="sync has no value to choose"):
+        Explore().with_levels(TWO, {"sync": []})
+
+
+# Promises
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "climbs": lambda: with_levels(Halving(), LEVELS, by_time=False),
+    "auto": lambda: with_levels(Halving(), LEVELS, by_time=True),
+    "explore": lambda: with_levels(Explore(max_steps=20), LEVELS, by_time=True),
+    "all": lambda: with_levels(
+        Explore(max_steps=20), LEVELS, by_time=True, choices={"sync": ["each", "last"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_promises_hold_for_any_batches(name: str, data: st.DataObject) -> None:
+    """All ends; what failed is not tried again in its batch; a state goes on as the run would.
+
+    Levels are left only when nothing smaller is left: `Job` asserts these in every batch.
+    """
+    per_row = sorted(data.draw(st.lists(st.floats(0.01, 4), min_size=4, max_size=4)))[::-1]
+    speeds = data.draw(st.lists(st.floats(0.5, 3), min_size=4, max_size=4))
+    batches = data.draw(
+        st.lists(st.tuples(st.integers(1, 40), st.integers(1, 10)), min_size=1, max_size=40)
+    )
+    interrupted = data.draw(st.integers(0, len(batches) - 1))
+    shrinks = data.draw(st.integers(0, len(batches)))
+    capacity = 10 * per_row[-1] + data.draw(st.floats(0, 60))
+
+    def job() -> Job:
+        more = 0.1 * capacity
+        return Job(
+            POLICIES[name](),
+            per_row,
+            overhead(1, speeds),
+            capacity=capacity,
+            more=lambda chosen: more * (chosen.get("sync") == "last"),
+        )
+
+    one, other = job(), job()
+    for number, (rows, cost) in enumerate(batches):
+        if number == interrupted:
+            other.policy.load_state_dict(json.loads(json.dumps(one.policy.state_dict())))
+            other.draw.setstate(one.draw.getstate())
+        if number == shrinks:
+            one.capacity = other.capacity = max(10 * per_row[-1], capacity / 3)
+        found = one.batch(rows, float(cost))
+        if number >= interrupted:
+            assert other.batch(rows, float(cost)) == found
+            assert other.plans[-1] == one.plans[-1]
+    assert json.dumps(other.policy.state_dict()) == json.dumps(one.policy.state_dict())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
+    """Each has batches and proposals of its own; the agreement and the outcome are of all."""
+    policies = [POLICIES[name]() for _ in range(3)]
+    draw = random.Random(3)
+    for _ in range(120):
+        rows = [draw.choice([24, 32, 7]) for _ in policies]
+        costs = [draw.choice([4.0, 8.0, 30.0]) for _ in policies]
+        failed: tuple[int, int, Any] | None = None
+        while True:
+            batches = list(zip(policies, rows, costs, strict=True))
+            for policy, own, cost in batches:
+                policy.level = policy.level_for(own, cost)
+            level = max(policy.level for policy in policies)
+            sizes = [
+                policy.propose(own, cost) for policy, own, cost in batches if policy.level == level
+            ]
+            for policy in policies:
+                policy.level = level
+            size = canonical_size(max(rows), min(sizes))
+            [chosen] = {json.dumps(dict(policy.settings)) for policy in policies}
+            plan = (level, size, chosen)
+            if failed is not None and not (
+                level > failed[0] or size < failed[1] or chosen != failed[2]
+            ):
+                assert {policy.climb(max(costs)) for policy in policies} == {True}
+                continue
+            need = size * max(costs) * [4, 1, 1.5, 0.3][level]
+            outcome = Outcome(
+                num_rows=max(rows),
+                microbatch_size=size,
+                fits=need <= 100,
+                peak_bytes=1000 + int(need),
+                resident_bytes=1000,
+                capacity_bytes=1100,
+                seconds=max(rows) * max(costs) * ([1, 1.3, 2, 2.5][level] + 4 / size),
+                cost=max(costs),
+                level=level,
+                settings=json.loads(chosen),
+            )
+            for policy in policies:
+                policy.record(outcome)
+            assert len({json.dumps(policy.state_dict()) for policy in policies}) == 1
+            if outcome.fits:
+                break
+            failed = plan
+
+
+def test_a_damaged_state_changes_nothing() -> None:
+    policy = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run(8).policy
+    before = policy.state_dict()
+    damages: list[dict[str, Any]] = [{"progress": {}}, {"fitting": {}}, {"kind": "Explore"}]
+    for damage in damages:
+        with pytest.raises(ValueError, match="state"):
+            policy.load_state_dict({**before, **damage})
+    assert policy.state_dict() == before
+
+
+def test_a_state_from_before_there_were_levels_goes_on() -> None:
+    policy = Explore()
+    old = {
+        "kind": "Explore",
+        "fitting": Halving().state_dict(),
+        "progress": {
+            "rows": 32,
+            "cost": 1.0,
+            "search": {
+                "candidates": [{"microbatch_size": 32}, {"microbatch_size": 16}],
+                "base": {"microbatch_size": 32},
+                "expected": {"microbatch_size": 0.1},
+                "measurements": [[{"microbatch_size": 32}, 1.0, 1, 1.0]],
+            },
+            "current": 16,
+            "left": 2,
+            "steps": 3,
+            "seconds": 3.0,
+            "settling": 2,
+            "has_grown": False,
+            "most_rows_seen": 32,
+            "seen": [32],
+            "failures": [64.0],
+            "is_recovering": False,
+            "is_over": False,
+        },
+    }
+    policy.load_state_dict(json.loads(json.dumps(old)))
+    assert policy.propose(32) == 16
+    job = Job(policy, [0.1], overhead(1, [1])).run()
+    assert job.told[-1].microbatch_size == 32
+
+
+def test_among_other_levels_it_begins_anew_with_what_fits() -> None:
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
+    policy = fastest(["plain", "offload"])
+    policy.load_state_dict(job.policy.state_dict())
+    assert policy.level_for(32) == 0
+    assert policy.propose(32) == 2
+
+
+# Figures
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What became of one job: the time of a step at the choice, in shares of the best's."""
+
+    kind: str
+    of_largest: float
+    of_all: float
+    batches: int
+    failures: int
+    lost: float
+    ended: bool
+
+
+def choose(kind: str, seed: int, make: Callable[[], Policy]) -> Choice | None:
+    machine, policy = LeveledMachine(kind, seed), make()
+    fitting = {level: machine.largest(level) for level in range(len(LEVELS))}
+    largest = {level: size for level, size in fitting.items() if size is not None}
+    if not largest:
+        return None
+    batches, ended = 0, False
+    for number in range(120):
+        machine.batch(policy)
+        told = policy.exploration
+        if told is not None and told.ended is not None and not ended:
+            batches, ended = number + 1, True
+    plan = machine.batch(policy)
+    chosen = machine.true_seconds(*plan)
+    best = min(machine.true_seconds(*each) for each in largest.items())
+    of_all = min(
+        machine.true_seconds(level, canonical_size(machine.num_rows, size))
+        for level, most in largest.items()
+        for size in range(1, most + 1)
+    )
+    steps = sum(fits for *_, fits in machine.attempts)
+    return Choice(
+        kind=kind,
+        of_largest=chosen / best,
+        of_all=chosen / of_all,
+        batches=batches,
+        failures=len(machine.attempts) - steps,
+        lost=machine.seconds / chosen - steps,
+        ended=ended or plan == (0, machine.num_rows),
+    )
+
+
+def check_choices(seeds: range, make: Callable[[], Policy], *, is_largest: bool) -> None:
+    found: list[Choice] = []
+    for kind in KINDS:
+        of_kind = [each for seed in seeds if (each := choose(kind, seed, make)) is not None]
+        found += of_kind
+        print(
+            f"\n{kind}: {len(of_kind)} jobs, within 5 % "
+            f"{sum(each.of_largest <= 1.05 for each in of_kind) / len(of_kind):.1%} of the largest "
+            f"sizes, {sum(each.of_all <= 1.05 for each in of_kind) / len(of_kind):.1%} of all; "
+            f"batches {sum(each.batches for each in of_kind) / len(of_kind):.1f}, at most "
+            f"{max(each.batches for each in of_kind)}; attempts that failed "
+            f"{sum(each.failures for each in of_kind) / len(of_kind):.1f}; lost "
+            f"{sorted(each.lost for each in of_kind)[len(of_kind) // 2]:.1f} steps (median)",
+            end="",
+        )
+        near = sum((each.of_largest if is_largest else each.of_all) <= 1.05 for each in of_kind)
+        assert near >= 0.95 * len(of_kind), kind
+    print(f"\n{len(found)} jobs:", Counter(each.ended for each in found))
+    assert sum(each.of_largest <= 1.05 for each in found) >= 0.98 * len(found)
+    assert all(each.ended for each in found)
+
+
+def test_the_chosen_level_is_the_fastest_on_a_sample_of_jobs() -> None:
+    check_choices(range(20), POLICIES["auto"], is_largest=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+def test_the_chosen_level_is_the_fastest_on_hundreds_of_jobs() -> None:
+    check_choices(range(100), POLICIES["auto"], is_largest=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+def test_the_chosen_level_and_size_are_the_fastest_on_hundreds_of_jobs() -> None:
+    check_choices(range(60), lambda: with_levels(Explore(), LEVELS, by_time=True), is_largest=False)

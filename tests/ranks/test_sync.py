@@ -1,0 +1,374 @@
+"""Which collectives a step runs, and that gradients are the same however late they are reduced."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import automicro.ranks.guards.fsdp
+from automicro import Microbatcher
+from automicro.ranks.coordinated import CoordinatedRanks
+from automicro.ranks.interface import Sync
+from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.jobs import compare, expected_gradients, gradients
+from tests.ranks.plans import points
+from tests.ranks.steps import Stepper
+from tests.ranks.uneven import LOSSES, train_on_words
+from tests.ranks.world import World
+
+pytestmark = pytest.mark.sweep
+
+MICROBATCHES = 4
+POINTS = list(points(2))
+MODULES = 4  # three blocks and the root
+
+_KINDS = {
+    "all_gather_single": "all-gather",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts the collectives of wrappers by kind; votes go past `torch.distributed`."""
+    found: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in _KINDS}
+
+    def noting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[_KINDS[name]] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in _KINDS:
+        setattr(dist, name, noting(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def collectives_of_steps(kind: str, **options: Any) -> list[dict[str, int]]:
+    """Of three steps of four microbatches, by kind: guarded first, then replayed."""
+    faults = Faults()
+    stepper = Stepper(build(kind, [faults], {"norm": False}), faults, size=2, **options)
+    counts = []
+    for step in range(3):
+        batch = torch.randn(2 * MICROBATCHES, 4), torch.randn(2 * MICROBATCHES, 2)
+        with counting() as found:
+            result = stepper.train(step, batch)
+        assert result.num_microbatches == MICROBATCHES
+        counts.append(dict(found))
+    return counts
+
+
+def test_ddp_reduces_once_a_step(world2: World) -> None:
+    for counts in world2.run(collectives_of_steps, "ddp"):
+        # One bucket before torch has ordered them, as many as modules afterwards.
+        assert counts == [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
+
+
+def test_sharded_gradients_are_reduced_with_each_microbatch(world2: World) -> None:
+    for counts in world2.run(collectives_of_steps, "fsdp"):
+        assert counts == [{"all-gather": 28, "reduce-scatter": MICROBATCHES * MODULES}] * 3
+
+
+def test_replicas_add_up_with_the_last_microbatch_alone(world4: World) -> None:
+    for counts in world4.run(collectives_of_steps, "hsdp"):
+        expected = {"all-gather": 28, "reduce-scatter": MICROBATCHES * MODULES}
+        assert counts == [{**expected, "all-reduce": MODULES}] * 3
+
+
+def test_sharded_gradients_are_reduced_with_the_last_microbatch_where_asked_for(
+    world2: World,
+) -> None:
+    for counts in world2.run(collectives_of_steps, "fsdp", sync="auto"):
+        assert counts == [{"all-gather": 28, "reduce-scatter": MODULES}] * 3
+
+
+def test_replicas_and_shards_are_reduced_with_the_last_microbatch_where_asked_for(
+    world4: World,
+) -> None:
+    for counts in world4.run(collectives_of_steps, "hsdp", sync="auto"):
+        expected = {"all-gather": 28, "reduce-scatter": MODULES, "all-reduce": MODULES}
+        assert counts == [expected] * 3
+
+
+def test_asking_ddp_for_it_changes_nothing(world2: World) -> None:
+    for counts in world2.run(collectives_of_steps, "ddp", sync="auto"):
+        assert counts == [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
+    results = world2.run(compare, "ddp", points(2)["last backward"], {"sync": "auto"})
+    assert results[0]["attempts"] == 5, "no size is tried twice"
+
+
+@pytest.mark.parametrize("rows", [[6, 6], [8, 3], [11, 1]], ids=str)
+def test_whole_gradients_are_those_of_one_process(world2: World, rows: list[int]) -> None:
+    expected = expected_gradients(sum(rows))
+    for found in world2.run(gradients, "fsdp", rows, sync="auto"):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("rows", [[6, 6, 6, 6], [8, 3, 1, 7], [1, 9, 4, 4]], ids=str)
+def test_gradients_of_replicas_are_those_of_one_process(world4: World, rows: list[int]) -> None:
+    expected = expected_gradients(sum(rows))
+    for found in world4.run(gradients, "hsdp", rows):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("point", ["backward", "last backward", "two ranks", "first batch"])
+def test_replicas_recover_bit_for_bit(world4: World, point: str) -> None:
+    plan = points(4)[point]
+    results = world4.run(compare, "hsdp", plan, {})
+    assert [result["differing"] for result in results] == [[]] * 4
+    assert sum(result["fired"] for result in results) == len(plan)
+
+
+class Choosing(nn.Module):
+    """Each row uses one of two layers of the same size: those of a microbatch the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.last = nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.layers[int(x[0, 0] > 0)](x).tanh())
+        return output
+
+
+def choosing_batch(ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of so many ranks: two microbatches of two rows each, which use one layer each."""
+    generator = torch.Generator().manual_seed(7)
+    rows = 4 * (max(ranks) + 1)
+    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
+    x[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0]).repeat(rows // 4)
+    return x, y
+
+
+def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, Any]:
+    """How far gradients of two steps are from those of one process; the all-reduces of each.
+
+    Args:
+        sharded: what `fully_shard` is applied to before the root.
+        looks: whether it is found out what gradients are of.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    model, plain = Choosing(), Choosing()
+    for name in sharded:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x, y = choosing_batch(range(world))
+    for each in range(world):
+        (mean_square(plain(x[4 * each : 4 * each + 2]), y[4 * each : 4 * each + 2]) / 8).backward()
+        (mean_square(plain(x[4 * each + 2 :][:2]), y[4 * each + 2 :][:2]) / 8).backward()
+    step = Microbatcher(
+        model, loss_fn=mean_square, loss_average="samples", microbatch_size=2, probe=False
+    )
+    guard: Any = automicro.ranks.guards.fsdp
+    kept = guard.whole_numel, guard.holds_back
+    if not looks:
+        guard.whole_numel = lambda module: mock.ANY
+        guard.holds_back = lambda module: False
+    errors, counts = [], []
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            with counting() as found:
+                step.backward((x[4 * rank :][:4], y[4 * rank :][:4]))
+            counts.append(found["all-reduce"])
+            errors.append(difference(model, plain))
+    finally:
+        guard.whole_numel, guard.holds_back = kept
+    return {"errors": errors, "counts": counts}
+
+
+def difference(model: nn.Module, plain: nn.Module) -> float:
+    """How far whole gradients are from those of a model without a wrapper."""
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    found = [(whole(one.grad), other.grad) for one, other in pairs]
+    return max(
+        float((torch.zeros_like(other) if one is None else one).sub(other).abs().max())
+        for one, other in found
+        if other is not None
+    )
+
+
+def whole(gradient: Tensor | None) -> Tensor | None:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize(
+    "sharded", [[], ["layers.0", "layers.1"]], ids=["in one module", "each by itself"]
+)
+def test_microbatches_that_train_other_parameters_add_up_each(
+    world4: World, sharded: list[str]
+) -> None:
+    for found in world4.run(train_choosing, sharded):
+        assert max(found["errors"]) <= 1e-12
+        assert found["counts"][1] > 1 + len(sharded), "with each microbatch"
+    for found in world4.run(train_choosing, sharded, looks=False):
+        assert max(found["errors"]) > 1e-3, "torch adds up what has the same place"
+
+
+def reductions_of(option: str) -> int:
+    """All-reduces of a second step of two microbatches, of a model of one wrapped module."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if option == "coarse sums" else None)
+    model: Any = nn.Linear(4, 2)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if option == "a hook":
+        model.set_all_reduce_hook(lambda gradient: None)
+    step = Microbatcher(
+        model, loss_fn=mean_square, loss_average="samples", microbatch_size=2, probe=False
+    )
+    for _ in range(2):
+        with counting() as found:
+            step.backward((torch.randn(4, 4), torch.randn(4, 2)))
+    return found["all-reduce"]
+
+
+@pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("a hook", 2)])
+def test_replicas_add_up_each_microbatch_where_somebody_would_notice(
+    world4: World, option: str, count: int
+) -> None:
+    assert world4.run(reductions_of, option) == [count] * 4
+
+
+def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> Any:
+    results = world.run(compare, kind, plan, {"sync": "auto", **options})
+    assert [result["differing"] for result in results] == [[]] * world.size
+    assert len({tuple(result["syncs"]) for result in results}) == 1
+    assert len({tuple(result["sizes"]) for result in results}) == 1
+    assert sum(result["fired"] for result in results) == len(plan)
+    return results[0]
+
+
+@pytest.mark.parametrize("point", [each for each in POINTS if each != "successive batches"])
+def test_whole_gradients_are_dropped_before_a_size_is(world2: World, point: str) -> None:
+    found = require_recovered(world2, "fsdp", points(2)[point])
+    assert found["sizes"][:3] == [16, 16, 16], "the one to start from"
+    if point != "evaluation":
+        assert found["syncs"][2] is Sync.REPLICAS_LAST
+    assert found["attempts"] == 5
+
+
+@pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), ("hsdp", 4)])
+def test_a_smaller_size_holds_whole_gradients_again(kind: str, size: int, request: Any) -> None:
+    plan = [
+        Fault(1, "backward", step=1, microbatch=1, layer=1),
+        Fault(1, "scatter", step=1, microbatch=0, layer=1),  # only with each microbatch
+        Fault(1, "backward", step=2, microbatch=2, layer=1),
+    ]
+    found = require_recovered(request.getfixturevalue(f"world{size}"), kind, plan)
+    assert found["sizes"][:3] == [16, 8, 8]
+    assert found["syncs"] == [Sync.LAST, Sync.LAST, Sync.REPLICAS_LAST]
+
+
+HALF = {"bf16": True, "norm": False}
+
+
+@pytest.mark.parametrize(
+    ("option", "sync"),
+    [
+        (HALF, Sync.LAST),
+        ({"rare": True}, Sync.LAST),
+        # What is not used has zeros in bf16, and the others add up in fp32.
+        ({**HALF, "rare": True}, Sync.EACH),
+    ],
+    ids=str,
+)
+def test_whole_gradients_of_other_models_recover(
+    world2: World, option: dict[str, Any], sync: Sync
+) -> None:
+    plan = points(2)["last backward"]
+    found = require_recovered(world2, "fsdp", plan, **option)
+    assert found["syncs"][0] is sync
+
+
+@pytest.mark.parametrize("kind", ["fsdp"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_counts_for_nothing_adds_nothing_to_whole_gradients(
+    world2: World, kind: str, loss: str
+) -> None:
+    for rows in ([9, 4], [3, 10], [13, 0], [0, 13]):
+        expected = train_on_words(None, loss, [sum(rows)], 1)
+        for found in world2.run(train_on_words, kind, loss, rows, 1, sync="auto"):
+            for one, other in zip(found, expected, strict=True):
+                assert (one - other).abs().max() <= 1e-12
+
+
+def test_earlier_gradients_are_added_to_whole_ones(world2: World) -> None:
+    expected = train_on_words(None, "tokens", [13], 1, True)
+    for found in world2.run(train_on_words, "fsdp", "tokens", [9, 4], 3, True, sync="auto"):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-12
+
+
+def within(limit_bytes: int, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Two steps of two microbatches within a limit.
+
+    Whole gradients have 2 MiB, shards half of it.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    step = Microbatcher(
+        model,
+        loss_fn=mean_square,
+        loss_average="samples",
+        microbatch_size=16,
+        memory_limit=limit_bytes,
+        probe=False,
+        sync="auto",
+    )
+    if state is not None:
+        step.load_state_dict(state)
+    failed: list[int] = []
+    for _ in range(2):
+        result = step.backward((torch.randn(32, 256), torch.randn(32, 256)))
+        failed += result.failed_sizes
+        model.zero_grad()
+    assert isinstance(step.ranks, CoordinatedRanks)
+    size, sync = step.microbatch_size, step.ranks.synced
+    return {"size": size, "failed": failed, "sync": sync, "state": step.state_dict()}
+
+
+def test_whole_gradients_are_held_where_memory_allows_it_and_else_not(world2: World) -> None:
+    plenty, scarce = 6600 * 1024, 5600 * 1024
+    for found in world2.run(within, plenty):
+        assert (found["size"], found["failed"], found["sync"]) == (16, [], Sync.LAST)
+    for found in world2.run(within, scarce):
+        # A fixed size, which fits without them: found out once.
+        assert (found["size"], found["failed"], found["sync"]) == (16, [16], Sync.REPLICAS_LAST)
+        state = found["state"]
+    for found in world2.run(within, plenty, state):
+        assert (found["failed"], found["sync"]) == ([], Sync.REPLICAS_LAST), "as the run before"
+
+
+def test_an_unknown_sync_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sync='late' is not known"):
+        Microbatcher(nn.Linear(2, 2), loss_fn=mean_square, sync="late")

@@ -1,0 +1,82 @@
+"""A step at a level, and all that it leaves: loss, gradients, buffers, generators."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from automicro.memory.budget import MemoryBudget
+from automicro.rungs.levels import Level, make_levels
+
+CPU = torch.device("cpu")
+LEVELS = ("recompute", "offload", "recompute + offload")
+
+
+class Left(NamedTuple):
+    """What a step left."""
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+    buffers: list[Tensor]
+    generators: list[Any]
+    peak_bytes: int
+
+
+def level_of(name: str, model: nn.Module, **options: Any) -> Level:
+    given = options.pop("when_too_large", "auto")
+    levels = make_levels(given, [model], CPU, **options)
+    return next(level for level in levels if level.name == name)
+
+
+def take_step(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    level: Level,
+    *,
+    microbatches: int = 2,
+) -> Left:
+    """Forward and backward of some microbatches, under a budget that only measures."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    total = torch.zeros((), dtype=torch.float64)
+    with MemoryBudget(None).track(model) as budget, level.applied():
+        for _ in range(microbatches):
+            loss = loss_of(model)
+            loss.backward()
+            total += loss.detach()
+            del loss
+    generators = [torch.get_rng_state(), random.getstate(), np.random.random()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return Left(total, gradients, list(model.buffers()), generators, budget.peak_bytes)
+
+
+def steps_at(
+    name: str, model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: Any
+) -> tuple[Left, Left]:
+    """The same step on two copies of a model: at level 0, and at the one that is named."""
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    plain = take_step(one, loss_of, Level())
+    return plain, take_step(other, loss_of, level_of(name, other, **options))
+
+
+def differences(one: Left, other: Left) -> list[str]:
+    """In what two steps differ by a bit."""
+    pairs = {
+        "loss": [(one.loss, other.loss)],
+        "gradients": list(zip(one.gradients, other.gradients, strict=True)),
+        "buffers": list(zip(one.buffers, other.buffers, strict=True)),
+        "torch's generator": [(one.generators[0], other.generators[0])],
+    }
+    found = [name for name, each in pairs.items() if not all(_is_same(*pair) for pair in each)]
+    return found + ["others"] * (one.generators[1:] != other.generators[1:])
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

@@ -1,0 +1,140 @@
+"""What ``when_too_large`` takes, and the levels that it stands for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automicro.rungs.blocks import repeated_blocks
+from automicro.rungs.levels import make_levels
+from tests.rungs.models import Block
+from tests.rungs.steps import CPU
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "encoder": nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])}),
+            "head": nn.Linear(2, 2),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("error", ["plain"]),
+        ("recompute", ["plain", "recompute"]),
+        ("offload", ["plain", "offload"]),
+        (["offload", "recompute"], ["plain", "offload", "offload + recompute"]),
+        ("auto", ["plain", "recompute", "offload", "recompute + offload"]),
+        ({"auto": ["encoder.layers.*"]}, ["plain", "recompute", "offload", "recompute + offload"]),
+        ({"recompute": "head", "offload": True}, ["plain", "recompute", "recompute + offload"]),
+        ([{"recompute": ["head"]}, "offload"], ["plain", "recompute", "recompute + offload"]),
+    ],
+)
+def test_levels_by_name(given: Any, names: list[str]) -> None:
+    levels = make_levels(given, [model()], CPU)
+    assert [level.name for level in levels] == names
+    assert [level.is_plain for level in levels] == [name == "plain" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("recmpute", ValueError, r"'recmpute' is not known \(did you mean 'recompute'\?\)"),
+        (["offlod"], ValueError, r"did you mean 'offload'\?"),
+        (["error"], ValueError, "use one of recompute, offload"),
+        ([], ValueError, "is empty"),
+        ({}, ValueError, "is empty"),
+        (["offload", "offload"], ValueError, "names 'offload' twice"),
+        (3, TypeError, "of type int; use one of error, recompute, offload, nested, auto"),
+        (True, TypeError, "of type bool"),
+        ([3], TypeError, "lists 3 of type int"),
+        ({"recompute": 3}, TypeError, "3 of type int names no blocks"),
+        ({"offload": ["head"]}, ValueError, "'offload' has no names"),
+        ({"auto": None, "offload": True}, ValueError, "further rungs beside 'auto'"),
+        ({"recompute": ["encoder.layer.*"]}, ValueError, r"did you mean 'encoder.layers.\*'\?"),
+        ({"auto": ["haed"]}, ValueError, r"did you mean 'head'\?"),
+    ],
+)
+def test_wrong_values_are_told_what_is_right(given: Any, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make_levels(given, [model()], CPU)
+
+
+def test_where_no_block_is_found() -> None:
+    lstm = nn.LSTM(2, 2, num_layers=3)
+    with pytest.raises(ValueError, match=r"LSTM has no repeated blocks .*; name them, as in"):
+        make_levels("recompute", [lstm], CPU)
+    levels = make_levels("auto", [lstm], CPU)
+    assert [level.name for level in levels] == ["plain", "offload"]
+
+
+def test_what_is_compiled_as_a_whole_is_refused() -> None:
+    compiled = torch.compile(model(), backend="eager")
+    with pytest.raises(ValueError, match=r"compile each block \(block.compile\(\)\)"):
+        make_levels("recompute", [compiled], CPU)  # type: ignore[list-item]
+    assert len(make_levels("auto", [compiled], CPU)) == 2  # type: ignore[list-item]
+
+
+def test_levels_say_what_they_do() -> None:
+    level = make_levels("auto", [model()], CPU)[3]
+    assert level.describe() == (
+        "encoder.layers.* (2) keep their input alone and compute again in the backward, and what "
+        "is saved for the backward waits in host memory"
+    )
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(blocks)
+        )
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+
+class Inverted(nn.Module):
+    """Of another width each, and with rows of single layers inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            *[nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)) for _ in range(2)]
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()), ""),
+        (nn.Sequential(nn.Linear(10, 64), Block(), Block(), nn.Linear(64, 1)), "1 2"),
+        (nn.ModuleList([Stage(2), Stage(4), Stage(8, 1)]), "0 1 2"),
+        (
+            nn.ModuleList([Stage(2), Stage(4), Stage(8)]),
+            "0.blocks.0 0.blocks.1 1.blocks.0 1.blocks.1 2.blocks.0 2.blocks.1",
+        ),
+        (nn.ModuleList([Experts(), Experts()]), "0 1"),
+        (nn.Sequential(Inverted(2), Inverted(4), Inverted(6)), "0 1 2"),
+        (
+            nn.Transformer(8, 2, 2, 2, 8, batch_first=True),
+            "encoder.layers.0 encoder.layers.1 decoder.layers.0 decoder.layers.1",
+        ),
+    ],
+)
+def test_blocks_are_found(model: nn.Module, names: str) -> None:
+    assert " ".join(repeated_blocks(model)) == names
+
+
+def test_names_are_those_of_the_model_inside() -> None:
+    inside = nn.ModuleDict({"module": model()})
+    (rung,) = make_levels("recompute", [inside], CPU)[1].rungs
+    assert rung.describe().startswith("encoder.layers.* (2) keep")
+    assert len(make_levels({"recompute": "encoder.layers.*"}, [inside], CPU)) == 2

@@ -1,0 +1,271 @@
+"""Blocks that compute again in the backward leave everything as if they had not."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from automicro.memory.budget import MemoryBudget
+from automicro.ranks.interface import StrayedError
+from automicro.reach import Reach
+from automicro.rungs.levels import Level
+from automicro.rungs.recompute import LeftOutError
+from tests.rungs.models import MODELS, WIDTH, Block, Codebook, batch_for, stack
+from tests.rungs.steps import LEVELS, differences, level_of, steps_at, take_step
+
+
+def mean_square(rows: Tensor) -> Any:
+    return lambda model: model(rows).double().square().mean()
+
+
+def retrying(model: nn.Module, loss_of: Any, level: Level) -> Any:
+    """A step that is made again from the start where a block was left out, or learned of."""
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(10):
+        try:
+            return take_step(model, loss_of, level)
+        except LeftOutError:
+            model.load_state_dict(before)
+            model.zero_grad()
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_bit_changes(name: str, level: str) -> None:
+    one, other, loss_of = MODELS[name](), MODELS[name](), mean_square(batch_for(name))
+    plain = take_step(one, loss_of, Level())
+    applied = level_of(level, other, generators=Reach({"": other}).generators)
+    left = retrying(other, loss_of, applied)
+    assert differences(plain, left) == []
+    assert left.peak_bytes < 0.9 * plain.peak_bytes
+
+
+def test_autocast_is_as_it_was() -> None:
+    rows = batch_for("dropout")
+
+    def loss_of(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(rows).double().square().mean()
+
+    for level in LEVELS:
+        assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
+
+
+def test_what_is_not_put_back_would_show() -> None:
+    """The same models under checkpointing that knows of torch's generator alone."""
+    shown = []
+    for name in ("other generators", "codebook", "attributes", "spectral norm", "batchnorm"):
+        model, rows = MODELS[name](), batch_for(name)
+        plain = take_step(copy.deepcopy(model), mean_square(rows), Level())
+
+        def loss_of(model: nn.Module, rows: Tensor = rows) -> Tensor:
+            for each in model:  # type: ignore[attr-defined]
+                rows = checkpoint(each, rows, use_reentrant=False)
+            return rows.double().square().mean()
+
+        if differences(plain, take_step(model, loss_of, Level())):
+            shown.append(name)
+    assert shown == ["other generators", "codebook", "attributes", "spectral norm", "batchnorm"]
+
+
+def test_a_large_buffer_is_copied_once_it_is_seen_to_change() -> None:
+    model = stack(lambda: Block(Codebook()))
+    level = level_of("recompute", model)
+    rows = batch_for("codebook")
+    with pytest.raises(StrayedError, match=r"^1 writes into a buffer of 76800 bytes$"):
+        take_step(model, mean_square(rows), level)
+    with pytest.raises(StrayedError, match=r"^2 writes"):
+        take_step(model, mean_square(rows), level)
+
+
+class WritesIntoInput(Block):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows.mul_(0.5))
+
+
+class ChangesList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, rows: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(rows)
+        return self.inner(rows)
+
+
+class ChangesObject(ChangesList):
+    def forward(self, rows: Tensor, seen: Any) -> Tensor:
+        seen.last = rows
+        return self.inner(rows)
+
+
+class Box:
+    last: Any = None
+
+
+class Passing(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.first(rows)
+        given: Any = [] if type(self.blocks[0]) is ChangesList else Box()
+        for block in self.blocks:
+            rows = block(rows, given)
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (stack(WritesIntoInput, 2), "writes into what it is called with"),
+        (Passing([ChangesList(), ChangesList()]), "changes a list or a dictionary"),
+        (Passing([ChangesObject(), ChangesObject()]), r"changes an object .*: argument 1 \(Box\)"),
+    ],
+)
+def test_what_cannot_be_repeated_is_left_out(
+    model: nn.Module, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    level, loss_of = level_of("recompute", model), mean_square(batch_for("plain"))
+    other = copy.deepcopy(model)
+    with pytest.raises(LeftOutError, match=why):
+        take_step(other, loss_of, level_of("recompute", other))
+    plain = take_step(copy.deepcopy(model), loss_of, Level())
+    left = retrying(model, loss_of, level)
+    assert differences(plain, left) == []
+    assert "is not computed again in the backward: it" in caplog.text
+
+
+def test_arguments_may_be_nested_and_named() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block()
+
+        def forward(
+            self, rows: Tensor, *, scales: dict[str, list[Tensor]], use_reentrant: bool = True
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            rows = self.inner(rows) * scales["all"][0]
+            return rows, {"sum": rows.sum()}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(10, WIDTH)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, rows: Tensor) -> Tensor:
+            rows, total = self.first(rows), torch.zeros(())
+            for layer in self.layers:
+                rows, more = layer(rows, scales={"all": [self.scale]}, use_reentrant=False)
+                total = total + more["sum"]
+            return rows + total
+
+    for level in LEVELS:
+        assert differences(*steps_at(level, Model(), mean_square(batch_for("plain")))) == []
+
+
+def test_a_block_that_is_used_again_and_again() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(10, WIDTH)
+            block = Block(nn.Dropout(0.2))
+            self.layers = nn.ModuleList([block, block, Block()])
+
+        def forward(self, rows: Tensor) -> Tensor:
+            rows = self.first(rows)
+            for layer in self.layers:
+                rows = layer(rows)
+            return rows
+
+    for level in LEVELS:
+        assert differences(*steps_at(level, Shared(), mean_square(batch_for("plain")))) == []
+
+
+def test_second_derivatives() -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        rows = batch_for("plain").requires_grad_()
+        output = model(rows).double().square().mean()
+        (slope,) = torch.autograd.grad(output, rows, create_graph=True)
+        return output + slope.double().square().sum()
+
+    for level in LEVELS:
+        plain, left = steps_at(level, MODELS["plain"](), loss_of)
+        assert differences(plain, left) == []
+
+
+def test_a_graph_that_is_used_twice() -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        loss: Tensor = model(batch_for("dropout")).double().square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    for level in LEVELS:
+        assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
+
+
+def test_hooks_of_blocks_run_once() -> None:
+    model = MODELS["plain"]()
+    calls: list[str] = []
+    block = model[1]  # type: ignore[index]
+    block.register_forward_pre_hook(lambda *_: calls.append("before"))
+    block.register_forward_hook(lambda *_: calls.append("after"))
+    block.register_full_backward_hook(lambda *_: calls.append("backward"))
+    take_step(model, mean_square(batch_for("plain")), level_of("recompute", model), microbatches=1)
+    assert calls == ["before", "after", "backward"]
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = MODELS["batchnorm"]()
+    block = model[1]  # type: ignore[index]
+    keys = list(model.state_dict())
+    block.forward = own = block.forward
+    level = level_of("recompute + offload", model)
+    with level.applied():
+        assert list(model.state_dict()) == keys
+        assert block.forward is not own
+    assert block.forward is own
+    del block.forward
+    with pytest.raises(ZeroDivisionError), level.applied():
+        raise ZeroDivisionError
+    assert not any("forward" in vars(module) for module in model.modules())
+    pickle.loads(pickle.dumps(model))
+
+
+def test_memory_that_runs_out_in_the_second_forward_is_told() -> None:
+    model, rows = MODELS["plain"](), batch_for("plain")
+    level = level_of("recompute", model)
+    peak = take_step(model, mean_square(rows), level, microbatches=1).peak_bytes
+    model.zero_grad()
+    limited = MemoryBudget(peak - 1000).track(model)
+    with pytest.raises(torch.OutOfMemoryError), limited, level.applied():
+        mean_square(rows)(model).backward()
+    model.zero_grad()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model = MODELS["dropout"]()
+    with level_of("recompute", model).applied(), torch.no_grad():
+        assert not model(batch_for("plain")).requires_grad
+
+
+def test_what_recomputes_already_is_left_alone() -> None:
+    model = MODELS["plain"]()
+    model[1].gradient_checkpointing = True  # type: ignore[index]
+    (rung,) = level_of("recompute", model).rungs
+    assert "(3)" in rung.describe()
+    for block in list(model)[2:5]:  # type: ignore[call-overload]
+        block.gradient_checkpointing = True
+    with pytest.raises(ValueError, match="compute again in the backward already"):
+        level_of("recompute", model, when_too_large="recompute")

@@ -1,0 +1,156 @@
+"""Where not even the smallest microbatch fits: levels, in training, up to the bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Microbatcher, SampleTooLargeError, Trainer
+
+WIDTH, BLOCKS, LENGTH = 32, 6, 512
+
+
+class Block(nn.Module):
+    """Attention-free block of a transformer, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.narrow(torch.relu(self.wide(hidden))))
+
+
+class Model(nn.Module):
+    """Blocks, and a prediction for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(hidden.mean(1))
+        return logits
+
+
+def batches(count: int = 4, rows: int = 1) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(7)
+    return [(torch.randn(rows, LENGTH, WIDTH), torch.randint(2, (rows,))) for _ in range(count)]
+
+
+def trained(rows: int = 1, **options: Any) -> tuple[dict[str, Tensor], list[Any]]:
+    """Parameters after some steps, and what each step gave."""
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **options)
+    results = []
+    for batch in batches(rows=rows):
+        results.append(microbatcher.backward(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}, results
+
+
+def needed() -> int:
+    """Bytes that one row needs as it comes."""
+    _, results = trained(memory_limit="1GiB")
+    return int(results[-1].peak_bytes)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("when", ["recompute", "offload", ["recompute", "offload"], "auto"])
+def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any) -> None:
+    wanted, _ = trained()
+    limit = int(needed() * 0.5)
+    with pytest.raises(SampleTooLargeError):
+        trained(memory_limit=limit)
+    found, results = trained(memory_limit=limit, when_too_large=when)
+    assert same(found, wanted)
+    assert {result.level for result in results} <= {"recompute", "offload", "recompute + offload"}
+    assert [result.attempts for result in results[1:]] == [1, 1, 1]  # it stays at the level
+
+
+def test_a_fixed_size_goes_up_the_levels_and_stays() -> None:
+    wanted, _ = trained(rows=4, microbatch_size=4)
+    _, whole = trained(rows=4, memory_limit="1GiB")
+    limit = int(whole[-1].peak_bytes * 0.7)
+    found, results = trained(
+        rows=4, microbatch_size=4, memory_limit=limit, when_too_large=["recompute", "offload"]
+    )
+    assert same(found, wanted)
+    assert {result.microbatch_size for result in results} == {4}
+    assert results[-1].level == "recompute"
+
+
+def test_the_error_names_what_would_help() -> None:
+    with pytest.raises(SampleTooLargeError, match="when_too_large='recompute'"):
+        trained(memory_limit=int(needed() * 0.5))
+
+
+def test_nothing_is_left_where_no_level_fits() -> None:
+    with pytest.raises(SampleTooLargeError, match="not even with recompute \\+ offload"):
+        trained(memory_limit="700KiB", when_too_large=["recompute", "offload"])
+
+
+def test_the_level_is_in_the_state() -> None:
+    torch.manual_seed(1)
+    model, limit = Model(), int(needed() * 0.5)
+    options: dict[str, Any] = {
+        "loss_fn": nn.CrossEntropyLoss(), "memory_limit": limit, "when_too_large": "recompute"
+    }  # fmt: skip
+    first = Microbatcher(model, **options)
+    first.backward(batches()[0])
+    second = Microbatcher(copy.deepcopy(model), **options)
+    second.load_state_dict(first.state_dict())
+    assert second.backward(batches()[0]).attempts == 1
+
+
+def test_rows_that_fit_as_they_come_are_computed_so() -> None:
+    torch.manual_seed(1)
+    model, limit = Model(), int(needed() * 0.5)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, when_too_large="recompute"
+    )
+    long, short = torch.randn(1, LENGTH, WIDTH), torch.randn(1, LENGTH // 8, WIDTH)
+    targets = torch.zeros(1, dtype=torch.long)
+    levels = []
+    for rows in (long, short, long, short):
+        levels.append(microbatcher.backward((rows, targets)).level)
+        model.zero_grad()
+    assert levels == ["recompute", "plain", "recompute", "plain"]
+
+
+def test_a_run_says_once_what_is_done() -> None:
+    torch.manual_seed(1)
+    limit, lines = int(needed() * 0.5), []
+
+    class Lines:
+        """Takes what is printed."""
+
+        def write(self, text: str) -> None:
+            lines.append(text)
+
+    trainer = Trainer(
+        Model(),
+        batches(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        memory_limit=limit,
+        when_too_large="recompute",
+        progress=False,
+        device="cpu",
+    )
+    summary = trainer.fit()
+    assert summary.level == "recompute"
+    assert "recompute" in str(summary)
