@@ -226,12 +226,17 @@ def microbatched_recomputed(job: Job, host: Host) -> None:
 
 
 def exact(job: Job, host: Host) -> None:
-    part = split(job.model, microbatch_size=job.microbatch_size, batchnorm="exact")
-    try:
-        with counting(host):
-            whole(job, host)
-    finally:
-        part.remove()
+    """In slices, of a model that `prepare` was called for."""
+    with counting(host):
+        whole(job, host)
+
+
+def prepare(way: "Way", job: Job) -> None:
+    """Cut a model and let a look at it be over, which comes once in a run."""
+    if way is exact:
+        split(job.model, microbatch_size=job.microbatch_size, batchnorm="exact")
+        with torch.no_grad():
+            job.model(torch.zeros_like(job.x[:1]).expand(2, -1, -1, -1))
 
 
 Way = Callable[[Job, Host], None]
@@ -319,6 +324,7 @@ def measure_cost(
     lines = []
     for way, size in cases:
         job = Job.of(name, image, rows, size, torch.float32)
+        prepare(WAYS[way], job)
         flops = _flops(WAYS[way], job)
         job.model.zero_grad()
         budget = MemoryBudget(None)
@@ -347,6 +353,8 @@ def measure_cost(
         del job, moved, x, y, host, budget
         gc.collect()
     jobs = [Job.of(name, image, rows, size, torch.float32) for _, size in cases]
+    for (way, _), job in zip(cases, jobs, strict=True):
+        prepare(WAYS[way], job)
     for turn in range(rounds + 1):
         for line, job in zip(lines, jobs, strict=True):
             job.model.zero_grad()
@@ -370,6 +378,7 @@ def measure_limit(
         rows, fitted, host_bytes = microbatch_size, 0, 0
         while rows <= most:
             job = Job.of(name, image, 1, microbatch_size, torch.float32)
+            prepare(WAYS[way], job)
             budget = MemoryBudget(limit).track(job.model)
             host = Host()
             with budget, budget.host():
