@@ -13,12 +13,29 @@ from automicro.nested.parts import MissingLogits
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
-    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "num_local_experts": 4,
-    "bos_token_id": 1, "eos_token_id": 2, "state_size": 8, "max_position_embeddings": 64,
-    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "ffn_dim": 48,
-    "decoder_start_token_id": 2, "final_logit_softcapping": 30.0,
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "num_local_experts": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "state_size": 8,
+    "max_position_embeddings": 64,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "ffn_dim": 48,
+    "decoder_start_token_id": 2,
+    "final_logit_softcapping": 30.0,
 }
 
 
