@@ -52,7 +52,7 @@ from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
-from automicro.step.phase import Phase, Recollection, Shared
+from automicro.step.phase import Phase, Recollection, Shared, choices
 from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
 from automicro.step.run import run
@@ -211,6 +211,11 @@ class Microbatcher:
         self._modules = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
+        for argument, size in (
+            ("microbatch_size", microbatch_size),
+            ("eval_microbatch_size", eval_microbatch_size),
+        ):
+            _refuse_to_cut(self._modules, size, argument)
         innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
@@ -284,11 +289,12 @@ class Microbatcher:
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
-            if len(levels) > 1:
+            # Slices by cost have rows of many lengths, whose seconds are not alike.
+            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
+            further = choices(self._nested.parts(), self._ranks) if levels else {}
+            if len(levels) > 1 or (further and policy.explores):
                 policy = with_levels(
-                    policy,
-                    [level.name for level in levels],
-                    by_time=chooses_by_time(when_too_large) and not repeatable,
+                    policy, [level.name for level in levels], by_time=by_time, choices=further
                 )
             return Phase(
                 name,
@@ -793,3 +799,16 @@ class Microbatcher:
             cost = cost_of_row(contents, num_rows)
             found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=contents))
         return found
+
+
+def _refuse_to_cut(modules: Iterable[nn.Module], size: Any, argument: str) -> None:
+    """Refuse a size for a model that says of itself that it compares all rows of a batch."""
+    if size is None:
+        return
+    for module in (each for root in modules for each in root.modules()):
+        if getattr(module, "compares_rows", False) is True:
+            raise ValueError(
+                f"{argument}={size!r}, and {type(module).__name__} compares all rows of a batch, "
+                f"which has to stay whole: give {argument}=None; its encoders have sizes of their "
+                "own, and run in slices"
+            )

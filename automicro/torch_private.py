@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,7 @@ __all__ = [
     "sparse_parts",
     "tell_no_more",
     "tell_of_shortage",
+    "uncompiled",
     "unmark",
     "version_of",
     "versions_of",
@@ -86,6 +87,8 @@ __all__ = [
     "without_global_step_hooks",
     "without_modes",
 ]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Attention by one kernel, and with the whole matrix of scores.
 _ATEN = torch.ops.aten
@@ -620,6 +623,31 @@ def compiler_is_loaded() -> bool:
     True
     """
     return "torch._dynamo.eval_frame" in sys.modules
+
+
+def uncompiled(reason: str) -> Callable[[_F], _F]:
+    """Let the compiler, should it be used around a function, skip it with all that it calls.
+
+    Not what that calls and was compiled by itself. Unlike ``torch.compiler.disable`` it loads no
+    compiler, which takes seconds.
+
+    Args:
+        reason: said where nothing may be skipped.
+
+    >>> uncompiled("an example")(lambda: 1)()
+    1
+    """
+
+    def mark(function: _F) -> _F:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        marked: Any = function
+        frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+        marked._torchdynamo_disable = True
+        marked._torchdynamo_disable_msg = reason
+        return function
+
+    return mark
 
 
 def compiler_is_used() -> bool:

@@ -40,6 +40,7 @@ __all__ = [
     "group_of",
     "groups_of_shards",
     "has_many_groups",
+    "has_reduction_hook",
     "holds_back",
     "holds_two_types",
     "is_fsdp_module",
@@ -368,15 +369,19 @@ def withholds_gradients(module: "FSDPModule") -> bool:
     return any(not (each.reduce_grads and each.all_reduce_grads) for each in _groups(module))
 
 
-def can_hold_back(module: "FSDPModule") -> bool:
-    """Whether gradients may add up before they are reduced, with nothing that anybody notices.
+def has_reduction_hook(module: "FSDPModule") -> bool:
+    """Whether a hook of a user's expects each reduction (``set_all_reduce_hook``)."""
+    return any(group._all_reduce_hook is not None for group in _groups(module))
 
-    Not where they add up in a type that rounds more coarsely than that of the shards, nor where a
-    hook of a user's expects each reduction. With one rank to a shard nothing tells what is in one.
+
+def can_hold_back(module: "FSDPModule") -> bool:
+    """Whether gradients may add up before they are reduced, as well as afterwards.
+
+    Not where they add up in a type that rounds more coarsely than that of the shards. With one rank
+    to a shard nothing tells what is in one.
     """
     return all(
-        group._all_reduce_hook is None
-        and group._reduce_scatter_process_group.size() > 1
+        group._reduce_scatter_process_group.size() > 1
         and all(
             torch.finfo(_reduced_in(group, each)).eps <= torch.finfo(each.sharded_param.dtype).eps
             for each in group.fsdp_params

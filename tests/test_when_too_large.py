@@ -1,6 +1,7 @@
 """Where not even the smallest microbatch fits: levels, in training, up to the bit."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.dropout(self.narrow(torch.relu(self.wide(hidden))))
+        found: Tensor = hidden + self.dropout(self.narrow(torch.relu(self.wide(hidden))))
+        return found
 
 
 class Model(nn.Module):
@@ -154,3 +156,58 @@ def test_a_run_says_once_what_is_done() -> None:
     summary = trainer.fit()
     assert summary.level == "recompute"
     assert "recompute" in str(summary)
+
+
+class SlowToLaunch(Model):
+    """Each microbatch takes a while, however many rows it has."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            time.sleep(0.02)
+        return super().forward(hidden)
+
+
+def level_found(steps: int = 60, **options: Any) -> tuple[list[Any], list[str]]:
+    """Steps within what two rows need, and what was told until a level was chosen."""
+    torch.manual_seed(1)
+    batch = torch.randn(16, 64, WIDTH), torch.randint(2, (16,))
+
+    def microbatcher(limit: Any, **more: Any) -> Microbatcher:
+        return Microbatcher(
+            SlowToLaunch(), loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **more
+        )
+
+    two = microbatcher("1GiB").backward((batch[0][:2], batch[1][:2]))
+    assert two.peak_bytes is not None
+    job = microbatcher(int(1.2 * two.peak_bytes) + batch[0].nbytes, **options)
+    results, told = [], []
+    for _ in range(steps):
+        results.append(job.backward(batch))
+        exploration = results[-1].exploration
+        if exploration is not None and exploration.is_news:
+            told.append(str(exploration))
+            if exploration.ended is not None:
+                break
+    results.append(job.backward(batch))
+    return results, told
+
+
+def test_auto_takes_the_level_whose_larger_microbatches_are_faster() -> None:
+    results, told = level_found(when_too_large="auto")
+    plain = max(each.microbatch_size for each in results if each.level == "plain")
+    assert results[-1].level != "plain"
+    assert results[-1].microbatch_size > plain
+    assert f" rows, {results[-1].level}, " in told[-1]
+    assert told[-1].startswith("explored for ")
+
+
+def test_explore_finds_a_size_and_a_level() -> None:
+    results, told = level_found(when_too_large="recompute", microbatch_size="explore")
+    assert results[-1].level == "recompute"
+    assert ", recompute, " in told[-1]
+
+
+def test_where_runs_are_to_be_repeatable_no_clock_decides() -> None:
+    results, told = level_found(8, when_too_large="auto", repeatable=True)
+    assert {result.level for result in results} == {"plain"}
+    assert not told

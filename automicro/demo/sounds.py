@@ -196,15 +196,8 @@ def update_letter_errors(metric: "LetterErrorRate", outputs: Any, batch: Any) ->
     )
 
 
-class LetterErrorRate(Metric):
-    """Letters to insert, remove or replace, for each letter that is right.
-
-    >>> metric = LetterErrorRate()
-    >>> logits = F.one_hot(torch.tensor([[1, 1, 0, 2, 0]]), 9).float()
-    >>> metric.update(logits, torch.tensor([5]), torch.tensor([[1, 3]]), torch.tensor([2]))
-    >>> metric.compute()
-    tensor(0.5000)
-    """
+class LetterErrors(Metric):
+    """Counts letters to insert, remove or replace, for each letter that is right."""
 
     higher_is_better = False
     is_differentiable = False
@@ -217,6 +210,26 @@ class LetterErrorRate(Metric):
         super().__init__(**kwargs)
         self.add_state("errors", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("letters", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def count(self, read: Sequence[int], right: Sequence[int]) -> None:
+        """Count one row."""
+        self.errors += edit_distance(read, right)
+        self.letters += len(right)
+
+    def compute(self) -> Tensor:
+        """Errors for each letter."""
+        return self.errors / self.letters
+
+
+class LetterErrorRate(LetterErrors):
+    """Letters to insert, remove or replace, for each letter that is right.
+
+    >>> metric = LetterErrorRate()
+    >>> logits = F.one_hot(torch.tensor([[1, 1, 0, 2, 0]]), 9).float()
+    >>> metric.update(logits, torch.tensor([5]), torch.tensor([[1, 3]]), torch.tensor([2]))
+    >>> metric.compute()
+    tensor(0.5000)
+    """
 
     def update(
         self, logits: Tensor, audio_lengths: Tensor, labels: Tensor, label_lengths: Tensor
@@ -234,12 +247,7 @@ class LetterErrorRate(Metric):
             best, audio_lengths.tolist(), labels.cpu(), label_lengths.tolist(), strict=True
         ):
             read = [each for each in row[:frames].unique_consecutive().tolist() if each != BLANK]
-            self.errors += edit_distance(read, right[:count].tolist())
-            self.letters += count
-
-    def compute(self) -> Tensor:
-        """Errors for each letter."""
-        return self.errors / self.letters
+            self.count(read, right[:count].tolist())
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Python's own documentation as text: rows of bytes in their natural lengths, and bits per byte.
+"""Python's own documentation as text: rows of bytes, or of words by number, in natural lengths.
 
 The text is `pydoc_data.topics`, what ``help("for")`` shows. It comes with Python, so nothing is
 downloaded, and each version of Python has its own.
@@ -7,6 +7,7 @@ downloaded, and each version of Python has its own.
 import functools
 import math
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pydoc_data.topics import topics as TOPICS
@@ -28,6 +29,10 @@ IGNORED = -100
 FIRST_HELD_OUT, HELD_OUT_EVERY = 4, 8
 QUOTED_CHARACTERS = 40
 
+LARGE_VOCABULARY = 131_072  # of words: as large as those of today's language models
+_BEFORE_WORDS = 0  # the one number that is no word: it begins each row, and pads it
+
+_WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 _PARAGRAPH = re.compile(rb".+?(?:\n\s*\n|\Z)", re.DOTALL)
 # MPS has no float64.
 _SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64
@@ -77,6 +82,64 @@ def loader(
         collate_fn=_collate,
         generator=None if seed is None else torch.Generator().manual_seed(seed),
     )
+
+
+def word_loader(
+    split: str,
+    *,
+    batch_size: int,
+    max_length: int = 64,
+    vocabulary: int = LARGE_VOCABULARY,
+    seed: int | None = 0,
+    shuffle: bool | None = None,
+) -> "DataLoader[dict[str, Tensor]]":
+    """Return batches as `loader` does, of whole words in a vocabulary as large as you like.
+
+    Words, punctuation and empty space are tokens; numbers are spread over the vocabulary by a
+    checksum, so that no table has to be learned, and very few words share one.
+
+    Args:
+        split: ``"train"`` or ``"eval"``.
+        batch_size: rows of an optimization batch.
+        max_length: the most tokens of a row, the one before its words included.
+        vocabulary: numbers of tokens go from 0, which begins and pads rows, to one less.
+        seed: decides the order, as in `loader`.
+        shuffle: whether each epoch has an order of its own; True for ``"train"`` unless given.
+
+    Raises:
+        ValueError: an unknown split, a length without room for a word, or a vocabulary for none.
+
+    >>> batch = next(iter(word_loader("eval", batch_size=8, max_length=16)))
+    >>> batch["input_ids"].shape, int(batch["input_ids"].max()) > 65_536
+    (torch.Size([8, 16]), True)
+    """
+    if max_length < 2 or vocabulary < 2:
+        raise ValueError(
+            f"max_length={max_length} and vocabulary={vocabulary} leave no room for a word beside "
+            "the token before it: give at least 2 of both"
+        )
+    rows: Any = [
+        words[start : start + max_length - 1]
+        for paragraph in pieces(split, max_bytes=1 << 20)
+        for words in [numbers_of_words(paragraph.decode(), vocabulary)]
+        for start in range(0, len(words), max_length - 1)
+    ]
+    return DataLoader(
+        rows,
+        batch_size=batch_size,
+        shuffle=split == "train" if shuffle is None else shuffle,
+        collate_fn=functools.partial(_collate, boundary=_BEFORE_WORDS),
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+    )
+
+
+def numbers_of_words(text: str, vocabulary: int) -> list[int]:
+    """The numbers of a text's words, from 1 to one less than the vocabulary.
+
+    >>> numbers_of_words("for x in x", 131_072)
+    [98739, 5270, 94176, 5270]
+    """
+    return [1 + zlib.crc32(word.encode()) % (vocabulary - 1) for word in _WORD.findall(text)]
 
 
 def pieces(split: str, *, max_bytes: int) -> list[bytes]:
@@ -152,12 +215,12 @@ def _cut(paragraph: bytes, max_bytes: int) -> list[bytes]:
     return [*cut, paragraph]
 
 
-def _collate(rows: Sequence[bytes]) -> dict[str, Tensor]:
-    tokens = [torch.tensor([BOUNDARY, *row]) for row in rows]
+def _collate(rows: Sequence[Sequence[int]], boundary: int = BOUNDARY) -> dict[str, Tensor]:
+    tokens = [torch.tensor([boundary, *row]) for row in rows]
     lengths = torch.tensor([len(row) for row in tokens])
-    input_ids = pad_sequence(tokens, batch_first=True, padding_value=BOUNDARY)
+    input_ids = pad_sequence(tokens, batch_first=True, padding_value=boundary)
     attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-    labels = input_ids.masked_fill(input_ids == BOUNDARY, IGNORED)
+    labels = input_ids.masked_fill(input_ids == boundary, IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 

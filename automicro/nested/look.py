@@ -6,6 +6,7 @@ random numbers put back.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -366,14 +367,18 @@ def _with_fewer_targets(rows: Any, ends: Iterable[int]) -> Iterator[Any]:
             changed[0] = first.reshape(changed[0].shape)
         else:
             changed[-1] = value
-        yield map_tensors(rows, lambda leaf, changed=changed: changed if leaf is targets else leaf)
+        yield map_tensors(rows, functools.partial(_in_place_of, targets, changed))
+
+
+def _in_place_of(before: Tensor, after: Tensor, leaf: Tensor) -> Tensor:
+    return after if leaf is before else leaf
 
 
 def _ends(batch: Any) -> frozenset[int]:
     """The last targets of rows, a few of them: padding lies there."""
     targets = targets_of(batch)
     last = targets.flatten(1)[:, -1] if targets.dim() > 1 else targets
-    values: list[int] = last.unique()[:_MOST_ENDS].tolist()
+    values: list[int] = torch.unique(last)[:_MOST_ENDS].tolist()
     return frozenset(values)
 
 

@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ TAIL = "tail"
 # How far apart the loss of a language model may be with its tail in one piece and apart.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
+_LARGEST = 1000.0  # in the place of logits, when a look is taken at what is done to them
 
 
 class NestedSizes:
@@ -167,7 +168,7 @@ class LanguageTail:
 
     In training, where labels are given, the head hands the hidden states on to the loss function,
     which applies the head to one slice after the other. Logits of the whole microbatch are never
-    there, so outputs are without them. Evaluation goes as ever.
+    there: in outputs stands a `MissingLogits` for them. Evaluation goes as ever.
 
     Args:
         model: of transformers'.
@@ -189,6 +190,8 @@ class LanguageTail:
         self.splits: dict[str, NestedSplit] = {}
         self._earlier: Any = None
         self._forward: Callable[..., Any] = model.forward
+        get_head: Any = getattr(model, "get_output_embeddings", None)
+        self._split(is_sum=False, head=get_head())
 
     @classmethod
     def of(cls, model: nn.Module, options: Mapping[str, Any]) -> "LanguageTail":
@@ -225,14 +228,37 @@ class LanguageTail:
             self._is_checked = True
         return _without_logits(self._apart(args, kwargs))
 
-    def _apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _apart(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        between: "_Between | None" = None,
+    ) -> Any:
         model: Any = self._model
         head = model.get_output_embeddings()
         compute_loss = model.loss_function
         had_own = "_loss_function" in vars(model)
         earlier = head.__dict__.get("forward")
-        head.forward = _hand_on
-        model.loss_function = functools.partial(self._loss, head, earlier, compute_loss)
+        handed: list[torch.dtype] = []
+
+        def hand_on(hidden: Tensor) -> Tensor:
+            handed.append(hidden.dtype)
+            return hidden if between is None else between.probe(hidden)
+
+        def loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if between is not None:
+                return between.take(logits)
+            bound = inspect.signature(compute_loss).bind_partial(None, *args, **kwargs)
+            given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+            given = {name: given[name] for name in list(given)[1:] if name != "kwargs"}
+            _put_back(head, earlier)
+            try:
+                return self._loss(head, compute_loss, logits, handed[-1], given)
+            finally:
+                head.forward = hand_on
+
+        head.forward = hand_on
+        model.loss_function = loss
         try:
             return self._forward(*args, **kwargs)
         finally:
@@ -245,32 +271,34 @@ class LanguageTail:
     def _loss(
         self,
         head: nn.Module,
-        earlier: Any,
         compute_loss: Callable[..., Tensor],
-        logits: Tensor,
-        labels: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        given: dict[str, Any],
     ) -> Tensor:
-        """The loss, where the hidden states come in the place of logits."""
-        handing_on = head.__dict__["forward"]
-        _put_back(head, earlier)
-        try:
-            is_sum = kwargs.get("num_items_in_batch") is not None
-            shifts = "shift_labels" in inspect.signature(compute_loss).parameters
-            if shifts and kwargs.get("shift_labels") is None:
-                padded = F.pad(labels, (0, 1), value=kwargs.get("ignore_index", IGNORED))
-                kwargs["shift_labels"] = padded[..., 1:].contiguous()
-            targets = kwargs.pop("shift_labels") if shifts else labels
+        """The loss of hidden states, which came in the place of logits.
 
-            def tail(hidden: Tensor, targets: Tensor) -> Tensor:
-                given = {"labels": None, "shift_labels": targets} if shifts else {"labels": targets}
-                return compute_loss(head(hidden), *args, **given, **kwargs)
+        Args:
+            head: that gives logits.
+            compute_loss: of logits.
+            hidden: states.
+            dtype: that the head was given.
+            given: further arguments of the loss, by name.
+        """
+        labels = given.pop("labels", None)
+        is_sum = given.get("num_items_in_batch") is not None
+        shifts = "shift_labels" in inspect.signature(compute_loss).parameters
+        if shifts and given.get("shift_labels") is None:
+            padded = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))
+            given["shift_labels"] = padded[..., 1:].contiguous()
+        targets = given.pop("shift_labels") if shifts else labels
 
-            part = self._split(is_sum=is_sum, head=head).of(tail)
-            return cast(Tensor, part(logits, targets.to(logits.device)))
-        finally:
-            head.forward = handing_on
+        def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+            each = {"labels": None, "shift_labels": targets} if shifts else {"labels": targets}
+            return compute_loss(head(hidden.to(dtype)), **each, **given)
+
+        part = self._split(is_sum=is_sum, head=head).of(tail)
+        return cast(Tensor, part(hidden, targets.to(hidden.device)))
 
     def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
         name = f"{TAIL} (sum)" if is_sum else TAIL
@@ -292,21 +320,70 @@ class LanguageTail:
         kwargs = batch.pop("kwargs", {})
         batch |= kwargs
         rows = layout.take_rows(batch, list(range(min(2, layout.num_rows(batch)))))
+        between = _Between()
         with extra_pass(), torch.no_grad(), evaluation_mode([self._model]):
-            given = map_tensors(rows, torch.clone)
-            whole = self._forward(**given)
-            apart = self._apart((), map_tensors(rows, torch.clone))
-        one, other = (
-            found["loss"] if isinstance(found, Mapping) else found[0] for found in (whole, apart)
-        )
-        error = abs(float(one) - float(other))
-        if not error <= _TOLERANCES.get(one.dtype, _COARSE) * abs(float(one)):
-            raise UnsplittableModelError(
-                f"{type(self._model).__name__} does something to its logits between its head and "
-                f"its loss (two rows: {float(one):.6g}, by its tail alone {float(other):.6g}); "
-                "write head and loss as one function of hidden states and targets, and give it a "
-                "size with automicro.split"
+            self._apart((), map_tensors(rows, torch.clone), between)
+            changed = between.changed(self._model.get_output_embeddings())  # type: ignore[operator]
+            if changed is None:
+                whole = self._forward(**map_tensors(rows, torch.clone))
+                apart = self._apart((), map_tensors(rows, torch.clone))
+        if changed is None:
+            one, other = (
+                found["loss"] if isinstance(found, Mapping) else found[0]
+                for found in (whole, apart)
             )
+            error = abs(float(one) - float(other))
+            if error <= _TOLERANCES.get(one.dtype, _COARSE) * abs(float(one)):
+                return
+            changed = f"two rows: {float(one):.6g}, by its tail alone {float(other):.6g}"
+        raise UnsplittableModelError(
+            f"{type(self._model).__name__} does something to its logits between its head and its "
+            f"loss ({changed}); write head and loss as one function of hidden states and targets, "
+            "and give it a size with automicro.split"
+        )
+
+
+class _Between:
+    """What a language model does to its logits between its head and its loss.
+
+    What it does to small ones may be too little to be seen in a loss (a soft cap does next to
+    nothing), and grow with the model. So large numbers go there in the place of logits.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[Tensor] = []
+        self._found: list[Tensor] = []
+
+    def probe(self, hidden: Tensor) -> Tensor:
+        """Numbers of both signs, no two alike as far as their type tells them apart."""
+        numbers = torch.linspace(-_LARGEST, _LARGEST, hidden.numel(), dtype=torch.float64)
+        given = numbers.reshape(hidden.shape).to(hidden.device, hidden.dtype)
+        self._given.append(given)
+        return given.clone()
+
+    def take(self, logits: Tensor) -> Tensor:
+        """What arrived, and a loss for the rest of the forward."""
+        self._found.append(logits.clone())
+        return logits.sum() * 0
+
+    def changed(self, head: nn.Module) -> str | None:
+        """What happened to them, in words; None for nothing.
+
+        A factor is nothing as well: it may come before the head as behind it.
+        """
+        if len(self._given) != 1 or len(self._found) != 1:
+            return f"{len(self._given)} calls of its head, {len(self._found)} of its loss function"
+        (given,), (found,) = self._given, self._found
+        if given.shape != found.shape:
+            return f"shapes {tuple(given.shape)} and {tuple(found.shape)}"
+        exact = max(torch.finfo(each.dtype).eps for each in (given, found)) * 4
+        given, found = given.double(), found.double()
+        factor = float(found.reshape(-1)[-1]) / _LARGEST
+        if not torch.allclose(found, given * factor, rtol=exact, atol=exact * abs(factor)):
+            return "other values"
+        if abs(factor - 1) > exact and getattr(head, "bias", None) is not None:
+            return f"times {factor:.6g}, with a bias in its head"
+        return None
 
 
 class _TailForward:
@@ -317,10 +394,6 @@ class _TailForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tail.run(args, kwargs)
-
-
-def _hand_on(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def _nothing(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -334,8 +407,35 @@ def _put_back(module: Any, forward: Any) -> None:
         module.forward = forward
 
 
+class MissingLogitsError(UnsplittableModelError, AttributeError):
+    """Whoever asks for an attribute of logits that are not there gets this."""
+
+
+class MissingLogits:
+    """Stands in the place of logits that are never there as a whole."""
+
+    def __repr__(self) -> str:
+        return "MissingLogits()"
+
+    @classmethod
+    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
+        raise MissingLogitsError(
+            "the logits of a training forward are not there as a whole, for the tail of the model "
+            f"has a size of its own (nested={{{TAIL!r}: …}}); compute what needs them in "
+            "evaluation, where they are, or leave that size out"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        cls._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __matmul__ = _refuse
+
+
 def _without_logits(output: Any) -> Any:
     if isinstance(output, Mapping):
-        kept = {name: value for name, value in output.items() if name != "logits"}
-        return type(output)(**kept)
-    return (output[0], *output[2:])
+        return type(output)(**{**output, "logits": MissingLogits()})
+    return (output[0], MissingLogits(), *output[2:])

@@ -423,9 +423,7 @@ def with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
 def _marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
     leaves = {path: leaf.detach().requires_grad_() for path, leaf in _at(batch, paths).items()}
-    # The part may write into what it is given, as it may into any output of the layer before.
-    seen = {path: leaf.view_as(leaf) for path, leaf in leaves.items()}
-    return with_inputs(batch, seen), list(leaves.values())
+    return with_inputs(batch, leaves), list(leaves.values())
 
 
 def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:

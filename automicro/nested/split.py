@@ -29,7 +29,7 @@ from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import Reach, captured_modules
 from automicro.sharding import is_sharded
-from automicro.torch_private import compiler_is_loaded, parameter_table
+from automicro.torch_private import parameter_table, uncompiled
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import leaves_of
 from automicro.transaction.rng import RandomState, devices_of
@@ -183,6 +183,7 @@ class NestedSplit:
         self._in_backward = False
         self.has_shrunk = False
         self.name = getattr(part, "__name__", type(part).__name__)
+        self.finer = 1  # into how many each slice that fits is cut, for the sake of time
         self.sizes: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,6 +196,11 @@ class NestedSplit:
     def part(self) -> Callable[..., Any]:
         """As given."""
         return self._part
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its sizes may change."""
+        return self._policy.adapts
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -472,7 +478,7 @@ class _Sizer:
         self._before: dict[str, Any] | None = None
 
     def begin(self) -> int:
-        return self._policy.propose(self.num_rows, self._cost)
+        return -(-self._policy.propose(self.num_rows, self._cost) // self._nested.finer)
 
     def smaller(self, size: int) -> int | None:
         if not self._policy.adapts:
@@ -610,25 +616,15 @@ class _Forward:
     Whoever compiles what is around it compiles around it. What is inside may be compiled.
     """
 
-    _torchdynamo_disable = True
-    _torchdynamo_disable_msg = (
+    def __init__(self, nested: NestedSplit) -> None:
+        self.nested = nested
+
+    @uncompiled(
         "a part with a size of its own (automicro.split) is cut while it runs; compile without "
         "fullgraph=True, or compile the parts of the model around it"
     )
-
-    def __init__(self, nested: NestedSplit) -> None:
-        self.nested = nested
-        self._uncompiled: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"nested": self.nested, "_uncompiled": None}
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not compiler_is_loaded():
-            return self.nested._run(args, kwargs)
-        if self._uncompiled is None:
-            self._uncompiled = torch.compiler.disable(self.nested._run)
-        return self._uncompiled(args, kwargs)
+        return self.nested._run(args, kwargs)
 
 
 def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:

@@ -95,7 +95,10 @@ class Exploration:
     def __str__(self) -> str:
         rows = f"{self.microbatch_size} {'row' if self.microbatch_size == 1 else 'rows'}"
         parts = [rows, *([] if self.level is None else [self.level])]
-        parts += [f"{name} {value}" for name, value in self.settings.items()]
+        parts += [
+            f"{name} {value if isinstance(value, str) else f'{value:g}'}"
+            for name, value in self.settings.items()
+        ]
         parts += [f"{self.speedup:.2f}x base", f"confidence {self.confidence}"]
         text = ", ".join(parts)
         if self.ended is None:

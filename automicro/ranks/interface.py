@@ -186,6 +186,12 @@ class Ranks(Protocol):
     def communication_share(self) -> float:
         """Of a device's memory, what sizes that are predicted leave to communication."""
 
+    sync: Sync
+    """How late gradients are to be reduced, where wrappers and memory allow it."""
+
+    synced: Sync
+    """How late the gradients of the last attempt were reduced."""
+
     whole_fits_below: dict[int, int]
     """By level, the smallest size at which gradients of whole parameters did not fit."""
 
@@ -289,9 +295,11 @@ class OneRank:
     communicates_in_forward = False
     communication_share = 0.0
     told: Sequence[float] = ()
+    synced = Sync.EACH
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
+        self.sync = Sync.EACH
         self.whole_fits_below: dict[int, int] = {}
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:

@@ -19,7 +19,7 @@ from automicro.memory.meter import Meter
 from automicro.modules import ModuleIndex
 from automicro.nested.split import NestedSplit
 from automicro.policy.policy import Policy
-from automicro.ranks.interface import OneRank, Ranks, announcing_failure
+from automicro.ranks.interface import OneRank, Ranks, Sync, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize, RunKey
@@ -39,6 +39,20 @@ logger = logging.getLogger(__name__)
 
 # Batches of varying length have a size each: what is remembered of them changes by this share.
 CHANGE = 0.05
+
+
+# What a policy may choose beside size and level, by the names that people read.
+SYNC, FINER = "sync", "parts finer by"
+
+
+def choices(nested: Iterable[NestedSplit], ranks: Ranks) -> dict[str, Sequence[float | str]]:
+    """What there is to choose for the sake of time, the least memory first."""
+    found: dict[str, Sequence[float | str]] = {}
+    if ranks.sync is Sync.LAST:
+        found[SYNC] = ("each", "last")
+    if any(each.adapts for each in nested):
+        found[FINER] = (16.0, 4.0, 1.0)
+    return found
 
 
 class Recollection:
@@ -414,6 +428,15 @@ class Phase:
     def random_state(self) -> RandomState:
         """Every generator that a step may draw from."""
         return RandomState(self._shared.devices, self.reach.generators)
+
+    def arrange(self, settings: Mapping[str, float | str]) -> None:
+        """Let the next attempt run as a policy says beside size and level; see `choices`."""
+        if SYNC in settings:
+            is_last = settings[SYNC] == "last"
+            self.ranks.sync = Sync.LAST if is_last else Sync.REPLICAS_LAST
+        if FINER in settings:
+            for nested in self._shared.nested():
+                nested.finer = int(settings[FINER])
 
     def applying(self, level: int) -> contextlib.AbstractContextManager[None]:
         """Around what computes the microbatches of an attempt."""

@@ -184,6 +184,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     policy, rule, ranks = step.policy, phase.rule, phase.ranks
     recalled_size = phase.begin(step)
     learned: dict[str, Any] | None = None
+    whole_fits_below = dict(ranks.whole_fits_below)
     last_size = phase.size
     tried: list[int] = []
     attempts = 0
@@ -220,7 +221,9 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             finally:
                 failure = None  # it holds this frame: a cycle
                 assert learned is not None
-                policy.load_state_dict(learned)  # an impossible batch teaches nothing about others
+                # An impossible batch teaches nothing about others.
+                policy.load_state_dict(learned)
+                ranks.whole_fits_below = whole_fits_below
         if failure is not None:
             logger.log(
                 logging.WARNING if ranks.rank == 0 else logging.DEBUG,
@@ -298,10 +301,13 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
 def _plan(step: Step, phase: Phase) -> Plan:
     ranks, rule, spare = phase.ranks, phase.rule, phase.spare
     if ranks.is_alone:
-        return plan_alone(step, rule)
+        plan = plan_alone(step, rule)
+        phase.arrange(plan.settings)
+        return plan
     with announcing_failure(ranks):
         lacks_rows = spare is not None and spare.is_lacking
         proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
+        phase.arrange(step.policy.settings)
     agreement = ranks.agree(proposal)
     if agreement.max_extent == 0:
         return nothing_to_run(stops=agreement.stops)

@@ -23,8 +23,10 @@ from automicro.demo.topics import (
     VOCABULARY,
     BitsPerByte,
     loader,
+    numbers_of_words,
     pieces,
     topics_of,
+    word_loader,
 )
 from automicro.trainer.optimizer import group_parameters
 
@@ -131,6 +133,49 @@ def test_wrong_arguments_are_refused_with_their_remedy() -> None:
         loader("eval", batch_size=8, max_length=1)
     with pytest.raises(ValueError, match="max_bytes=0 leaves no room for a byte: give at least 1"):
         pieces("eval", max_bytes=0)
+
+
+# The same text by words
+
+
+def test_every_word_is_in_exactly_one_row_of_a_pass() -> None:
+    seen = Counter(
+        number
+        for batch in word_loader("eval", batch_size=500, max_length=9)
+        for row in batch["labels"]
+        for number in row[row != IGNORED].tolist()
+    )
+    paragraphs = pieces("eval", max_bytes=10**6)
+    wanted = [number for each in paragraphs for number in numbers_of_words(each.decode(), 131_072)]
+    assert seen == Counter(wanted)
+
+
+def test_numbers_of_words_are_spread_over_the_vocabulary_and_seldom_shared() -> None:
+    words = sorted({word for name in SPLITS for text in texts(name) for word in text.split()})
+    whole = [word for word in words if word.isalpha()]
+    numbers = [number for word in whole for number in numbers_of_words(word, 131_072)]
+    quarters = Counter(number * 4 // 131_072 for number in numbers)
+    assert min(quarters.values()) > 0.85 * max(quarters.values())
+    assert len(set(numbers)) > 0.95 * len(whole) > 1000
+    assert min(numbers) >= 1
+    assert max(numbers) < 131_072
+
+
+def test_a_row_of_words_begins_with_zero_and_is_padded_with_it() -> None:
+    batch = next(iter(word_loader("train", batch_size=32, max_length=16)))
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    assert ids.shape == mask.shape == labels.shape == (32, 16)
+    assert (ids[:, 0] == 0).all()
+    assert (labels[:, 0] == IGNORED).all()
+    assert torch.equal(labels[:, 1:] != IGNORED, mask[:, 1:].bool())
+    assert torch.equal(ids[:, 1:].bool(), mask[:, 1:].bool())
+
+
+def test_no_room_for_a_word_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_length=1 .* leave no room for a word"):
+        word_loader("eval", batch_size=8, max_length=1)
+    with pytest.raises(ValueError, match=r"vocabulary=1 leave no room for a word"):
+        word_loader("eval", batch_size=8, vocabulary=1)
 
 
 # The metric

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import automicro.ranks.guards.fsdp
 from automicro import Microbatcher
+from automicro.errors import SampleTooLargeError
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from tests.ranks.faulty_models import Fault, Faults, build
@@ -208,11 +209,12 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
     """How far whole gradients are from those of a model without a wrapper."""
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     found = [(whole(one.grad), other.grad) for one, other in pairs]
-    return max(
-        float((torch.zeros_like(other) if one is None else one).sub(other).abs().max())
+    errors = [
+        (torch.zeros_like(other) if one is None else one).sub(other).abs().max()
         for one, other in found
         if other is not None
-    )
+    ]
+    return float(torch.stack(errors).max())  # NaN where one is
 
 
 def whole(gradient: Tensor | None) -> Tensor | None:
@@ -319,6 +321,43 @@ def test_what_counts_for_nothing_adds_nothing_to_whole_gradients(
                 assert (one - other).abs().max() <= 1e-12
 
 
+def masked_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Without any target it is NaN, and so is each gradient."""
+    counts = targets >= 0
+    return ((outputs[:, 0] - targets).square() * counts).sum() / counts.sum()
+
+
+def train_beside_nothing(empty: int) -> float:
+    """How far a step is from one process, where one microbatch of the last rank has no target."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(empty)
+    x = torch.randn(6 * world, 4, generator=generator, dtype=torch.float64)
+    y = torch.rand(6 * world, generator=generator, dtype=torch.float64)
+    y[6 * (world - 1) + 2 * empty :][:2] = -1
+    model, plain = Choosing(), Choosing()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    x[:, 0] = x[:, 0].abs()  # all of them use the second layer
+    masked_mean(plain(x), y).backward()
+    step = Microbatcher(
+        model,
+        loss_fn=masked_mean,
+        loss_average=lambda batch: int((batch[1] >= 0).sum()),
+        microbatch_size=2,
+        probe=False,
+        sync="auto",
+    )
+    step.backward((x[6 * rank :][:6], y[6 * rank :][:6]))
+    assert step.ranks.synced is Sync.LAST
+    return difference(model, plain)
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_nothing_that_is_nan_gets_into_whole_gradients(world2: World, empty: int) -> None:
+    for error in world2.run(train_beside_nothing, empty):
+        assert error <= 1e-12
+
+
 def test_earlier_gradients_are_added_to_whole_ones(world2: World) -> None:
     expected = train_on_words(None, "tokens", [13], 1, True)
     for found in world2.run(train_on_words, "fsdp", "tokens", [9, 4], 3, True, sync="auto"):
@@ -372,3 +411,28 @@ def test_whole_gradients_are_held_where_memory_allows_it_and_else_not(world2: Wo
 def test_an_unknown_sync_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sync='late' is not known"):
         Microbatcher(nn.Linear(2, 2), loss_fn=mean_square, sync="late")
+
+
+def after_an_impossible_batch() -> Sync:
+    """How late a batch is reduced after one of which no row fitted."""
+    model: Any = Choosing()
+    fully_shard(model)
+    impossible = torch.zeros(())
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        if impossible or len(outputs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return mean_square(outputs, targets)
+
+    step = Microbatcher(model, loss_fn=loss_fn, loss_average="samples", probe=False, sync="auto")
+    x, y = choosing_batch(range(1))
+    impossible.fill_(1)
+    with pytest.raises(SampleTooLargeError):
+        step.backward((x, y))
+    impossible.fill_(0)
+    step.backward((x, y))
+    return step.ranks.synced
+
+
+def test_an_impossible_batch_says_nothing_of_whole_gradients(world2: World) -> None:
+    assert world2.run(after_an_impossible_batch) == [Sync.LAST] * 2

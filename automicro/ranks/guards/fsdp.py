@@ -24,6 +24,7 @@ from automicro.torch_private_distributed import (
     drop_unsharded,
     groups_of_shards,
     has_many_groups,
+    has_reduction_hook,
     holds_back,
     holds_two_types,
     replicas_average,
@@ -171,7 +172,8 @@ class FsdpGuard:
         self._gather_groups: dict[int, dist.ProcessGroup] = {}
         self._key: _Key = (True, True, True, Sync.EACH)
         self._num_microbatches = 0
-        self._sync = Sync.EACH
+        self._sync = self._held = Sync.EACH
+        self._can_hold_back = False
         self._is_uneven = False  # one microbatch has gradients that another has not
         self._index = 0
         self._votes_here = True
@@ -188,7 +190,8 @@ class FsdpGuard:
 
     @property
     def latest(self) -> Sync:
-        waits = not self._is_uneven and all(map(can_hold_back, self._modules))
+        waits = self._can_hold_back and not self._is_uneven
+        waits = waits and not any(map(has_reduction_hook, self._modules))
         return Sync.LAST if waits else Sync.EACH
 
     def uses(self) -> list[Use]:
@@ -245,6 +248,7 @@ class FsdpGuard:
     def prepare(self) -> None:
         if not self._has_looked:
             watch_for_strangers(self._votes)
+            self._can_hold_back = all(map(can_hold_back, self._modules))
             self._has_looked = True
 
     def meet(self, *, training: bool) -> None:
@@ -273,16 +277,13 @@ class FsdpGuard:
             self._is_uneven |= any(map(holds_two_types, self._modules))
             self._require_even()
         hooks = self._zero_whole_gradients() if weightless and holds_whole else []
-        if not self._reduces_all:
-            self._hold_back(self._sync)
+        self._hold_back(Sync.EACH if self._reduces_all else self._sync)
         try:
             yield
         finally:
             self._is_weightless = False
             for hook in hooks:
                 hook.remove()
-            if not self._reduces_all:
-                self._hold_back(Sync.EACH)
         if weightless and holds_whole and not self._reduces_all:
             for where in set(range(len(self._modules))) - self._zeroed:
                 clear_whole_gradients(self._modules[where])
@@ -306,6 +307,10 @@ class FsdpGuard:
         return self._sync is Sync.EACH or self._index == self._num_microbatches - 1
 
     def _hold_back(self, sync: Sync) -> None:
+        """Let modules hold gradients back from now on, until `recover` or the last microbatch."""
+        if sync is self._held:
+            return
+        self._held = sync
         for module in self._modules:
             module.set_requires_gradient_sync(sync is not Sync.LAST, recurse=False)
             module.set_requires_all_reduce(sync is Sync.EACH, recurse=False)
@@ -366,6 +371,7 @@ class FsdpGuard:
 
     def recover(self) -> None:
         self._is_open = False
+        self._hold_back(Sync.EACH)
         self._reset()
 
     def before(
@@ -384,16 +390,17 @@ class FsdpGuard:
         Raises:
             PeerStoppedError: a peer will not come to it.
             StrayedError: it is another than was known.
+            HeldBackError: it is of other parameters than what was held back.
         """
         if not self._is_open:
             if self._votes.is_in_attempt:
                 refuse_stranger(self._roots[0])  # type: ignore[arg-type]
             return
-        if reduction is not None and self._adds_up_shards(reduction):
-            # Torch adds them up by their place alone, whichever parameters they are of.
-            self._is_uneven |= step.numel != whole_numel(self._modules[step.where])
-            self._require_even()
         if self._votes_here:
+            if reduction is not None and self._adds_up_shards(reduction):
+                # Torch adds them up by their place alone, whichever parameters they are of.
+                self._is_uneven |= step.numel != whole_numel(self._modules[step.where])
+                self._require_even()
             self._votes.cast(self._describe(step), remedy=_SHARD_WHAT_IS_USED)
             if reduction is None:
                 # Played, a module gathers over its own group, not over that after forward.

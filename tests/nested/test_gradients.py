@@ -1,0 +1,423 @@
+"""A part with a size of its own gives what it gives in one piece, and the same gradients."""
+
+import copy
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import NestedSplit, split
+from automicro.errors import BatchNormWarning, LossAverageError, UnsplittableModelError
+from tests.nested.parts_in_slices import (
+    BY_TOKENS,
+    CASES,
+    ROWS,
+    Mlp,
+    MlpTail,
+    by_hand,
+    floats,
+    gradients,
+    made,
+    same,
+    twin,
+)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, ROWS, None, "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_slices_give_what_the_whole_gives(name: str, size: Any, ragged: bool) -> None:
+    part, given = made(name, ragged=ragged)
+    wanted = gradients(part, part, given)
+    nested = split(part, microbatch_size=size)
+    for _ in range(2):
+        same(gradients(part, part, given), wanted)
+    assert sum(nested.sizes) == ROWS
+    assert max(nested.sizes) == (size if isinstance(size, int) else ROWS)
+
+
+@pytest.mark.parametrize("size", [1, 5, None])
+@pytest.mark.parametrize("name", BY_TOKENS)
+def test_slices_of_tokens_give_what_the_whole_gives(name: str, size: Any) -> None:
+    part, given = made(name)
+    if name == "mlp":
+        given = (floats(ROWS, 4, 6),)
+    wanted = gradients(part, part, given)
+    nested = split(part, microbatch_size=size, microbatch_unit="tokens")
+    same(gradients(part, part, given), wanted)
+    assert sum(nested.sizes) == ROWS * 4
+    one = [each[:1, :1].detach() for each in given]
+    nested.remove()
+    whole = part(*(each.flatten(0, 1) for each in one)).reshape(-1)
+    split(part, microbatch_unit="tokens")
+    torch.testing.assert_close(part(*one).reshape(-1), whole)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_draws_what_the_same_slices_by_hand_draw(name: str, size: int) -> None:
+    part, given = made(name, p=0.5)
+    other = twin(part)
+    split(
+        part,
+        microbatch_size=size,
+        loss_average="samples" if "joint" in name else "tokens" if "tail" in name else "auto",
+    )
+    part(*given)  # looked at
+    torch.manual_seed(5)
+    found = gradients(part, part, given)
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    sizes = {1: [1] * ROWS, 3: [3, 2, 2]}[size]
+    same(found, gradients(lambda *each: by_hand(other, each, sizes), other, given))
+    assert torch.equal(drawn, torch.rand(1))  # the backward drew nothing for others
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp tail"])
+def test_gradients_are_added_to_those_that_are_there_and_hooks_run_once(name: str) -> None:
+    part, given = made(name)
+    split(part, microbatch_size=2)
+    _, [of_input, *of_parameters] = gradients(part, part, given)
+    seen: list[Tensor] = []
+    for each in part.parameters():
+        each.grad = torch.ones_like(each)
+        each.register_hook(lambda gradient: seen.append(gradient))
+    output = part(*given)
+    ((output if output.dim() == 0 else output.square().sum()) * 3).backward()
+    assert len(seen) == len(of_parameters)
+    for each, gradient in zip(part.parameters(), of_parameters, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(each.grad, gradient + 1)
+    assert of_input is not None
+
+
+def test_a_second_backward_and_a_second_derivative_are_refused_by_name() -> None:
+    part, given = made("mlp tail")
+    split(part, microbatch_size=2)
+    loss = part(*given)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call backward once"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(part(*given), given[0], create_graph=True)
+    middle, given = made("mlp")
+    split(middle, microbatch_size=2)
+    output = middle(*given).sum()
+    output.backward(retain_graph=True)
+    first = given[0].grad.clone()
+    output.backward()
+    torch.testing.assert_close(given[0].grad, 2 * first)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(middle(*given).sum(), given[0], create_graph=True)
+
+
+@dataclass
+class Both:
+    one: Tensor
+    other: Any
+
+
+class Structured(nn.Module):
+    """Takes and gives all kinds of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(
+        self, first: Tensor, *more: Tensor, pair: Both, scale: float = 1.0, **rest: Any
+    ) -> Any:
+        summed = self.layer(first) * scale + more[0] * pair.one + rest["named"]["x"]
+        return {
+            "both": Both(summed, None),
+            "parts": (pair.other[0], summed.argmax(1), [first]),
+            "name": "constant",
+        }
+
+
+def test_containers_defaults_and_none_go_in_and_out() -> None:
+    torch.manual_seed(0)
+    part = Structured().double()
+    x, y = floats(ROWS, 6), floats(ROWS, 6)
+
+    def run(*given: Tensor) -> Any:
+        x, y = given
+        return part(x, y * 1, pair=Both(y, (x * 2, None)), named={"x": x}, scale=2.0)
+
+    wanted = gradients(run, part, (x, y))
+    nested = split(part, microbatch_size=3)
+    found = gradients(run, part, (x, y))
+    same(found, wanted)
+    assert found[0]["name"] == "constant"
+    assert found[0]["both"].other is None
+    assert part.unused.weight.grad is None  # as where the part is not cut
+    assert nested.sizes == [3, 2, 2]
+
+
+def test_what_a_part_gives_and_does_not_need_a_gradient_has_none() -> None:
+    part, (hidden,) = made("mlp")
+    split(part, microbatch_size=2)
+    with torch.no_grad():
+        assert not part(hidden).requires_grad
+    with torch.inference_mode():
+        assert part(hidden.detach()).shape == (ROWS, 3)
+    assert part.eval()(hidden.detach()).grad_fn is not None
+    for each in part.parameters():
+        each.requires_grad_(False)
+    assert not part(hidden.detach()).requires_grad
+    part(hidden).sum().backward()
+    assert hidden.grad is not None
+    assert all(each.grad is None for each in part.parameters())
+
+
+def test_a_complex_output_keeps_its_gradient() -> None:
+    class Fourier(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.fft.fft(x)
+
+    part, x = Fourier(), floats(ROWS, 4)
+    part(x).abs().sum().backward()
+    wanted, x.grad = x.grad, None
+    split(part, microbatch_size=2)
+    part(x).abs().sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_a_part_that_is_called_several_times_and_one_inside_of_another() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6)).double()
+    x = floats(ROWS, 6)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([model(x), model(x[:3]), inner(x[:5]), model(x[:1])])
+
+    wanted = gradients(run, model, [x])
+    split(inner, microbatch_size=2)
+    split(model, microbatch_size=4)
+    same(gradients(run, model, [x]), wanted)
+
+
+def test_weights_that_are_computed_from_others() -> None:
+    torch.manual_seed(0)
+    part = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)),
+        nn.LSTM(6, 3, batch_first=True),
+    ).double()
+    x = floats(ROWS, 2, 6)
+
+    def run(x: Tensor) -> Any:
+        return part(x)[0]
+
+    class Outputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, x: Tensor) -> Any:
+            return run(x)
+
+    outer = Outputs()
+    wanted = gradients(outer, outer, [x])
+    split(outer, microbatch_size=2)
+    same(gradients(outer, outer, [x]), wanted)
+
+
+def test_copies_and_files_of_a_model_keep_the_sizes_of_parts() -> None:
+    model: Any = nn.Sequential(Mlp(0.0), nn.Linear(3, 2)).double()
+    names = list(model.state_dict())
+    split(model[0], microbatch_size=2)
+    assert list(model.state_dict()) == names
+    x = floats(ROWS, 6)
+    wanted = gradients(model, model, [x])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        assert other[0].forward.nested.part is other[0]
+        same(gradients(other, other, [x]), wanted, rtol=0, atol=0)
+        assert other[0].forward.nested.sizes == [2, 2, 2, 1]
+
+
+def test_a_forward_that_somebody_put_in_its_place_stays() -> None:
+    part, (x,) = made("mlp")
+    given = part.forward
+    part.forward = lambda hidden: given(hidden) * 2
+    mine = part.forward
+    wanted = gradients(part, part, [x])
+    nested = split(part, microbatch_size=2)
+    same(gradients(part, part, [x]), wanted)
+    nested.remove()
+    assert part.forward is mine
+
+
+def test_lazy_layers_get_their_shapes() -> None:
+    part = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    split(part, microbatch_size=2)
+    part(torch.randn(ROWS, 6)).sum().backward()
+    assert part[0].weight.shape == (4, 6)
+    assert part[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["mlp tail", "tied tail"])
+def test_a_batch_without_any_target_contributes_nothing(name: str) -> None:
+    part, given = made(name)
+    split(part, microbatch_size=2)
+    part(*given)
+    loss, found = gradients(part, part, (*given[:-1], torch.full_like(given[-1], -100)))
+    assert loss == 0
+    assert all(each is not None and not each.any() for each in found)
+
+
+def test_a_slice_without_target_adds_no_nan() -> None:
+    class Masked(Mlp):
+        def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+            losses = F.cross_entropy(self.layers(hidden), targets, reduction="none")
+            return losses.sum() / (targets != -100).sum()  # 0 / 0 where none counts
+
+    torch.manual_seed(0)
+    part = Masked(0.0).double()
+    given = floats(ROWS, 6), torch.tensor([1, 2, -100, -100, -100, 0, 1])
+    wanted = gradients(part, part, given)
+    split(part, microbatch_size=1)
+    same(gradients(part, part, given), wanted)
+
+
+def test_a_loss_that_is_not_finite_stays_so() -> None:
+    part, (hidden, targets) = made("mlp tail")
+    split(part, microbatch_size=2)
+    part(hidden, targets)
+    spoiled = hidden.detach().clone()
+    spoiled[0] = float("nan")
+    assert part(spoiled, targets).isnan()
+    fresh = MlpTail(0.0).double()
+    split(fresh, microbatch_size=2)
+    assert fresh(spoiled, targets).isnan()
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+def test_padding_that_the_loss_ignores_by_another_number_is_found_before_it_is_wrong(
+    pad: int,
+) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 11)
+
+        def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(hidden).transpose(1, 2), targets, ignore_index=pad)
+
+    part = Padded()
+    split(part, microbatch_size=2)
+    hidden, targets = torch.randn(ROWS, 5, 6), torch.randint(3, 11, (ROWS, 5))
+    padded = targets.clone()
+    padded[4:, 1:] = pad
+
+    def train() -> None:
+        for each in (targets, padded):
+            part(hidden, each)
+
+    with pytest.raises(LossAverageError, match="pass loss_average="):
+        train()
+
+
+def test_autocast_is_the_same_in_slices_and_when_they_are_computed_again() -> None:
+    for name in ("mlp", "mlp tail"):
+        part, doubles = made(name)
+        part = part.float()
+        given = [each.detach().float() if each.is_floating_point() else each for each in doubles]
+        other = twin(part)
+        split(part, microbatch_size=3)
+        leaf, leaf_again = (given[0].clone().requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = part(leaf, *given[1:])
+            # What autocast keeps of a weight is that of the same weight outside of the part.
+            beside = part.layers(given[0]).sum()
+            wanted = by_hand(other, [leaf_again, *given[1:]], [3, 2, 2])
+            beside_too = other.layers(given[0]).sum()
+        (found.float().sum() + beside).backward()
+        (wanted.float().sum() + beside_too).backward()
+        torch.testing.assert_close(leaf.grad, leaf_again.grad, rtol=1e-2, atol=1e-4)
+        for one, two in zip(part.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad, rtol=2e-2, atol=1e-2)
+
+
+def test_small_gradients_of_half_precision_do_not_vanish_before_they_are_scaled() -> None:
+    torch.manual_seed(0)
+    part = MlpTail(0.0).half()
+    given = torch.randn(ROWS, 6).half().requires_grad_(), torch.randint(3, (ROWS,))
+    scale = 2.0**14
+
+    def kept(each: nn.Module, factor: float) -> Tensor:
+        given[0].grad = None
+        (each(*given) * factor * 1e-6).backward()
+        assert given[0].grad is not None
+        return given[0].grad.double() / factor
+
+    wanted = kept(part, scale)
+    assert (kept(part, 1.0) == 0).any()  # so small are they
+    split(part, microbatch_size=2)
+    found = kept(part, scale)
+    assert (found == 0).sum() == (wanted == 0).sum()
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-8)
+
+
+def test_batchnorm_is_named_and_counts_a_slice_once() -> None:
+    part: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    split(part, microbatch_size=1)  # two rows, for BatchNorm needs them
+    with pytest.warns(BatchNormWarning, match="a part with a size of its own"):
+        output = part(torch.randn(ROWS, 6))
+    other = twin(part)
+    output.sum().backward()
+    assert part[1].num_batches_tracked == 3
+    assert torch.equal(part[1].running_mean, other[1].running_mean)
+    part.eval()(torch.randn(ROWS, 6))
+
+
+def test_what_slices_would_change_is_refused_by_name() -> None:
+    class Unknown:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    def refused(function: Any, match: str) -> None:
+        with pytest.raises(UnsplittableModelError, match=match):
+            NestedSplit(function, microbatch_size=2)(torch.randn(ROWS, 6))
+
+    refused(lambda x: Unknown(x), "gives no tensor but Unknown")
+    refused(lambda x: (x, len(x)), "another one for each slice")
+    refused(lambda x: (x, x.sum()), "a tensor of shape")
+    refused(lambda x: x.mul_(2), "writes into its input 'x'")
+    refused(lambda x: x.softmax(0), "other values in slices")
+
+
+def test_a_compiled_model_breaks_its_graph_around_a_part() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())).double()
+    x = floats(ROWS, 6)
+    wanted = gradients(model, model, [x])
+    for how in ("model", "part", "forward"):
+        other = twin(model)
+        run: Any = other
+        if how == "part":
+            other[1].compile(backend="aot_eager")
+        if how == "forward":
+            other[1].forward = torch.compile(other[1].forward, backend="aot_eager")
+        split(other[1], microbatch_size=3)
+        if how == "model":
+            run = torch.compile(other, backend="aot_eager")
+        for _ in range(2):
+            same(gradients(run, other, [x]), wanted)
+    torch.compiler.reset()
+    whole = twin(model)
+    split(whole[1], microbatch_size=3)
+    with pytest.raises(Exception, match="a part with a size of its own"):
+        torch.compile(whole, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()

@@ -1,0 +1,150 @@
+"""Head and loss of transformers' language models in slices: by name alone, right or refused."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from automicro import Microbatcher
+from automicro.errors import UnsplittableModelError
+from automicro.nested.parts import MissingLogits
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "num_local_experts": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "state_size": 8,
+    "max_position_embeddings": 64,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "ffn_dim": 48,
+    "decoder_start_token_id": 2,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def language_model(name: str, kind: str = "CausalLM") -> Any:
+    """A small one without dropout, whose logits are large enough to show what is done to them."""
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[name]()
+    options = {key: value for key, value in SMALL.items() if hasattr(config, key)}
+    config = type(config)(**options)
+    if hasattr(config, "router_aux_loss_coef"):
+        config.output_router_logits = True
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    return model
+
+
+def batch(*, with_count: bool) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 60, (5, 9))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[1, 4:] = labels[3, :2] = -100
+    mask[1, 6:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return given | ({"num_items_in_batch": torch.tensor(17)} if with_count else {})
+
+
+def loss_and_gradients(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    return loss.detach(), {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
+
+
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+@pytest.mark.parametrize("with_count", [False, True])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "cohere", "granite", "mixtral", "nemotron", "mamba", "modernbert"]
+)
+def test_a_language_model_learns_the_same_with_its_tail_in_slices(
+    name: str, unit: str, with_count: bool
+) -> None:
+    model = language_model(name, "MaskedLM" if name == "modernbert" else "CausalLM")
+    given = batch(with_count=with_count)
+    if name == "mamba":
+        del given["attention_mask"]
+    wanted_loss, wanted = loss_and_gradients(model, given)
+    options = {"microbatch_size": 2, "microbatch_unit": unit}
+    microbatcher = Microbatcher(model, microbatch_size=None, nested={"tail": options})
+    loss, found = loss_and_gradients(model, given)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=0)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=2e-6)
+    (sizes,) = microbatcher._nested.sizes().values()
+    assert max(sizes) == 2
+
+
+def test_a_soft_cap_on_logits_is_refused_however_small_these_are() -> None:
+    model = language_model("gemma2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    Microbatcher(model, nested={"tail": 2})
+    with pytest.raises(UnsplittableModelError, match="does something to its logits"):
+        model(**batch(with_count=False))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bert", "MaskedLM"), ("bart", "Seq2SeqLM")])
+def test_a_model_that_computes_its_loss_by_itself_is_refused(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match="its forward computes its loss by itself"):
+        Microbatcher(language_model(name, kind), nested={"tail": 2})
+
+
+def test_whoever_asks_for_logits_that_are_not_there_is_told() -> None:
+    model = language_model("llama")
+    Microbatcher(model, nested={"tail": 2})
+    given = batch(with_count=False)
+    logits = model(**given).logits
+    assert isinstance(logits, MissingLogits)
+    assert isinstance(model(**given, return_dict=False)[1], MissingLogits)
+    for use in (
+        lambda: logits.argmax(-1),
+        lambda: torch.argmax(cast(Any, logits), -1),
+        lambda: logits[:, 0],
+        lambda: logits + 1,
+        lambda: len(logits),
+    ):
+        with pytest.raises(UnsplittableModelError, match="compute what needs them in evaluation"):
+            use()
+    assert not hasattr(logits, "shape")
+    with torch.no_grad():
+        assert model(**given).logits.shape == (5, 9, 67)
+
+
+def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
+    model = language_model("gpt2")
+    given = batch(with_count=False)
+    with torch.no_grad():
+        wanted = model(**given).loss
+    microbatcher = Microbatcher(model, microbatch_size=2, nested={"tail": 2})
+    result = microbatcher.backward(given)
+    with torch.no_grad():
+        assert torch.equal(model(**given).loss, wanted)
+    torch.testing.assert_close(torch.as_tensor(result.loss), wanted, rtol=1e-5, atol=0)
+    for tail in microbatcher._nested._tails:
+        tail.remove()
+    assert model(**given).logits.shape == (5, 9, 67)
