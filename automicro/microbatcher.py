@@ -117,7 +117,9 @@ class Microbatcher:
             of Hugging Face's whose loss ``forward`` hands on.
         eval_loss_average: the same in evaluation, if it is another.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
-            ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``.
+            ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``; or ``"exact"``: with
+            the statistics of the whole batch, at the price of a second forward, for models that
+            ``torch.fx`` can trace (see ``docs/exact_batchnorm.md``).
         optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
             accelerate and Lightning do.
         modules: further modules that take part, whose gradients and buffers change.
@@ -229,6 +231,8 @@ class Microbatcher:
             }
         )
         self._nested = NestedSizes(nested, model=unwrapped(model), modules=self._modules)
+        if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
+            self._nested.attach_model(unwrapped(model), microbatch_size)
         self._spare = SpareRows(self._layout, self._ranks)
         self._unit = unit = MicrobatchUnit(
             microbatch_unit,
@@ -308,9 +312,7 @@ class Microbatcher:
         self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
         self._index = shared.index
-        self._split_guard = SplitGuard(
-            self._index, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
-        )
+        self._split_guard = SplitGuard(self._index, batchnorm)
         convention = choose_convention(
             unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
         )
