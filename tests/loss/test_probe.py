@@ -124,7 +124,13 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
         {},
         "weighted mean with other weights than rows",
     ),
-    "a contrastive loss": (Mlp, (x(), y()), contrastive, {}, "compares rows"),
+    "a contrastive loss": (
+        Mlp,
+        (x(), y()),
+        contrastive,
+        {},
+        r"compares rows .*automicro\.Contrastive",
+    ),
     "an index of the batch for a target": (
         nn.Linear(6, ROWS).double,
         (x(), torch.arange(ROWS)),

@@ -57,6 +57,11 @@ def test_a_planted_cause_is_named(name: str) -> None:
         assert report.verdict.startswith(f"exact with loss_average={planted.loss_average} ")
 
 
+def test_a_loss_that_compares_rows_is_pointed_to_what_runs_encoders_in_slices() -> None:
+    report = PLANTED["a contrastive loss"].report()
+    assert "automicro.Contrastive runs encoders in slices" in report.causes[0].remedy
+
+
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_model_passes(name: str) -> None:
     clean: Clean = CLEAN[name]
