@@ -195,7 +195,8 @@ class Offload:
             whole = packed.stored.on_device()
             itemsize = packed.dtype.itemsize
             typed = whole[: whole.numel() // itemsize * itemsize].view(packed.dtype)
-            return typed.as_strided(packed.size, packed.stride, packed.offset)
+            found: Tensor = typed.as_strided(packed.size, packed.stride, packed.offset)
+            return found
 
     def __call__(self) -> AbstractContextManager[None]:
         """Around forward and backward."""

@@ -1,5 +1,6 @@
 """Loops as the public examples of accelerate write them, with one line changed."""
 
+import copy
 import itertools
 import os
 import subprocess
@@ -741,3 +742,21 @@ def test_slices_by_cost_have_the_gradient_of_the_whole_batch() -> None:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         assert (parameter.grad - gradient).abs().max() < 1e-12
+
+
+def test_a_part_has_a_size_of_its_own() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 2)))
+    model = copy.deepcopy(plain)
+    accelerator = Accelerator(cpu=True)
+    ours, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(8, 4), torch.randn(8, 2)
+    micro = microbatcher(
+        accelerator, ours, loss_fn=nn.MSELoss(), microbatch_size=4, nested={"1": 2}
+    )
+    micro.backward(batch)
+    nn.MSELoss()(plain(batch[0]), batch[1]).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert model[1].forward.nested.sizes == [2, 2]
+    optimizer.step()

@@ -1234,3 +1234,15 @@ def test_rows_that_are_sorted_by_tokens_train_and_are_predicted_as_by_the_traine
     assert (one.label_ids[:, :length] == other.label_ids).all()
     real = other.label_ids != -100
     assert other.predictions[real] == pytest.approx(one.predictions[:, :length][real], abs=1e-9)
+
+
+def test_the_tail_of_a_language_model_has_a_size_of_its_own(tmp_path: Path) -> None:
+    plain = run(make(CASES["causal"], tmp_path, dtype=torch.float64))
+    options = {"microbatch_size": 4, "nested": {"tail": 2}}
+    ours = make(CASES["causal"], tmp_path, dtype=torch.float64, with_us=True, options=options)
+    found = run(ours)
+    assert furthest(found[0], plain[0]) < 1e-6  # transformers' loss is one of float32
+    assert losses(found[1]) == pytest.approx(losses(plain[1]), rel=1e-6)
+    assert found[2] == plain[2]
+    splits = vars(ours.model)["forward"].tail.splits
+    assert max(max(part.sizes, default=0) for part in splits.values()) == 2

@@ -122,7 +122,7 @@ def in_place_on_a_view(leaf: Tensor) -> Tensor:
     "loss_of", [in_place_after_sigmoid, in_place_after_product, in_place_on_a_view]
 )
 def test_what_was_written_to_is_refused_as_ever(loss_of: Any, size: int) -> None:
-    def message(*, offloads: bool) -> str:
+    def message(*, offloads: bool) -> tuple[str, str]:
         leaf = rows()[:size, :size].clone().requires_grad_()
         offload = Offload([])
         hooks = offload() if offloads else torch.enable_grad()
