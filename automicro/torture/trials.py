@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -380,7 +381,7 @@ def _can_stay(trials: Trials, mode: FaultMode) -> bool:
 
 def _is_in_slice(stack: Sequence[str]) -> bool:
     """Whether an operation was one of the slice of a part, which can be cut smaller."""
-    following = zip(stack, stack[1:], strict=False)
+    following = itertools.pairwise(stack)
     return any(name == "run_slices" and inner in _OF_A_SLICE for name, inner in following)
 
 

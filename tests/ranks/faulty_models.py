@@ -78,7 +78,7 @@ class Tail(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         self.faults[0].reach("forward", 3)
         outputs = self.head(self.dropout(hidden))
-        loss = (outputs - targets).square().sum(1).mean()
+        loss: Tensor = (outputs - targets).square().sum(1).mean()
         if loss.requires_grad:
             loss.register_hook(self._reach_backward)
         return loss
@@ -189,7 +189,7 @@ class FaultyCollective:
 def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     switches = {name: options[name] for name in ("norm", "recompute", "rare") if name in options}
-    net: Any = WithTail(faults) if options.get("tail") else Net(faults, **switches)
+    net: Net | WithTail = WithTail(faults) if options.get("tail") else Net(faults, **switches)
     net = net.to(options.get("dtype", torch.float32))
     if kind == "ddp":
         keywords = {"bucket_cap_mb": 0.001, **options.get("ddp", {})}
@@ -219,7 +219,7 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
         assert inner is not None
         sharded.set_custom_all_gather(FaultyCollective("gather", layer, faults, inner[0]))
         sharded.set_custom_reduce_scatter(FaultyCollective("scatter", layer, faults, inner[1]))
-    if options.get("tail"):
+    if isinstance(net, WithTail):
         fully_shard(net.tail, **keywords)
     root: Any = fully_shard(net, **keywords)
     if options.get("symmetric"):  # without its beginning, which is NCCL's alone

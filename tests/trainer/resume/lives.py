@@ -153,7 +153,7 @@ def _without_measurements(sizes: dict[str, Any]) -> dict[str, Any]:
     """
     kept = copy.deepcopy(sizes)
     for phase in kept.values():
-        learned = phase["policy"].get("learned")
+        learned = phase.get("policy", {}).get("learned")  # parts have sizes of their own
         if learned is not None:
             del learned["room"], learned["peaks"]
             for failed in learned["frontier"]["failed"]:

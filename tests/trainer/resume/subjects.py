@@ -1,7 +1,7 @@
 """Runs of all kinds, drawn by a seed: what is trained, from what data, saved and logged how."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,8 @@ class Subject:
     average: bool = False
     stops_early: bool = False
     by_cost: bool = False
+    when_too_large: Sequence[str] | str = "error"  # else of a model of blocks
+    nested: bool = False  # whether the last block has a size of its own
 
     def make(self, folder: Path, *callbacks: Callback) -> "Job":
         """A fresh run of this kind, as a process that begins makes it."""
@@ -170,12 +172,13 @@ class Job:
 
     def __init__(self, subject: Subject, folder: Path, callbacks: tuple[Callback, ...]) -> None:
         torch.manual_seed(subject.seed)
+        is_deep = subject.nested or subject.when_too_large != "error"
         self.model = nn.Sequential(
             nn.Linear(FEATURES, WIDTH),
             nn.BatchNorm1d(WIDTH) if subject.batchnorm else nn.Identity(),
             nn.ReLU(),
             nn.Dropout(0.2),
-            *(nn.Tanh() for _ in range(8)),
+            *(deep_blocks() if is_deep else (nn.Tanh() for _ in range(8))),
             nn.Linear(WIDTH, CLASSES),
         )
         self.optimizer = OPTIMIZERS[subject.optimizer](self.model.parameters())
@@ -208,7 +211,11 @@ class Job:
             accumulate_batches=subject.accumulate_batches,
             # Refined sizes follow from measured memory, of which a life that was taken up again
             # holds a little more or less; those of halving follow from what failed.
-            microbatch_size=(None if subject.batchnorm else Halving(refine=False, grow=False)),
+            microbatch_size=(
+                8 if is_deep else None if subject.batchnorm else Halving(refine=False, grow=False)
+            ),
+            when_too_large=subject.when_too_large,
+            nested={"7": Halving(refine=False, grow=False)} if subject.nested else None,
             eval_microbatch_size=Halving(refine=False, grow=False),
             microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
@@ -222,6 +229,14 @@ class Job:
             loggers=[JSONLinesLogger(self.log.json), CSVLogger(self.log.csv)],
             checkpoint=self.config,
         )
+
+
+def deep_blocks() -> list[nn.Module]:
+    """Four blocks, each of which keeps sixteen times as much as it passes on."""
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), *(nn.Tanh() for _ in range(16)))
+        for _ in range(4)
+    ]
 
 
 def _evaluators(count: int) -> Any:

@@ -89,3 +89,27 @@ def test_what_was_found(tmp_path: Path, found: str) -> None:
     assert live(subject, tmp_path / "killed", name="first", at=at).exit_code == KILLED
     assert_same(live(subject, tmp_path / "killed", name="second").ending, undisturbed.ending)
     check_logs(subject, tmp_path / "killed", tmp_path / "undisturbed")
+
+
+# Both have to shrink before the first batch fits: the part, and then the level.
+SMALLER = Subject(
+    seed=5,
+    num_rows=64,
+    max_duration="6ba",
+    interval="1ba",
+    optimizer="SGD",
+    memory_limit="340KiB",
+    when_too_large=("recompute", "offload"),
+    nested=True,
+)
+
+
+@pytest.mark.parametrize("at", [("batch start", 1), ("optimizer step", 2), ("batch end", 3)])
+def test_levels_and_sizes_of_parts_go_on(tmp_path: Path, at: tuple[str, int]) -> None:
+    warm_up()
+    undisturbed = live(SMALLER, tmp_path / "undisturbed", name="only")
+    assert live(SMALLER, tmp_path / "killed", name="first", at=at).exit_code == KILLED
+    assert_same(live(SMALLER, tmp_path / "killed", name="second").ending, undisturbed.ending)
+    parts = str(undisturbed.ending["parts"])
+    assert "'level': 'recompute'" in parts
+    assert "'nested': {'7': {" in parts
