@@ -140,3 +140,21 @@ def shortage_in_backward(how: str) -> dict[str, Any]:
         "sizes": nested.sizes,
         "gradients": [each.tolist() for each in _gradients(model)],
     }
+
+
+def exact_batchnorm() -> list[float]:
+    """How far gradients are from those of whole batches, with slices of other numbers per rank."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
+    torch.manual_seed(1 + dist.get_rank())
+    num_rows = 6 + dist.get_rank()
+    batch = torch.randn(num_rows, 6, dtype=torch.double), torch.randint(5, (num_rows,))
+    found = []
+    for options in ({"batchnorm": "disable"}, {"batchnorm": "exact", "microbatch_size": 2}):
+        model = copy.deepcopy(net)
+        microbatcher = Microbatcher(
+            DistributedDataParallel(model), loss_fn=nn.CrossEntropyLoss(), **options
+        )
+        microbatcher.backward(batch)
+        found.append([each.grad for each in model.parameters() if each.grad is not None])
+    return [float((one - other).norm()) for one, other in zip(*found, strict=True)]

@@ -2,7 +2,12 @@
 
 import pytest
 
-from tests.ranks.nested_jobs import differences, refusal, shortage_in_backward
+from tests.ranks.nested_jobs import (
+    differences,
+    exact_batchnorm,
+    refusal,
+    shortage_in_backward,
+)
 from tests.ranks.world import World
 
 pytestmark = pytest.mark.sweep
@@ -38,3 +43,9 @@ def test_all_ranks_repeat_the_same_size_where_one_part_has_a_smaller_one(
     assert max(first["sizes"]) <= 3
     assert second["sizes"] == [8]
     assert first["gradients"] == second["gradients"]
+
+
+def test_batchnorm_has_the_statistics_of_the_batch_of_its_rank(world2: World) -> None:
+    first, second = world2.run(exact_batchnorm)
+    assert len(first) == 6
+    assert max(*first, *second) < 1e-12
