@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from automicro.batch.structure import register_batch_type
     from automicro.batchnorm import find_batchnorm
     from automicro.checkpoints.store import CheckpointConfig
+    from automicro.contrastive import Contrastive
     from automicro.errors import (
         AutomicroError,
         AutomicroWarning,
@@ -76,6 +77,7 @@ _HOMES = {
     "CheckpointError": "automicro.errors",
     "CheckpointWarning": "automicro.errors",
     "ConfigError": "automicro.errors",
+    "Contrastive": "automicro.contrastive",
     "DataLoaderError": "automicro.errors",
     "EvalResult": "automicro.step.results",
     "Evaluator": "automicro.trainer.evaluators",
@@ -134,6 +136,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointWarning",
     "ConfigError",
+    "Contrastive",
     "DataLoaderError",
     "DeterminismWarning",
     "EvalResult",

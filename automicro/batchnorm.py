@@ -69,8 +69,9 @@ def batchnorm_message(
     return (
         f"{count} over {rows_now} rows at a time instead of {rows_full}: {listed}. "
         f"Gradients and running statistics are therefore not those of the whole batch. "
-        f"To make them exact, use GroupNorm or LayerNorm, or freeze the statistics with .eval() "
-        f"on these layers; on several ranks SyncBatchNorm averages over one microbatch of each. "
+        f'To make them exact, give batchnorm="exact" (two forwards a row, and what waits on the '
+        f"host), use GroupNorm or LayerNorm, or freeze the statistics with .eval() on these "
+        f"layers; on several ranks SyncBatchNorm averages over one microbatch of each. "
         f"{remedy}"
     )
 

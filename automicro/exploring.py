@@ -210,6 +210,11 @@ def explore(
     for name in ("microbatch_size", "eval_microbatch_size", "repeatable", "remember_sizes"):
         if name in options:
             raise TypeError(f"explore() looks for sizes itself: leave {name} out")
+    if "when_too_large" in options:
+        raise TypeError(
+            "explore() measures sizes at the plain level: leave when_too_large out, and let the "
+            'run find both with microbatch_size="explore"'
+        )
     policy = _OneSize()
     options = {"batchnorm": "ignore", "probe": False, **options}
     microbatcher = Microbatcher(

@@ -117,7 +117,9 @@ class Microbatcher:
             of Hugging Face's whose loss ``forward`` hands on.
         eval_loss_average: the same in evaluation, if it is another.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
-            ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``.
+            ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``; or ``"exact"``: with
+            the statistics of the whole batch, at the price of a second forward, for models that
+            ``torch.fx`` can trace (see ``docs/exact_batchnorm.md``).
         optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
             accelerate and Lightning do.
         modules: further modules that take part, whose gradients and buffers change.
@@ -209,6 +211,11 @@ class Microbatcher:
         self._modules = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
+        for argument, size in (
+            ("microbatch_size", microbatch_size),
+            ("eval_microbatch_size", eval_microbatch_size),
+        ):
+            _refuse_to_cut(self._modules, size, argument)
         innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
@@ -224,6 +231,8 @@ class Microbatcher:
             }
         )
         self._nested = NestedSizes(nested, model=unwrapped(model), modules=self._modules)
+        if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
+            self._nested.attach_model(unwrapped(model), microbatch_size)
         self._spare = SpareRows(self._layout, self._ranks)
         self._unit = unit = MicrobatchUnit(
             microbatch_unit,
@@ -303,9 +312,7 @@ class Microbatcher:
         self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
         self._index = shared.index
-        self._split_guard = SplitGuard(
-            self._index, check_choice("batchnorm", batchnorm, BATCHNORM_MODES)
-        )
+        self._split_guard = SplitGuard(self._index, batchnorm)
         convention = choose_convention(
             unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
         )
@@ -792,3 +799,16 @@ class Microbatcher:
             cost = cost_of_row(contents, num_rows)
             found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=contents))
         return found
+
+
+def _refuse_to_cut(modules: Iterable[nn.Module], size: Any, argument: str) -> None:
+    """Refuse a size for a model that says of itself that it compares all rows of a batch."""
+    if size is None:
+        return
+    for module in (each for root in modules for each in root.modules()):
+        if getattr(module, "compares_rows", False) is True:
+            raise ValueError(
+                f"{argument}={size!r}, and {type(module).__name__} compares all rows of a batch, "
+                f"which has to stay whole: give {argument}=None; its encoders have sizes of their "
+                "own, and run in slices"
+            )

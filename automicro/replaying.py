@@ -234,6 +234,7 @@ class ReplayReport:
         limit_bytes: of the device; None where nobody knows.
         residents: what lies on the device at any size.
         message: of the error; None where it fits.
+        level: how microbatches were computed, see ``when_too_large``.
     """
 
     failed: FailedBatch
@@ -247,6 +248,7 @@ class ReplayReport:
     limit_bytes: int | None
     residents: ResidentMemory
     message: str | None
+    level: str = "plain"
 
     @property
     def activation_bytes(self) -> int | None:
@@ -312,7 +314,8 @@ class ReplayReport:
             assert self.num_microbatches is not None
             size, unit = self.microbatch_size, self.microbatch_unit
             cut = describe_cut(self.rows, size, self.num_microbatches, unit=unit)
-            lines.append(f"fits now: {cut}{' rows' * (unit == 'rows')}")
+            level = "" if self.level == "plain" else f", {self.level}"
+            lines.append(f"fits now: {cut}{' rows' * (unit == 'rows')}{level}")
         else:
             smallest = min(self.tried, default=self.rows)
             units = self._units(smallest)
@@ -411,11 +414,18 @@ def replay(
         microbatch_unit=unit,
         num_microbatches=None if result is None else result.num_microbatches,
         tried=tuple(dict.fromkeys(each.microbatch_size for each in tried)),
-        peak_bytes=None if last is None else last.peak_bytes,
+        peak_bytes=_peak_of(result, last),
         limit_bytes=residents.limit or (None if last is None else last.capacity_bytes),
         residents=residents,
         message=message,
+        level="plain" if result is None else result.level,
     )
+
+
+def _peak_of(result: StepResult | EvalResult | None, last: Outcome | None) -> int | None:
+    if result is not None and result.peak_bytes is not None:
+        return result.peak_bytes
+    return None if last is None else last.peak_bytes
 
 
 def _limited(

@@ -54,6 +54,7 @@ __all__ = [
     "dump_memory_snapshot",
     "forget_workers",
     "gradient_hooks",
+    "has_call_hooks",
     "have_buffers",
     "in_backward",
     "inductor_is_deterministic",
@@ -253,6 +254,22 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 
 
 Hooks = dict[int, Any]
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own that run when it is called, or in its backward.
+
+    >>> has_call_hooks(nn.Linear(2, 2))
+    False
+    """
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
 
 
 def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:

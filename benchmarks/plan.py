@@ -338,7 +338,7 @@ def unseen() -> dict[str, Subject]:
 
 def checkpointed(model: nn.Module) -> nn.Module:
     """The model with its repeated blocks computed again."""
-    from automicro.planning.dry_run import repeated_blocks
+    from automicro.rungs.blocks import repeated_blocks
 
     for name, block in repeated_blocks(model).items():
         parent, _, last = name.rpartition(".")

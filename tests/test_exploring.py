@@ -289,6 +289,7 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
         ({"max_minutes": -1}, ValueError, "max_minutes=-1: give a positive number"),
         ({"max_rows": 0}, ValueError, "max_rows"),
         ({"microbatch_size": 4}, TypeError, "leave microbatch_size out"),
+        ({"when_too_large": "auto"}, TypeError, "leave when_too_large out, and let the run"),
         ({"nonsense": 4}, TypeError, "nonsense"),
     ],
 )

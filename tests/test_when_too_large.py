@@ -23,7 +23,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.dropout(self.narrow(torch.relu(self.wide(hidden))))
+        found: Tensor = hidden + self.dropout(self.narrow(torch.relu(self.wide(hidden))))
+        return found
 
 
 class Model(nn.Module):

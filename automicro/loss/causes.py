@@ -183,7 +183,8 @@ def explain(
         f"{taken} that no weighting of rows gives the gradient of the batch ({size}): it compares "
         "rows (a contrastive loss, or another computation over the batch), or divides by "
         "something that all rows have a part in (a root, loss / loss.detach()). "
-        f"{_several_parts(rows)}Splitting changes its gradient; {KEEP_WHOLE}, or ask "
+        f"{_several_parts(rows)}Splitting changes its gradient; {KEEP_WHOLE} (where whole batches "
+        "do not fit, automicro.Contrastive runs encoders in slices, and compares all rows), or ask "
         "automicro.verify for the place"
     )
 

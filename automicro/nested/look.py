@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batchnorm import sees_the_batch
 from automicro.errors import LossAverageError, LossAverageWarning, UnsplittableModelError, warn
 from automicro.loss.averages import (
     IGNORED,
@@ -147,7 +148,7 @@ class _Look:
         is_tail = _is_loss(first)
         averages_over_rows = any(isinstance(each, AnyBatchNorm) for each in self._all_modules())
         if averages_over_rows or not _is_same(first, again, tolerance=0.0):
-            with evaluation_mode(self._modules):
+            with evaluation_mode(self._modules), self._with_statistics():
                 first, again = self._compute(self._rows), self._compute(self._rows)
                 if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=0.0):
                     return self._unseen(is_tail)
@@ -156,6 +157,22 @@ class _Look:
 
     def _all_modules(self) -> Iterator[nn.Module]:
         return (each for root in self._modules for each in root.modules())
+
+    @contextlib.contextmanager
+    def _with_statistics(self) -> Iterator[None]:
+        """Some for each BatchNorm that has none, where slices do not change what it sees."""
+        layers: list[Any] = []
+        if self._call.is_exact:
+            layers = [each for each in self._all_modules() if sees_the_batch(each)]
+        for layer in layers:
+            like = next(iter(layer.parameters()), torch.empty(0, device=self._call.device))
+            layer.running_mean = like.new_zeros(layer.num_features)
+            layer.running_var = like.new_ones(layer.num_features)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.running_mean = layer.running_var = None
 
     def _compute(self, rows: Any) -> Any:
         given = map_tensors(rows, lambda leaf: leaf.detach().clone())

@@ -60,6 +60,11 @@ class NestedSizes:
                     )
                 self._given[f"nested[{index}]"] = each
 
+    def attach_model(self, model: nn.Module, microbatch_size: Any) -> None:
+        """Give the model as a whole a size of its own, unless it has one."""
+        if attached_to(model) is None:
+            split(model, microbatch_size=microbatch_size, batchnorm="exact").name = "model"
+
     def _attach(self, model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
         modules = dict(model.named_modules())
         if name in modules and name:

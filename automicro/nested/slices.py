@@ -57,6 +57,7 @@ class Call:
         layout: of the batch.
         compute: the output for a slice of the batch, with other tensors in place of parameters:
             as many, in their order, or none; None: all is left as it is.
+        holding: other tensors in place of parameters meanwhile, likewise.
         parameters: those that need a gradient.
         averages: what the loss averages over; None where the part gives no loss.
         sizer: of the slices.
@@ -64,11 +65,13 @@ class Call:
         buffers: gives what puts buffers of the part back.
         random: gives what remembers where random numbers stand.
         min_rows: that a slice needs, where there are as many.
+        is_exact: whether BatchNorm sees the rows of all slices.
     """
 
     batch: Mapping[str, Any]
     layout: BatchLayout
     compute: Callable[[Mapping[str, Any], Sequence[Tensor] | None], Any]
+    holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
     parameters: Sequence[Tensor]
     averages: Mapping[str, Average] | None
     sizer: Sizer
@@ -76,6 +79,7 @@ class Call:
     buffers: Callable[[], Buffers]
     random: Callable[[], RandomState]
     min_rows: int = 1
+    is_exact: bool = False
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the batch that need a gradient, by their paths."""
@@ -349,7 +353,7 @@ class Joined:
         return map_tensors(self._form, lambda _: next(waiting))
 
 
-class _Gradients:
+class Gradients:
     """Sums of gradients: of inputs row by row, of parameters and shared inputs over slices.
 
     They lie there before the first slice: else that one would have more room than all others.
@@ -410,7 +414,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
+def with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
     """The same batch, with other tensors at these paths."""
     by_id = {id(leaf): inputs[path] for path, leaf in tensor_leaves(batch) if path in inputs}
     return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf))
@@ -419,7 +423,7 @@ def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
 def _marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
     leaves = {path: leaf.detach().requires_grad_() for path, leaf in _at(batch, paths).items()}
-    return _with_inputs(batch, leaves), list(leaves.values())
+    return with_inputs(batch, leaves), list(leaves.values())
 
 
 def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
@@ -427,11 +431,13 @@ def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
     return {path: found[path] for path in paths}
 
 
-def _aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
+def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Leaves with the values of others: hooks of these do not run for each slice."""
     return [each.detach().requires_grad_() for each in tensors]
 
 
-def _refuse_twice() -> None:
+def refuse_twice() -> None:
+    """Refuse a backward that is to have a backward itself."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a part with a size of its own has no second derivative (create_graph=True); take its "
@@ -445,9 +451,9 @@ class _Tail(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, paths: Sequence[str], *tensors: Tensor) -> Tensor:
         inputs = dict(zip(paths, tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = _Gradients(inputs, call.parameters, call.layout.row_dims(batch))
-        aliases = _aliases(call.parameters)
+        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
+        aliases = aliases_of(call.parameters)
         walk = Walk(call, batch)
 
         def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -470,7 +476,7 @@ class _Tail(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _refuse_twice()
+        refuse_twice()
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
@@ -488,7 +494,7 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any, call: Call, paths: Sequence[str], joined: Joined | None, *tensors: Tensor
     ) -> Any:
         inputs = dict(zip(paths, tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         walk = Walk(call, batch)
         replays: list[RandomState | None] = []
         total: tuple[Tensor, torch.dtype] | None = None
@@ -508,10 +514,10 @@ class _Recomputed(torch.autograd.Function):
         ctx.others = [path for path in leaves if path not in inputs]
         ctx.num_tensors = len(tensors)
         ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
-        template = _with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
+        template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
         ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
         ctx.slices = list(zip(walk.sizes, replays, strict=True))
-        ctx.autocast = _Autocast(call.device)
+        ctx.autocast = Autocast(call.device)
         ctx.is_tail = joined is None
         ctx.set_materialize_grads(False)
         if joined is None:
@@ -527,15 +533,15 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> Any:
-        _refuse_twice()
+        refuse_twice()
         call, paths, saved = ctx.call, ctx.paths, ctx.saved_tensors
         tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
         inputs = dict(zip(paths, tensors, strict=False))
         parameters = tensors[len(inputs) :]
         leaves = {path: each.detach() for path, each in inputs.items()}
-        batch = _with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
-        sums = _Gradients(inputs, parameters, call.layout.row_dims(batch))
-        aliases = _aliases(parameters)
+        batch = with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
+        sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
+        aliases = aliases_of(parameters)
         walk = Walk(call, batch, ctx.slices)
 
         def gradients_of(each: Slice) -> Sequence[Tensor | None]:
@@ -585,7 +591,7 @@ def _leaving_no_trace(call: Call) -> Iterator[None]:
         undo.roll_back()
 
 
-class _Autocast:
+class Autocast:
     """How autocast is set, to be set so again.
 
     Args:

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.oom import Failure, classify, release
 from automicro.modules import ModuleIndex
+from automicro.nested.batchnorm import split_at_norms
 from automicro.nested.look import Looked, look
 from automicro.nested.slices import Call, Unwritten, split_loss, split_outputs
+from automicro.nested.stages import Stages
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import Reach, captured_modules
@@ -37,6 +39,8 @@ logger = logging.getLogger("automicro.attempts")
 UNITS = ("rows", "tokens")
 
 P = TypeVar("P", bound=Callable[..., Any])
+
+BATCHNORM = ("warn", "exact")
 
 _WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
 
@@ -93,6 +97,9 @@ class NestedSplit:
         loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` finds
             it out by a look at a few rows.
         batch_layout: where the rows of arguments are, by their names; see `split_batch`.
+        batchnorm: what to do where BatchNorm sees a slice in place of the microbatch: ``"warn"``;
+            or ``"exact"``: all slices go from one BatchNorm to the next, so that it sees all rows,
+            for modules that ``torch.fx`` can trace.
         modules: whose parameters a function uses; those that it refers to unless given.
 
     Raises:
@@ -121,6 +128,7 @@ class NestedSplit:
         microbatch_unit: str = "rows",
         loss_average: LossAverage = "auto",
         batch_layout: int | Mapping[str, Any] = 0,
+        batchnorm: str = "warn",
         modules: Iterable[nn.Module] = (),
     ) -> None:
         if isinstance(part, type) or not callable(part):
@@ -137,6 +145,11 @@ class NestedSplit:
                 f"microbatch_unit={microbatch_unit!r} is neither 'rows' nor 'tokens'; sizes of a "
                 "part are counted in one of these"
             )
+        if batchnorm not in BATCHNORM:
+            raise ValueError(
+                f"batchnorm={batchnorm!r} is neither 'warn' nor 'exact': a part's BatchNorm sees a "
+                "slice, or with 'exact' all rows of the microbatch"
+            )
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
                 f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
@@ -152,6 +165,7 @@ class NestedSplit:
                 '"auto" or an int'
             )
         self.unit = microbatch_unit
+        self._is_exact = batchnorm == "exact"
         self._layout = BatchLayout(batch_layout)
         self._modules = [part] if isinstance(part, nn.Module) else list(modules)
         if not self._modules:
@@ -289,14 +303,35 @@ class NestedSplit:
         if num_rows == 1:
             outputs = self._in_one_piece(call)
         else:
+            stages = self._stages(batch)  # before any size is tried
             looked = self._look(call)
             if looked.averages is not None:
+                if stages is not None:
+                    self._refuse("it gives a loss, which is there before all rows have arrived")
                 return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
             found = self._if_it_fits(call, sizer) if sizer.begin() >= num_rows else None
-            outputs = split_outputs(call) if found is None else found[0]
+            if found is not None:
+                outputs = found[0]
+            else:
+                outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)
         if shape is None or (isinstance(outputs, Tensor) and not outputs.dim()):
             return outputs
         return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+
+    def _stages(self, batch: Mapping[str, Any]) -> Stages | None:
+        """Of a part whose BatchNorms are to see all rows."""
+        if not self._is_exact or not self.batchnorms():
+            return None
+        if not isinstance(self._part, nn.Module) or self._earlier is not None:
+            self._refuse("it is no module, or has another forward than its class")
+        return self._known.stages(self._part, batch)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UnsplittableModelError(
+            f"batchnorm='exact': in slices all rows of {self.name} have to arrive at each "
+            f"BatchNorm before any go on, and they cannot: {why}; give it to a module that ends "
+            "before the loss, or leave it out"
+        )
 
     def _names_of(self, forward: Callable[..., Any], num_given: int) -> list[str]:
         """The names of arguments that are given by their places."""
@@ -321,12 +356,17 @@ class NestedSplit:
         places = Places(known.index)
         places.check()
 
+        @contextlib.contextmanager
+        def holding(tensors: Sequence[Tensor] | None) -> Iterator[None]:
+            with places.holding(tensors), _no_autocast_cache():
+                yield
+
         def compute(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
             args = [rows[name] for name in names]
             kwargs = {name: value for name, value in rows.items() if name not in names}
             self._is_inside = True
             try:
-                with places.holding(tensors), _no_autocast_cache():
+                with holding(tensors):
                     output = forward(*args, **kwargs)
             finally:
                 self._is_inside = False
@@ -339,13 +379,15 @@ class NestedSplit:
             batch=batch,
             layout=self._layout,
             compute=compute,
+            holding=holding,
             parameters=places.parameters,
             averages={},
             sizer=sizer,
             device=next((leaf.device for _, leaf in tensor_leaves(batch)), torch.device("cpu")),
             buffers=lambda: Buffers(known.history),
             random=known.random,
-            min_rows=2 if sizer.batchnorms() else 1,
+            min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
+            is_exact=self._is_exact,
         )
 
     @property
@@ -417,7 +459,7 @@ class NestedSplit:
         Warns:
             BatchNormWarning
         """
-        if len(sizes) < 2 or self._has_warned:
+        if len(sizes) < 2 or self._has_warned or self._is_exact:
             return
         self._has_warned = True
         names = self.batchnorms()
@@ -487,10 +529,20 @@ class _Known:
         self._devices = devices_of(modules, torch.device("cpu"))
         roots = {f"part {number}": each for number, each in enumerate([*modules, *functions])}
         self._reach = Reach(roots)
+        self._stages: tuple[Any, Stages] | None = None
 
     def random(self) -> RandomState:
         """Every generator that a slice may draw from."""
         return RandomState(self._devices, self._reach.generators)
+
+    def stages(self, part: nn.Module, batch: Mapping[str, Any]) -> Stages:
+        """Of a part with BatchNorm; found anew where modes or other arguments have changed."""
+        modes = [each.training for each in part.modules()]
+        others = {name: each for name, each in batch.items() if not isinstance(each, Tensor)}
+        key = modes, list(batch), others
+        if self._stages is None or self._stages[0] != key:
+            self._stages = key, Stages(part, batch)
+        return self._stages[1]
 
 
 class Places:

@@ -35,6 +35,8 @@ ROUND = 2
 MOST_SETTLING = 16
 # Batches that a level is waited for while they all need a higher one.
 MOST_AWAY = 4
+# Where a batch did not go whole at level 0, those of at most this share of its elements may.
+WHOLE = 0.75
 # Sizes that differ by more than this are not the same; in doublings.
 SAME = 0.2
 # It ends there; more steps are worth it as long as they pay within so many.
@@ -205,15 +207,19 @@ class Explore(Policy):
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
         """
-        progress = self._progress
-        wanted = progress.stage
-        if progress.current is not None:
-            wanted = self._level_of(progress.current)
+        wanted, known = self._wanted_level, self._progress.not_whole
         if wanted > 0 and self._fitting.admitted(cost) == 0:
-            plain = self._fitting.at(0)
-            if plain.propose(num_rows, cost) >= num_rows:
+            elements = num_rows * require_cost(cost)
+            may_fit = known is None or elements <= WHOLE * known
+            if may_fit and self._fitting.at(0).propose(num_rows, cost) >= num_rows:
                 return 0
         return self._fitting.admitted(cost, at_least=wanted)
+
+    @property
+    def _wanted_level(self) -> int:
+        """The level of the round or of the choice."""
+        progress = self._progress
+        return progress.stage if progress.current is None else self._level_of(progress.current)
 
     def climb(self, cost: float | None = None) -> bool:
         """Go one level up, after not even the smallest size fitted; False at the highest.
@@ -243,7 +249,7 @@ class Explore(Policy):
         """Try nothing that has not fitted yet: levels are only climbed, unless all are known."""
         self._fitting.take_rehearsal()
         if len(self.levels) > 1 and self._progress.search is None:
-            self._progress.is_over = True
+            self._progress.is_over, self._progress.stage = True, 0
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         """Return the size to try next, of those that should fit.
@@ -280,6 +286,9 @@ class Explore(Policy):
         self.level = outcome.level
         is_smaller = self._fitting.at(self.level).is_measuring(outcome.num_rows, outcome.cost)
         self._tell_fitting(outcome)
+        if not outcome.fits and outcome.level == 0 < self._wanted_level:
+            elements = outcome.num_rows * cost
+            progress.not_whole = min(progress.not_whole or elements, elements)
         if progress.is_over:
             self.exploration = None
             if not outcome.fits and not self._needs_least(outcome.settings):
@@ -399,7 +408,7 @@ class Explore(Policy):
         )
 
     def _decline(self, outcome: Outcome) -> None:
-        self._progress.is_over = True
+        self._progress.is_over, self._progress.stage = True, 0
         self._tell(Exploration(microbatch_size=outcome.microbatch_size, ended=_AVERAGES))
 
     def _tell(self, exploration: Exploration) -> None:
@@ -633,6 +642,8 @@ class FastestLevel(Explore):
         if does and level > 0:
             self._progress.is_over = True
             self._progress.current = Candidate.of(**{LEVEL: self.levels[level]})
+            # At level 0 as many rows did not go whole.
+            self._progress.not_whole = rows * require_cost(cost)
         return does
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -686,6 +697,8 @@ class _Progress:
         away: of these, those that ran at another level; more where the last level was away, too.
         settled: levels where it is known, with the largest size, the cost of a row then, and
             whether that was the whole batch.
+        not_whole: rows × cost of the smallest batch that was to go whole at level 0 and did not,
+            while another level was wanted; None for none.
         rows: of the batch that measuring began with.
         cost: of a row of it; sizes are told in rows of this cost.
         search: what was measured; None until it is known what fits.
@@ -708,6 +721,7 @@ class _Progress:
     settling: int = 0
     away: int = 0
     settled: list[tuple[int, int, float, bool]] = dataclasses.field(default_factory=list)
+    not_whole: float | None = None
     rows: int = 0
     cost: float = 1.0
     search: Search | None = None

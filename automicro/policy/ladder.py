@@ -204,6 +204,8 @@ class Ladder(Policy):
         if outcome.capacity_bytes is not None:
             room = outcome.capacity_bytes - (outcome.resident_bytes or 0)
         for each in self._levels:
+            if each is not here:
+                each.forget_batch()
             each.before = None
             if not self._is_rehearsed:
                 each.lift(room, batch=self._batches)
@@ -308,6 +310,10 @@ class _Level:
         if failed.cost <= self.fitted:
             self.fitted = 0.0  # memory is not what it was
         self.failed = failed
+        self.forget_batch()
+
+    def forget_batch(self) -> None:
+        """What a batch that went on at another level taught this one says nothing of others."""
         if self.before is not None:
             self.policy.load_state_dict(self.before)
             self.before = None

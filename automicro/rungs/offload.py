@@ -26,7 +26,10 @@ _MOST_ON_THE_WAY = 2  # storages that a side stream still reads
 
 
 class _Staying(NamedTuple):
-    """A tensor that stays on the device, and its version when it was saved."""
+    """A tensor that stays on the device, and its version when it was saved.
+
+    It is detached: one that knows the operation that saved it would keep that alive for ever.
+    """
 
     tensor: Tensor
     version: int
@@ -121,10 +124,10 @@ class Offload:
             return tensor
         version = version_of(tensor)
         if not _is_plain(tensor):
-            return _Staying(tensor, version)
+            return _Staying(tensor.detach(), version)
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
-            return _Staying(tensor, version)
+            return _Staying(tensor.detach(), version)
         with torch.no_grad():
             stored = self._stored(tensor, storage, version)
             counter = tensor.detach()
@@ -192,7 +195,8 @@ class Offload:
             whole = packed.stored.on_device()
             itemsize = packed.dtype.itemsize
             typed = whole[: whole.numel() // itemsize * itemsize].view(packed.dtype)
-            return typed.as_strided(packed.size, packed.stride, packed.offset)
+            found: Tensor = typed.as_strided(packed.size, packed.stride, packed.offset)
+            return found
 
     def __call__(self) -> AbstractContextManager[None]:
         """Around forward and backward."""

@@ -115,12 +115,12 @@ class _Surroundings:
         self._random.put_back()
         for now, before in self._tables:
             _refill(now, before)
-        for now, before in self._attributes:
-            for key in [key for key in now if key not in before and key not in OF_EVERY_MODULE]:
+        for own, earlier in self._attributes:
+            for key in [key for key in own if key not in earlier and key not in OF_EVERY_MODULE]:
                 if key != "forward":
-                    del now[key]
-            for key, (value, content) in before.items():
-                now[key] = value
+                    del own[key]
+            for key, (value, content) in earlier.items():
+                own[key] = value
                 if content is not None:
                     _refill(value, content)
         with torch.no_grad():
@@ -242,7 +242,8 @@ def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether containers hold the same objects in the same places."""
     if isinstance(one, _Hole):
-        return one == other
+        found: bool = one == other
+        return found
     if type(one) is not type(other):
         return False
     if type(one) is tuple or type(one) is list:

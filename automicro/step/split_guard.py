@@ -17,7 +17,7 @@ from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.transaction.buffers import Buffers
 
-BATCHNORM_MODES = ("warn", "error", "disable", "ignore")
+BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
 
 class SplitGuard:
@@ -40,7 +40,7 @@ class SplitGuard:
         Raises:
             UnsplittableModelError: BatchNorm forbids what the policy might propose.
         """
-        if self._mode not in ("error", "disable"):
+        if self._mode not in ("error", "disable", "exact"):
             return policy
         whole = Fixed(None)
         if policy.state_dict() == whole.state_dict():
@@ -48,7 +48,7 @@ class SplitGuard:
         names = self._batchnorm_names()
         if not names:
             return policy
-        if self._mode == "disable":
+        if self._mode != "error":  # "exact": the model itself cuts, stage by stage
             return whole
         raise UnsplittableModelError(
             f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}"

@@ -59,6 +59,7 @@ class Subject:
         clip_norm: the largest norm of a gradient, where clipping is disturbed.
         scaler: of the loss, for fp16; its ``backward`` has to be in the options too.
         leaves: tensors that get a gradient although no module lists them.
+        first_level: of ``when_too_large`` in options, at which it begins.
     """
 
     model: nn.Module
@@ -72,6 +73,12 @@ class Subject:
     clip_norm: float = 0.5
     scaler: GradientScaler | None = None
     leaves: Sequence[Tensor] = ()
+    first_level: int = 0
+
+    @property
+    def can_be_smaller(self) -> bool:
+        """Whether it has levels, or parts with sizes of their own."""
+        return bool(self.options.get("nested")) or "when_too_large" in self.options
 
 
 MakeSubject = Callable[[], Subject]
@@ -97,6 +104,10 @@ class TortureRun:
         """Step the optimizer, and the scaler if there is one."""
         device = next(self.model.parameters()).device
         return step_optimizer(self.optimizer, device, scaler=self.scaler)
+
+    def start_at(self, size: int, level: int) -> None:
+        """Go on at a level of ``when_too_large``, as a run does that remembers it."""
+        self.microbatcher._train.policy.suggest(size, level=level)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -151,7 +162,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
         eval_microbatch_size=eval_policy,
         **subject.options,
     )
-    return TortureRun(
+    run = TortureRun(
         subject.model,
         subject.optimizer,
         microbatcher,
@@ -164,6 +175,9 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
         subject.leaves,
         subject.options,
     )
+    if subject.first_level:
+        run.start_at(subject.first_size, subject.first_level)
+    return run
 
 
 @contextlib.contextmanager

@@ -46,6 +46,21 @@ def double_faults(
     return plans
 
 
+def bursts(trials: Trials, count: int, seed: int = 0) -> list[Plan]:
+    """Out of memory in one attempt after the other: at ever smaller sizes, and level by level."""
+    draw = trials.scene.draw(seed, "bursts")
+    most = trials.num_operations
+    plans: list[Plan] = []
+    for _ in range(count):
+        index = draw.randrange(most)
+        plan = [Fault(index, draw.random() < 0.5)]
+        for _ in range(draw.randint(2, MOST_IN_A_ROW - 1)):
+            index += draw.randint(-(-most // 3), most)  # behind the rollback
+            plan.append(Fault(index, draw.random() < 0.5))
+        plans.append(tuple(plan))
+    return plans
+
+
 def sample(trials: Trials, plans: Sequence[Plan], most: int | None, *seed: object) -> list[Plan]:
     """At most so many of the plans, drawn from a seed and tried in order."""
     if most is None or len(plans) <= most:
@@ -133,6 +148,8 @@ def render(rows: Sequence[Row], *, by_model: bool = False) -> str:
 
 MOST_SHOWN = 20
 
+
+MOST_IN_A_ROW, MOST_BURSTS = 8, 200
 
 QUICK_PLANS = 12  # of each row of the table
 
@@ -269,6 +286,8 @@ def _work(
         yield trials, "foreign errors", plans
         plans = double_faults(trials, ["oom", "boom", "interrupt"], num_first=3, seed=seed)
         yield trials, "two faults", sample(trials, plans, most, seed, "two")
+        if trials.can_be_smaller:
+            yield trials, "many faults", bursts(trials, most or MOST_BURSTS, seed)
 
 
 def sweep(trials: Trials, what: str, plans: Sequence[Plan]) -> Row:

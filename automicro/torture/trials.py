@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Outcome, Policy
+from automicro.torture.cuts import Cut, Noting
 from automicro.torture.faults import Boom, Fault, FaultMode
 from automicro.torture.subject import (
     MakeSubject,
@@ -39,8 +40,14 @@ class Scripted(Policy):
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Scripted":
+        return self  # all levels go by the same script
+
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return self._sizes[0]
+
+    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
+        return True  # of a level; the size is written down
 
     def record(self, outcome: Outcome) -> None:
         self._sizes = self._sizes[1:]
@@ -86,13 +93,18 @@ class Scene:
         return MemoryBudget(None) if self.in_budget else contextlib.nullcontext()
 
     def clean_policies(
-        self, first_size: int, size: int, keeps_gradient: bool
+        self, first_size: int, cuts: Sequence[Cut], keeps_gradient: bool
     ) -> tuple[Policy, Policy]:
         """For training and evaluation without faults: smaller from the disturbed call on."""
         batches_before = len(self._warm_batches) + self._has_gradient(keeps_gradient)
         batches_before += self.call in AFTER_THE_GRADIENT
+        size = cuts[0].size
+        sizes = [first_size] * batches_before
+        if self.call == "backward":
+            sizes.append(size)
+        sizes += [each.size for each in cuts[1:]]
         later = size if self.call == "backward" else first_size
-        return Scripted([first_size] * batches_before + [later] * 9), Scripted([size] * 9)
+        return Scripted(sizes + [later] * 9), Scripted([size] * 9)
 
     def prepare(self, policy: Policy, eval_policy: Policy) -> TortureRun:
         """A run up to the call that is to be disturbed."""
@@ -127,16 +139,34 @@ class Scene:
             run.step()
         return None
 
-    def go_on(self, run: TortureRun) -> dict[str, Any]:
-        """A few more steps, where anything that was left wrong would show."""
+    def go_on(self, run: TortureRun, cuts: Sequence[Cut] = ()) -> "End":
+        """A few more steps, where anything that was left wrong would show.
+
+        Args:
+            run: after the call.
+            cuts: to be forced; none for those that come.
+        """
         if self.call not in ("evaluate", "step"):
             run.step()
+        found: list[Cut] = []
         with without_advice():
             for index in range(STEPS_AFTER):
                 run.zero_grad()
-                run.microbatcher.backward(run.batches[2 + index], metrics=run.metrics)
+                cut = cuts[index] if cuts else None
+                with self.cutting(run, cut)() as noted:
+                    run.microbatcher.backward(run.batches[2 + index], metrics=run.metrics)
                 run.step()
-        return values(run)
+                assert noted.cut is not None
+                found.append(noted.cut)
+        return End(values(run), tuple(found))
+
+    def cutting(
+        self, run: TortureRun, cut: Cut | None, count: Callable[[], int] = lambda: 0
+    ) -> Noting:
+        """Notes how a call is cut; where that is given, at this level and in these slices."""
+        if cut is not None and cut.level:
+            run.start_at(cut.size, cut.level)
+        return Noting(None if cut is None else cut.parts, count)
 
     def draw(self, *seed: object) -> random.Random:
         """Chance of its own, the same in every process."""
@@ -152,14 +182,23 @@ class Scene:
 
 
 @dataclass(frozen=True)
+class End:
+    """All values a few steps later, and how these were cut."""
+
+    values: dict[str, Any]
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True)
 class Reference:
-    """What a run without any fault gives, at the same sizes."""
+    """What a run without any fault gives, cut the same way."""
 
     num_operations: int
     allocated_bytes: int
     after_call: dict[str, Any]
     replaced: list[str]
     at_end: dict[str, Any]
+    cut: Cut | None
 
 
 @dataclass
@@ -170,6 +209,7 @@ class Trial:
     mode: FaultMode
     before: dict[str, Any]
     before_objects: dict[str, object]
+    noted: Noting
     result: Any = None
     raised: BaseException | None = None
 
@@ -186,8 +226,18 @@ class Trials:
         subject = check_subject(scene.make())
         self.first_size = subject.first_size
         self.retry_size = -(-subject.first_size // 2)
+        self.can_be_smaller = subject.can_be_smaller
+        self._first_level = subject.first_level
         self._keeps_gradient = subject.keeps_gradient
-        self.reference = functools.cache(self._run_reference)
+        self._reference = functools.cache(self._run_reference)
+
+    def reference(self, size: int) -> Reference:
+        """The clean run whose disturbed call, and all after it, use slices of this size."""
+        return self.reference_of(Cut(size, self._first_level))
+
+    def reference_of(self, cut: Cut, later: Sequence[Cut] = ()) -> Reference:
+        """The clean run whose disturbed call is cut like this, and all after it like these."""
+        return self._reference(cut, tuple(later))
 
     @property
     def num_operations(self) -> int:
@@ -199,9 +249,11 @@ class Trials:
         for size in (self.first_size, self.retry_size):
             self.reference(size)  # now: it sets the global generators
         run = self.scene.prepare(self._policy(), self._policy())
-        trial = Trial(run, FaultMode(plan), values(run), objects(run))
+        mode = FaultMode(plan)
+        noted = self.scene.cutting(run, None, lambda: mode.num_operations)
+        trial = Trial(run, mode, values(run), objects(run), noted)
         try:
-            with self.scene.place(), trial.mode:
+            with self.scene.place(), trial.mode, noted():
                 _count_reservation(run, trial.mode)
                 trial.result = self.scene.play(run)
         except BaseException as error:
@@ -212,19 +264,21 @@ class Trials:
         # On a device that counts its memory, sizes would also grow, without any fault.
         return Halving(initial=self.first_size, refine=False, grow=False)
 
-    def _run_reference(self, size: int) -> Reference:
-        """The clean run whose disturbed call, and all after it, use slices of this size."""
+    def _run_reference(self, cut: Cut, later: tuple[Cut, ...]) -> Reference:
         scene = self.scene
-        run = scene.prepare(*scene.clean_policies(self.first_size, size, self._keeps_gradient))
+        cuts = [cut, *later]
+        run = scene.prepare(*scene.clean_policies(self.first_size, cuts, self._keeps_gradient))
         before = objects(run)
-        with scene.place(), FaultMode() as mode:
+        with scene.place(), FaultMode() as mode, scene.cutting(run, cut)() as noted:
             _count_reservation(run, mode)
             result = scene.play(run)
         allocated_bytes = mode.ledger.allocated_bytes
         after = {**values(run), **result_values(result)}
         changed = replaced(before, objects(run))
-        at_end = scene.go_on(run)
-        return Reference(mode.num_operations, allocated_bytes, after, changed, at_end)
+        end = scene.go_on(run, later)
+        return Reference(
+            mode.num_operations, allocated_bytes, after, changed, end.values, noted.cut
+        )
 
 
 def _count_reservation(run: TortureRun, mode: FaultMode) -> None:
@@ -236,6 +290,7 @@ HALF_APPLIED = "half applied"
 
 # Functions of automicro that may go on without what failed in them.
 PROBE, DRY_RUN = "probe", "dry run of the optimizer"
+PART_LOOK = "look at a part"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
     "look": PROBE,
@@ -245,7 +300,11 @@ ABSORBED = {
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",
     "_try_roll_back": "rollback",
+    "_judge_loss": PART_LOOK,
 }
+
+# What `run_slices` calls to compute a slice.
+_OF_A_SLICE = ("loss_and_gradients", "gradients_of", "compute", "<lambda>")
 
 
 @dataclass
@@ -279,43 +338,63 @@ def attempt(trials: Trials, plan: Sequence[Fault]) -> TrialVerdict:
 
 def _judge_success(trials: Trials, trial: Trial) -> TrialVerdict:
     run, result, mode = trial.run, trial.result, trial.mode
-    size, ooms = trials.first_size, 1
-    if result is not None:
-        size, ooms = result.microbatch_size, result.ooms
-    clean = trials.reference(size)
-    verdict = TrialVerdict("recovered" if ooms else f"no attempt lost: {_absorbed_by(mode)}")
-    if ooms:
-        verdict.survivors = mode.survivors(_end_of_last_failed_attempt(mode))
-        if _absorbed_by(mode) != PROBE:
-            verdict.bytes_alive = mode.ledger.allocated_bytes - clean.allocated_bytes
+    ooms = 1 if result is None else result.ooms
     after = {**values(run), **result_values(result)}
-    verdict.faults += [f"differs: {name}" for name in differences(clean.after_call, after)]
     changed = replaced(trial.before_objects, objects(run))
+    bytes_alive = mode.ledger.allocated_bytes
+    end = trials.scene.go_on(run)
+    clean = trials.reference_of(trial.noted.cut or Cut(trials.first_size), end.cuts)
+    is_in_part = not ooms and any(map(_is_in_slice, mode.raised_in))
+    if ooms:
+        verdict = TrialVerdict("recovered")
+    elif is_in_part:
+        verdict = TrialVerdict("recovered in a part")
+    elif result.attempts > 1:
+        verdict = TrialVerdict("recovered: the part is smaller")
+    else:
+        verdict = TrialVerdict(f"no attempt lost: {_absorbed_by(mode)}")
+    if ooms or is_in_part:
+        verdict.survivors = mode.survivors(_end_of_last_failed_attempt(trial))
+        if _absorbed_by(mode) != PROBE:
+            verdict.bytes_alive = bytes_alive - clean.allocated_bytes
+    verdict.faults += [f"differs: {name}" for name in differences(clean.after_call, after)]
     if changed != clean.replaced:
         verdict.faults.append(f"other objects replaced: {changed}, not {clean.replaced}")
     if not all(isinstance(error, Boom) and _is_experiment(mode) for error in mode.foreign):
         verdict.faults.append(f"{mode.foreign} was swallowed")
-    verdict.faults += _differs_later(clean, trials, trial)
+    verdict.faults += [f"differs later: {name}" for name in differences(clean.at_end, end.values)]
     if verdict.survivors or verdict.bytes_alive > 0:
         verdict.faults.append(f"{verdict.survivors} storages, {verdict.bytes_alive} bytes alive")
+    if ooms and _can_stay(trials, mode):
+        verdict.faults.append("microbatches are smaller, and the slices of a part could be")
     return verdict
 
 
-def _differs_later(clean: Reference, trials: Trials, trial: Trial) -> list[str]:
-    at_end = trials.scene.go_on(trial.run)
-    return [f"differs later: {name}" for name in differences(clean.at_end, at_end)]
+def _can_stay(trials: Trials, mode: FaultMode) -> bool:
+    """Whether the only fault was in a slice of a part, of which each had several rows."""
+    if len(mode.raised_at) > 1 or not _is_in_slice(mode.raised_in[0]):
+        return False
+    cut = trials.reference(trials.first_size).cut
+    every = [size for call in cut.parts or () for walk in call for size in walk] if cut else []
+    return min(every, default=1) > 1
+
+
+def _is_in_slice(stack: Sequence[str]) -> bool:
+    """Whether an operation was one of the slice of a part, which can be cut smaller."""
+    following = zip(stack, stack[1:], strict=False)
+    return any(name == "run_slices" and inner in _OF_A_SLICE for name, inner in following)
 
 
 def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> TrialVerdict:
-    # The call gave no result: the size is the one of the last attempt.
-    lost = bool(trial.mode.out_of_memory)
-    clean = trials.reference(trials.retry_size if lost else trials.first_size)
+    # The call gave no result: it was cut as the last attempt was.
+    after = values(trial.run)  # before others set the global generators
+    clean = trials.reference_of(trial.noted.cut or Cut(trials.first_size))
     verdict = TrialVerdict("committed, then raised")
     if not any(raised is error for error in trial.mode.foreign):
         verdict.faults.append(f"raised {raised!r} in place of the error itself")
     verdict.faults += [
         f"differs: {name}"
-        for name in differences(clean.after_call, values(trial.run))
+        for name in differences(clean.after_call, after)
         if not name.startswith("result")
     ]
     return verdict
@@ -345,10 +424,10 @@ def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> Trial
     if verdict.survivors:
         verdict.faults.append(f"{verdict.survivors} storages alive")
     # And a second call goes through, as if nothing had been.
-    with trials.scene.place():
+    with trials.scene.place(), trials.scene.cutting(run, None)() as noted:
         again = trials.scene.play(run)
-    clean = trials.reference(again.microbatch_size if again is not None else trials.first_size)
-    after = {**values(run), **result_values(again)}
+    after = {**values(run), **result_values(again)}  # before others set the global generators
+    clean = trials.reference_of(noted.cut or Cut(trials.first_size))
     verdict.faults += [f"differs later: {name}" for name in differences(clean.after_call, after)]
     return verdict
 
@@ -381,11 +460,13 @@ def _let_go(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _end_of_last_failed_attempt(mode: FaultMode) -> int:
+def _end_of_last_failed_attempt(trial: Trial) -> int:
+    """Up to which operation everything was of failed attempts, and has to be gone."""
+    mode, begun_at = trial.mode, trial.noted.begun_at
     ends = [
         index
         for index, stack in zip(mode.raised_at, mode.raised_in, strict=True)
-        if not any(name in ABSORBED for name in stack)
+        if _absorbing(stack) is None and (not begun_at or index < begun_at[-1])
     ]
     return max(ends, default=0)
 
@@ -396,9 +477,18 @@ def _is_experiment(mode: FaultMode) -> bool:
     If the optimizer fails on stand-ins, nothing is reserved; if the model fails on two rows in
     evaluation mode, they are tried in training mode. Neither may end a training that works.
     """
-    return _absorbed_by(mode) in (DRY_RUN, PROBE)
+    return _absorbed_by(mode) in (DRY_RUN, PROBE, PART_LOOK)
 
 
 def _absorbed_by(mode: FaultMode) -> str:
     """The innermost part of automicro around the last fault that may go on without it."""
-    return next((ABSORBED[name] for name in reversed(mode.raised_in[-1]) if name in ABSORBED), "?")
+    return _absorbing(mode.raised_in[-1]) or "?"
+
+
+def _absorbing(stack: Sequence[str]) -> str | None:
+    # A look at a part is one of an attempt; what it can do without is marked by itself.
+    is_in_attempt = "try_once" in stack
+    for name in reversed(stack):
+        if name in ABSORBED and not (is_in_attempt and ABSORBED[name] == PROBE):
+            return ABSORBED[name]
+    return None

@@ -277,7 +277,8 @@ def compares_rows(loss_name: str) -> Finding:
         names=(loss_name,),
         text=f"{loss_name} compares rows (a contrastive loss, say) or adds a term that does not "
         "come from rows: no weighting of the rows' gradients gives the batch's",
-        remedy=f"{KEEP_WHOLE}, or compute the loss from outputs of the whole batch",
+        remedy=f"{KEEP_WHOLE}; where whole batches do not fit, automicro.Contrastive runs encoders "
+        "in slices, and computes the loss from what they give for the whole batch",
     )
 
 

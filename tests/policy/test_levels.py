@@ -210,6 +210,22 @@ def test_batches_that_go_whole_at_level_0_run_there_whatever_was_chosen() -> Non
     assert job.batch(num_rows=32, cost=0.05)[0] == 0
 
 
+def test_batches_that_do_not_go_whole_at_level_0_are_tried_there_a_few_times() -> None:
+    """And one of them does not keep shorter rows from it."""
+    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
+    failures = job.failures
+    for _ in range(5):
+        for rows in range(31, 2, -1):
+            assert job.batch(num_rows=rows) == (1, rows)
+    assert job.failures - failures <= 9
+    assert job.batch(num_rows=32, cost=0.05) == (0, 32)
+    job = Job(fastest(["plain", "recompute"]), [30, 0.5], overhead(4, [1, 1.3]))
+    job.batch()
+    job.run()
+    assert job.batch(cost=0.4) == (1, 32)
+    assert job.batch(cost=0.01) == (0, 32)
+
+
 def test_long_rows_climb_and_short_ones_stay_where_they_are_fastest() -> None:
     job = Job(fastest(), [1, 0.1], overhead(0.01, [1, 1.3]), capacity=64)
     levels = []
@@ -225,6 +241,7 @@ def test_a_remembered_level_is_the_choice() -> None:
     assert policy.suggest(16, None, level=1)
     job = Job(policy, [8, 0.5], overhead(4, [1, 1.3]))
     assert job.batch()[0] == 1
+    assert job.failures == 0
     assert not policy.compares_seconds
     with pytest.raises(ValueError, match="level=2, but there are 2"):
         policy.suggest(16, None, level=2)

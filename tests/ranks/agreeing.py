@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 import warnings
 from typing import Any
 
@@ -17,8 +18,6 @@ from automicro.memory.residents import measure_residents
 from automicro.optimizer import step as clipping
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
-from automicro.policy.halving import Halving
-from automicro.policy.ladder import Ladder
 from tests.ranks.uneven import Sum
 
 CPU = torch.device("cpu")
@@ -48,13 +47,12 @@ def full(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def climb(kind: str) -> dict[str, Any]:
+def climb(kind: str, when_too_large: str) -> dict[str, Any]:
     """Steps of which rank 1 has long rows every other time, which do not fit at level 0."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     model: Any = nn.Linear(1, 1)
     model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
-    policy = Ladder(Halving(), ["plain", "recompute"])
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         if x.shape[1] > 8 and policy.level == 0:
@@ -63,20 +61,52 @@ def climb(kind: str) -> dict[str, Any]:
         return loss
 
     microbatcher = Microbatcher(
-        model, forward=forward, loss_average="samples", microbatch_size=policy, probe=False
+        model,
+        forward=forward,
+        loss_average="samples",
+        when_too_large=when_too_large,
+        probe=False,
     )
+    policy = microbatcher._train.policy
     levels, failed, gradients = [], [], []
     for step in range(4):
         is_long = rank == 1 and step % 2 == 0
         x = torch.arange(1, 5)[:, None].expand(4, 32 if is_long else 4) / 8
         result = microbatcher.backward(x)
-        levels.append(policy.level)
+        levels.append(result.level)
         failed.append(len(result.failed_sizes))
         gradients += [full(each.grad).sum().item() for each in model.parameters()]
         model.zero_grad()
     # Rows are alike but for their lengths.
     assert torch.allclose(torch.tensor(gradients[:2]), torch.tensor(gradients[2:4]))
     return {"levels": levels, "failed": failed, "state": str(policy.state_dict())}
+
+
+def race(kind: str) -> dict[str, Any]:
+    """Steps in which single rows fit at the plain level, and microbatches take a while."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model: Any = nn.Linear(4, 4)
+    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        if len(x) > 1 and policy.level == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        time.sleep(0.004 * (1 + rank))  # clocks of ranks differ
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    microbatcher = Microbatcher(
+        model, forward=forward, loss_average="samples", when_too_large="auto", probe=False
+    )
+    policy = microbatcher._train.policy
+    levels, told = [], []
+    for _ in range(40):
+        result = microbatcher.backward(torch.ones(8 - rank, 4))
+        levels.append((result.level, result.microbatch_size))
+        told.append(str(result.exploration))
+        model.zero_grad()
+    return {"levels": levels, "told": told, "state": str(policy.state_dict())}
 
 
 def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any]:

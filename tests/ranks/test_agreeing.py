@@ -11,6 +11,7 @@ from tests.ranks.agreeing import (
     count_residents,
     decline,
     fail_to_clip,
+    race,
     remember,
     run_out,
     scale,
@@ -31,12 +32,22 @@ def test_ranks_with_other_limits_find_one_size(world2: World, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_go_up_and_down_between_levels_together(world2: World, kind: str) -> None:
-    first, second = world2.run(climb, kind)
+@pytest.mark.parametrize("when", ["offload", "auto"])
+def test_ranks_go_up_and_down_between_levels_together(world2: World, kind: str, when: str) -> None:
+    first, second = world2.run(climb, kind, when)
     assert first == second
     # One rank alone has long rows that fit at level 1 only, in the first and third step.
-    assert first["levels"] == [1, 0, 1, 0]
+    assert first["levels"] == ["offload", "plain"] * 2
     assert first["failed"] == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_choose_the_fastest_level_together(world2: World, kind: str) -> None:
+    first, second = world2.run(race, kind)
+    assert first == second
+    assert first["levels"][-1] == ("offload", 8)
+    assert any("plain" in said for said in first["told"])
+    assert first["told"][-1] == "None"
 
 
 @pytest.mark.parametrize("size", ["auto", 4])

@@ -48,9 +48,13 @@ def test_three_ranks_train_like_one_process_with_the_same_global_batch(
     require_the_same(world3.run(jobs.train, parallel=parallel), jobs.train())
 
 
-@pytest.mark.parametrize("parallel", MODES)
-def test_all_ranks_recover_where_one_has_less_memory(world2: World, parallel: str) -> None:
-    results = world2.run(jobs.train_wide, limit_of_last="800KiB", parallel=parallel)
+@pytest.mark.parametrize(
+    ("parallel", "sync"), [("ddp", "each"), ("fsdp", "each"), ("fsdp", "auto")]
+)
+def test_all_ranks_recover_where_one_has_less_memory(
+    world2: World, parallel: str, sync: str
+) -> None:
+    results = world2.run(jobs.train_wide, limit_of_last="800KiB", parallel=parallel, sync=sync)
     alone = jobs.train_wide(limit_of_last=None)
     assert differ(results, alone) < 1e-9
     assert [result["train_loss"] for result in results] == pytest.approx([alone["train_loss"]] * 2)
@@ -106,11 +110,15 @@ def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
         assert "2 ranks have agreed on them when the model was wrapped" in text
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@pytest.mark.parametrize(
+    "options",
+    [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "fsdp", "sync": "auto"}],
+    ids=str,
+)
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    world2: World, parallel: str, tmp_path: Path
+    world2: World, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    results = world2.run(jobs.save_and_resume, str(tmp_path), parallel=parallel)
+    results = world2.run(jobs.save_and_resume, str(tmp_path), microbatch_size=2, **options)
     alone = jobs.train()
     assert differ(results, alone) < 1e-9
     assert [result["state"] for result in results] == [alone["state"]] * 2

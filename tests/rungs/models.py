@@ -27,7 +27,8 @@ class Block(nn.Module):
             self.up = wrap(self.up)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.down(torch.relu(self.up(self.between(rows))))
+        found: Tensor = rows + self.down(torch.relu(self.up(self.between(rows))))
+        return found
 
 
 class Noise(nn.Module):
@@ -90,7 +91,8 @@ class BatchNormConvolution(nn.Module):
         self.drop = nn.Dropout2d(0.2)
 
     def forward(self, images: Tensor) -> Tensor:
-        return images + self.drop(self.second(torch.relu_(self.norm(self.first(images)))))
+        found: Tensor = images + self.drop(self.second(torch.relu_(self.norm(self.first(images)))))
+        return found
 
 
 def stack(make: Callable[[], nn.Module], depth: int = 4) -> nn.Module:

@@ -66,7 +66,7 @@ def steps_at(
 
 def differences(one: Left, other: Left) -> list[str]:
     """In what two steps differ by a bit."""
-    pairs = {
+    pairs: dict[str, list[tuple[Any, Any]]] = {
         "loss": [(one.loss, other.loss)],
         "gradients": list(zip(one.gradients, other.gradients, strict=True)),
         "buffers": list(zip(one.buffers, other.buffers, strict=True)),

@@ -1,5 +1,7 @@
 """What is saved for the backward goes to the host once, and comes back as it was."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -120,7 +122,7 @@ def in_place_on_a_view(leaf: Tensor) -> Tensor:
     "loss_of", [in_place_after_sigmoid, in_place_after_product, in_place_on_a_view]
 )
 def test_what_was_written_to_is_refused_as_ever(loss_of: Any, size: int) -> None:
-    def message(*, offloads: bool) -> str:
+    def message(*, offloads: bool) -> tuple[str, str]:
         leaf = rows()[:size, :size].clone().requires_grad_()
         offload = Offload([])
         hooks = offload() if offloads else torch.enable_grad()
@@ -162,6 +164,17 @@ def test_host_memory_is_not_counted() -> None:
     (held, peak), (held_plain, peak_plain) = peaks(offloads=True), peaks(offloads=False)
     assert held < 4 * ROWS * ROWS * 4 < held_plain
     assert peak < 8 * ROWS * ROWS * 4 < peak_plain
+
+
+def test_what_a_forward_saved_is_gone_with_its_output() -> None:
+    # An operation that saves its own output must not be held by what was packed of it.
+    leaf = torch.ones(3, requires_grad=True)
+    with offloading([]):
+        value = torch.relu(leaf * 2)
+        saved = weakref.ref(value.untyped_storage())
+        del value  # memory ran out, say: there is no backward
+    gc.collect()
+    assert saved() is None
 
 
 def test_subclasses_and_other_layouts_stay_what_they_are() -> None:

@@ -51,7 +51,8 @@ def test_autocast_is_as_it_was() -> None:
 
     def loss_of(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return model(rows).double().square().mean()
+            found: Tensor = model(rows).double().square().mean()
+            return found
 
     for level in LEVELS:
         assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
@@ -96,13 +97,15 @@ class ChangesList(nn.Module):
 
     def forward(self, rows: Tensor, seen: list[Tensor]) -> Tensor:
         seen.append(rows)
-        return self.inner(rows)
+        found: Tensor = self.inner(rows)
+        return found
 
 
 class ChangesObject(ChangesList):
     def forward(self, rows: Tensor, seen: Any) -> Tensor:
         seen.last = rows
-        return self.inner(rows)
+        found: Tensor = self.inner(rows)
+        return found
 
 
 class Box:
@@ -197,7 +200,8 @@ def test_second_derivatives() -> None:
         rows = batch_for("plain").requires_grad_()
         output = model(rows).double().square().mean()
         (slope,) = torch.autograd.grad(output, rows, create_graph=True)
-        return output + slope.double().square().sum()
+        found: Tensor = output + slope.double().square().sum()
+        return found
 
     for level in LEVELS:
         plain, left = steps_at(level, MODELS["plain"](), loss_of)

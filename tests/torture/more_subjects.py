@@ -12,7 +12,7 @@ from torchmetrics import CatMetric
 from automicro.optimizer.scaling import GradientScaler
 from automicro.torture.subject import MakeSubject, Subject
 from tests.step.texts import Reader, texts
-from tests.torture import state_subjects
+from tests.torture import smaller_subjects, state_subjects
 from tests.torture.subjects import (
     BATCHES,
     ROWS,
@@ -355,4 +355,5 @@ SUBJECTS: dict[str, MakeSubject] = {
     "bf16": bf16,
     "slices by cost": by_cost,
     **state_subjects.SUBJECTS,
+    **smaller_subjects.SUBJECTS,
 }

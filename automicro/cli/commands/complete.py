@@ -56,7 +56,7 @@ _MODES = (
 _SIZES = ("auto", "explore", "null")
 VALUES: Mapping[str, tuple[str, ...]] = {
     "accumulate_batches": (),
-    "batchnorm": ("warn", "error", "disable", "ignore"),
+    "batchnorm": ("warn", "error", "disable", "ignore", "exact"),
     "channels_last": _TRUTH,
     "checkpoint": ("null",),
     "checkpoint.asynchronous": _TRUTH,

@@ -107,6 +107,7 @@ def _make(recipe: "Recipe", failed: "FailedBatch") -> "Callable[[], ReplayReport
     options |= {
         "optimizer": optimizer,
         "nested": config.nested,
+        "when_too_large": config.when_too_large,
         "padding": config.padding,
         "cut_padding": config.cut_padding,
         "precision": "bf16" if config.precision == "fp16" else config.precision,

@@ -1,0 +1,301 @@
+"""Losses that compare all rows of a batch, at a batch size that does not fit.
+
+A contrastive loss cannot be cut along rows: each row is compared with all others. But encoders
+compute each row by itself, and what they give is small. So the whole batch is *encoded* slice by
+slice without keeping activations, the loss sees the representations of all rows, and each slice is
+encoded again, with the same random numbers, for the gradient of its representations (Gao et al.,
+2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"). Gradients are
+those of the whole batch. What grows with the batch are representations and their gradients.
+
+Encoders are parts with sizes of their own (`automicro.split`): memory that runs out while a slice
+is encoded shrinks the slices of that encoder alone.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro.errors import BatchError, LossError
+from automicro.memory.oom import Failure, classify
+from automicro.nested.split import attached_to, split
+from automicro.policy.policy import Policy
+from automicro.units import format_bytes
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+Size: TypeAlias = int | str | Policy | None
+
+
+class Contrastive(nn.Module):
+    """Encoders, and a loss over the representations of all rows.
+
+    Give whole batches: ``microbatch_size=None`` and ``eval_microbatch_size=None`` in a
+    `Microbatcher` or a `Trainer`. Encoders have sizes of their own.
+
+    Args:
+        encoders: by the names that batches have for what they encode. Each gives a tensor of
+            (rows, features). One may be there under several names. One that has a size of its own
+            already keeps it.
+        loss: of the representations, in the order of the encoders: ``loss(queries, documents)``;
+            `InfoNCE` unless given. A module's parameters, such as a temperature, are trained.
+        microbatch_size: rows of an encoder's slice: ``"auto"``, an int, a policy, or None for the
+            whole batch. In evaluation, too.
+
+    Raises:
+        TypeError, ValueError: no encoders, or what is none.
+
+    Over ranks no one may be without rows: leave an incomplete last batch out (``drop_last=True``).
+
+    Example:
+        >>> towers = {"query": nn.Linear(8, 4), "document": nn.Linear(6, 4)}
+        >>> model = Contrastive(towers, microbatch_size=2)
+        >>> outputs = model(query=torch.randn(5, 8), document=torch.randn(5, 6))
+        >>> outputs["loss"].backward()
+        >>> outputs["query"].shape, model.sizes
+        (torch.Size([5, 4]), {'query': [2, 2, 1], 'document': [2, 2, 1]})
+    """
+
+    compares_rows = True
+    """Tells a `Microbatcher` that the batch has to stay whole."""
+
+    def __init__(
+        self,
+        encoders: Mapping[str, nn.Module],
+        loss: Callable[..., Tensor] | None = None,
+        *,
+        microbatch_size: Size = "auto",
+    ) -> None:
+        super().__init__()
+        if not encoders:
+            raise ValueError("encoders is empty; give modules by name: {'query': model.query}")
+        for name, encoder in encoders.items():
+            if not isinstance(encoder, nn.Module):
+                raise TypeError(
+                    f"the encoder {name!r} is {encoder!r}, and not a module; write one whose "
+                    "forward gives the representations"
+                )
+        self.encoders = nn.ModuleDict(encoders)
+        self.loss = InfoNCE() if loss is None else loss
+        for name, encoder in encoders.items():
+            if attached_to(encoder) is None:
+                split(encoder, microbatch_size=microbatch_size).name = name
+
+    @property
+    def sizes(self) -> dict[str, list[int]]:
+        """Rows of the slices in which each encoder ran last."""
+        found = {name: attached_to(encoder) for name, encoder in self.encoders.items()}
+        return {name: nested.sizes for name, nested in found.items() if nested is not None}
+
+    def forward(self, **inputs: Any) -> dict[str, Tensor]:
+        """The loss, and the representations of the rows by the names of the encoders.
+
+        Args:
+            inputs: of each encoder by its name: a tensor, a tuple of arguments, or a mapping of
+                arguments by name (token numbers and a mask).
+
+        Raises:
+            BatchError: there is none for an encoder, or encoders gave unlike rows.
+            torch.OutOfMemoryError: representations do not fit, even with the smallest slices.
+        """
+        if set(inputs) != set(self.encoders):
+            raise BatchError(
+                f"the batch has {', '.join(sorted(inputs)) or 'nothing'}, and the encoders are "
+                f"{', '.join(sorted(self.encoders))}; name what each of them encodes"
+            )
+        encoded: dict[str, Tensor] = {}
+        with self._naming_what_does_not_fit(encoded):
+            for name, encoder in self.encoders.items():
+                encoded[name] = _check(name, _call(encoder, inputs[name]), encoded)
+            loss = self.loss(*encoded.values())
+        if loss.dim():
+            raise LossError(
+                f"the loss has the shape {tuple(loss.shape)}; give one number for all rows, such "
+                "as its mean"
+            )
+        return {"loss": loss, **encoded}
+
+    @contextlib.contextmanager
+    def _naming_what_does_not_fit(self, encoded: Mapping[str, Tensor]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE:
+                raise
+            waiting = list(self.encoders)[len(encoded) :]
+            held = sum(each.nbytes for each in encoded.values())
+            where = f"encoding {waiting[0]!r}" if waiting else "computing the loss"
+            raise torch.OutOfMemoryError(
+                f"memory ran out while {where}, with the smallest slices that its size allows, "
+                f"beside {len(encoded)} of {len(self.encoders)} representations of all rows "
+                f"({format_bytes(held)}, and as much for their gradients). Give encoders "
+                'microbatch_size="auto" or a smaller one; if one row at a time does not fit, take '
+                "smaller batches, fewer features, or more devices"
+            ) from error
+
+
+def _call(encoder: nn.Module, given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return encoder(**given)
+    return encoder(*given) if isinstance(given, tuple | list) else encoder(given)
+
+
+def _check(name: str, output: Any, earlier: Mapping[str, Tensor]) -> Tensor:
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output)
+        raise BatchError(
+            f"the encoder {name!r} gives {what}; give one tensor of (rows, features), such as the "
+            "mean over positions"
+        )
+    for other, rows in earlier.items():
+        if len(rows) != len(output):
+            raise BatchError(
+                f"the encoders {other!r} and {name!r} give {len(rows)} and {len(output)} rows; "
+                "row by row they belong together"
+            )
+    return output
+
+
+class InfoNCE(nn.Module):
+    """Each row's anchor has to find its own positive among those of all rows, of all ranks.
+
+    The cross-entropy of similarities, which are cosines divided by a temperature (van den Oord et
+    al., 2018); in both directions, as CLIP has it (Radford et al., 2021), averaged. Similarities
+    are computed for some rows at a time, too, so the square of the batch is never there.
+
+    Over ranks each one compares its own rows with those of all, and gives the mean over its own.
+    The mean of all ranks' losses, weighted by their rows, is that of one process with all rows, and
+    so is its gradient: declare ``loss_average="samples"``.
+
+    Args:
+        temperature: divides similarities; trained, unless ``trains_temperature`` is False.
+        trains_temperature: whether its logarithm is a parameter.
+        is_symmetric: whether positives have to find their anchors, too.
+        microbatch_size: anchors whose similarities are computed at a time.
+        gathers: whether rows of other ranks are compared.
+        group: of these ranks; all, unless given.
+
+    Raises:
+        ValueError: a temperature that is not positive.
+
+    Rows that are alike in nothing else find their positives at a low temperature.
+
+    >>> rows = torch.eye(4)
+    >>> float(InfoNCE(temperature=0.05)(rows, rows).detach()) < 1e-6
+    True
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        *,
+        trains_temperature: bool = True,
+        is_symmetric: bool = True,
+        microbatch_size: Size = "auto",
+        gathers: bool = True,
+        group: Group = None,
+    ) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} is not positive; 0.07 is usual")
+        log_scale = torch.tensor(-math.log(temperature))
+        if trains_temperature:
+            self.log_scale = nn.Parameter(log_scale)
+        else:
+            self.register_buffer("log_scale", log_scale)
+        self.is_symmetric, self.gathers, self.group = is_symmetric, gathers, group
+        self.similarities = _Similarities()
+        split(
+            self.similarities,
+            microbatch_size=microbatch_size,
+            loss_average="tokens",  # the mean over targets, of which each row has one
+            batch_layout={"candidates": "shared", "scale": "shared"},
+        ).name = "similarities"
+
+    @property
+    def temperature(self) -> float:
+        """As it is now."""
+        return math.exp(-float(self.log_scale.detach()))
+
+    def forward(self, anchors: Tensor, positives: Tensor, *negatives: Tensor) -> Tensor:
+        """The loss.
+
+        Args:
+            anchors: of (rows, features).
+            positives: the same of what belongs to each.
+            negatives: the same of what does not; any number. They are compared with anchors alone.
+        """
+        anchors, positives, *others = (
+            F.normalize(each, dim=-1) for each in (anchors, positives, *negatives)
+        )
+        scale = self.log_scale.exp()
+        candidates, first = self._of_all(positives)
+        targets = first + torch.arange(len(anchors), device=anchors.device)
+        among = torch.cat([candidates, *(self._of_all(each)[0] for each in others)])
+        loss = cast(Tensor, self.similarities(anchors, among, scale, targets))
+        if not self.is_symmetric:
+            return loss
+        candidates, _ = self._of_all(anchors)
+        return (loss + self.similarities(positives, candidates, scale, targets)) / 2
+
+    def _of_all(self, rows: Tensor) -> tuple[Tensor, int]:
+        return gather_rows(rows, self.group) if self.gathers else (rows, 0)
+
+
+class _Similarities(nn.Module):
+    """Cross-entropy of some anchors among all candidates."""
+
+    def forward(
+        self, anchors: Tensor, candidates: Tensor, scale: Tensor, targets: Tensor
+    ) -> Tensor:
+        return F.cross_entropy(scale * anchors @ candidates.T, targets)
+
+
+def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
+    """The rows of all ranks, in their order, with their gradients; and which of them is ours.
+
+    Ranks may have different numbers of rows. The gradient of a row is the sum of what all ranks
+    have for it. Without a process group these are the rows themselves.
+
+    Args:
+        rows: of (rows, …), with the same dimensions behind the rows on all ranks.
+        group: of the ranks; all, unless given.
+
+    Returns:
+        The rows of all ranks, and the number of the first of this one.
+
+    >>> gather_rows(torch.ones(3, 2))[1]
+    0
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return rows, 0
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
+    sizes = [int(each) for each in torch.cat(counts).tolist()]
+    gathered: Tensor = _Gathered.apply(rows, sizes, group)  # type: ignore[no-untyped-call]
+    return gathered, sum(sizes[: dist.get_rank(group)])
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks; backward gives each rank the sum of all gradients of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: Group) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=group)
+        return torch.cat([each[:size] for each, size in zip(gathered, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        rank = dist.get_rank(ctx.group)
+        return summed.split(ctx.sizes)[rank], None, None

@@ -1,0 +1,479 @@
+"""A part with BatchNorm in slices: statistics, outputs and gradients are those of all its rows."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from automicro import MemoryBudget, Microbatcher, split
+from automicro.errors import UnsplittableModelError
+
+ROWS, CHANNELS, CLASSES = 7, 4, 5
+
+
+def images(rows: int = ROWS) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(rows, CHANNELS, 6, 6, dtype=torch.double) * 2 + 3
+
+
+def labels(rows: int = ROWS) -> Tensor:
+    return torch.randint(CLASSES, (rows,), generator=torch.Generator().manual_seed(2))
+
+
+def conv(stride: int = 1) -> nn.Module:
+    return nn.Conv2d(CHANNELS, CHANNELS, 3, stride, 1, bias=False)
+
+
+class Block(nn.Module):
+    """Residual, with a BatchNorm beside the first one's, and writes in place."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = conv(), conv()
+        self.bn1, self.bn2 = norm(CHANNELS), norm(CHANNELS)
+        self.shortcut = nn.Sequential(conv(), norm(CHANNELS))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += self.shortcut(x)
+        return cast(Tensor, self.relu(out))
+
+
+class PreActivation(nn.Module):
+    """What a BatchNorm is given is needed once more, behind it; the image has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn0, self.bn1, self.bn2 = (nn.BatchNorm2d(CHANNELS) for _ in range(3))
+        self.conv1, self.conv2 = conv(), conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv1(self.bn0(x))
+        return cast(Tensor, x + self.conv2(F.relu(self.bn1(x))) + self.bn2(x))
+
+
+class Dense(nn.Module):
+    """Branches of several depths that meet, and sizes that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(2 * CHANNELS)
+        self.conv = conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = torch.cat([x, self.bn1(self.conv(x))], 1)
+        half, other = self.bn2(once).chunk(2, dim=1)
+        rows, size = x.shape[0], x.shape[-2:]  # a tuple of numbers goes over the BatchNorms
+        return F.interpolate((half * other + x).view(rows, CHANNELS, -1, 3), size)
+
+
+class Tokens(nn.Module):
+    """BatchNorm over rows and positions, and a parameter that is used by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return cast(Tensor, self.bn(hidden.flatten(0, 2)).reshape_as(hidden) * self.scale)
+
+
+class Activated(nn.BatchNorm2d):
+    """Does something more, after it has normalised."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.PReLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, self.act(super().forward(input)))
+
+
+class Twice(nn.Module):
+    """One layer at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(self.conv(F.relu(self.bn(self.conv(x))))))
+
+
+def without(norm: Any, **options: Any) -> nn.Module:
+    return nn.Sequential(conv(), norm(CHANNELS, **options), nn.ReLU(), conv())
+
+
+def frozen() -> nn.Module:
+    block = Block()
+    block.bn1.eval()
+    cast(Any, block.bn2).weight.requires_grad_(requires_grad=False)
+    return block
+
+
+BODIES: dict[str, Callable[[], nn.Module]] = {
+    "residual": lambda: nn.Sequential(conv(), Block(), Block()),
+    "pre-activation": PreActivation,
+    "branches": Dense,
+    "tokens": Tokens,
+    "derived": lambda: Block(Activated),
+    "twice": Twice,
+    "last": lambda: nn.Sequential(conv(), nn.BatchNorm2d(CHANNELS)),
+    "first": lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), conv()),
+    "frozen": frozen,
+    "without scale": lambda: without(nn.BatchNorm2d, affine=False),
+    "cumulative": lambda: without(nn.BatchNorm2d, momentum=None),
+    "without statistics": lambda: without(nn.BatchNorm2d, track_running_stats=False),
+    "statistics in evaluation": lambda: without(nn.BatchNorm2d, track_running_stats=False).eval(),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(self.body(x).tanh(), 2).flatten(1)[:, :CLASSES]
+
+
+def net(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net(BODIES[name]())
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -1, 1)
+    return model.double()
+
+
+def found(model: nn.Module, x: Tensor, targets: Tensor) -> list[Tensor]:
+    """The loss, the gradients of the input and of the parameters, and the buffers."""
+    x = x.clone().requires_grad_()
+    loss = F.cross_entropy(model(x), targets)
+    loss.backward()
+    assert x.grad is not None
+    return [
+        loss.detach(),
+        x.grad,
+        *(each.grad for each in model.parameters() if each.grad is not None),
+        *(each.double() for each in model.buffers()),
+    ]
+
+
+def assert_same(some: list[Tensor], others: list[Tensor], share: float = 1e-10) -> None:
+    assert len(some) == len(others)
+    size = max(float(each.abs().max()) for each in others)
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=share, atol=share * size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", BODIES)
+def test_all_is_as_of_the_whole_batch(name: str, size: int) -> None:
+    whole = net(name)
+    sliced = copy.deepcopy(whole)
+    nested = split(sliced, microbatch_size=size, batchnorm="exact")
+    for _ in range(2):  # running statistics of a second batch begin with those of the first
+        assert_same(found(sliced, images(), labels()), found(whole, images(), labels()))
+    assert sum(nested.sizes) == ROWS
+    assert max(nested.sizes) <= size
+
+
+def test_ordinary_microbatches_are_far_from_it() -> None:
+    whole, cut = net("residual"), net("residual")
+    wanted = found(whole, images(), labels())
+    Microbatcher(
+        cut, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2, batchnorm="ignore"
+    ).backward((images(), labels()))
+    gradients = [each.grad for each in cut.parameters() if each.grad is not None]
+    right = wanted[2 : 2 + len(gradients)]
+    apart = torch.cat([(a - b).flatten() for a, b in zip(gradients, right, strict=True)])
+    assert apart.norm() > 0.1 * torch.cat([each.flatten() for each in right]).norm()
+
+
+def test_large_means_lose_no_digits() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False))
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1e4
+    wanted = F.batch_norm(x.double(), None, None, training=True)
+    split(model, microbatch_size=5, batchnorm="exact")
+    whole_error = (F.batch_norm(x, None, None, training=True) - wanted).norm()
+    assert (model(x) - wanted).norm() < 4 * whole_error
+
+
+def test_dropout_is_drawn_once_for_each_slice_and_replayed() -> None:
+    torch.manual_seed(0)
+    first, norm, last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+    part = nn.Sequential(first, nn.Dropout(0.5), norm, nn.Dropout(0.3), last).double()
+    x = torch.randn(6, 3, dtype=torch.double)
+
+    def in_step(x: Tensor) -> Tensor:
+        hidden = torch.cat([F.dropout(rows, 0.5) for rows in first(x).split(2)])
+        hidden = F.batch_norm(hidden, None, None, norm.weight, norm.bias, training=True)
+        return cast(Tensor, last(torch.cat([F.dropout(rows, 0.3) for rows in hidden.split(2)])))
+
+    outcomes = []
+    for run in (in_step, split(part, microbatch_size=2, batchnorm="exact")):
+        part.zero_grad()
+        torch.manual_seed(3)
+        output = run(x)
+        (output**3).sum().backward()
+        gradients = [cast(Tensor, each.grad) for each in part.parameters()]
+        outcomes.append([output.detach(), *gradients, torch.rand(1, dtype=torch.double)])
+    assert_same(outcomes[1], outcomes[0])
+
+
+def test_autocast_of_the_forward_holds_in_the_backward() -> None:
+    whole, sliced = net("residual").float(), net("residual").float()
+    split(sliced, microbatch_size=2, batchnorm="exact")
+    exact = found(net("residual"), images(), labels())
+    far = []
+    for model in (whole, sliced):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(images().float()), labels())
+        loss.backward()
+        gradients = [cast(Tensor, each.grad).flatten() for each in model.parameters()]
+        assert {each.dtype for each in gradients} == {torch.float32}
+        right = torch.cat([each.flatten() for each in exact[2 : 2 + len(gradients)]])
+        far.append(float((torch.cat(gradients) - right).norm() / right.norm()))
+    assert far[1] < 2 * far[0]
+
+
+@pytest.mark.parametrize("given", ["whole", "rows"])
+def test_a_single_row_whose_gradient_lies_otherwise_in_memory(given: str) -> None:
+    """torch's own kernel computes another gradient for it."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(conv(), nn.BatchNorm2d(CHANNELS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.body(x)).flatten(2).transpose(1, 2)
+
+    torch.manual_seed(0)
+    whole = Turned().double()
+    sliced = copy.deepcopy(whole)
+    split(sliced, microbatch_size=2 if given == "rows" else 1, batchnorm="exact")
+    for model in (whole, sliced):
+        (model(images(3)) ** 3).sum().backward()
+    assert_same(
+        [cast(Tensor, each.grad) for each in sliced.parameters()],
+        [cast(Tensor, each.grad) for each in whole.parameters()],
+    )
+
+
+def test_every_row_is_computed_forward_twice() -> None:
+    counts = []
+    for size in (None, 2):
+        model = net("residual")
+        split(model, microbatch_size=size, batchnorm="exact")
+        model(images())  # the look comes before the first call
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(images()), labels()).backward()
+        counts.append(counter.get_total_flops())
+    with torch.no_grad(), FlopCounterMode(display=False) as forward:
+        net("residual")(images())
+    assert counts[1] == counts[0] + forward.get_total_flops()
+
+
+def test_without_gradients_the_running_statistics_are_those_of_the_whole_batch() -> None:
+    whole, sliced = net("residual"), net("residual")
+    split(sliced, microbatch_size=2, batchnorm="exact")
+    with torch.no_grad():
+        wanted, output = whole(images()), sliced(images())
+    assert_same([output, *sliced.buffers()], [wanted, *whole.buffers()])
+
+
+def test_a_second_backward_is_refused() -> None:
+    model = net("residual")
+    split(model, microbatch_size=2, batchnorm="exact")
+    loss = model(images()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call backward once"):
+        loss.backward()
+
+
+# Memory
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [each for _ in range(6) for each in (conv(), nn.BatchNorm2d(CHANNELS), nn.ReLU())]
+    return Net(nn.Sequential(*layers)).double()
+
+
+def test_the_device_holds_one_slice_of_one_stage() -> None:
+    peaks = []
+    for size in (None, 4):
+        model = wide()
+        split(model, microbatch_size=size, batchnorm="exact")
+        with MemoryBudget(None) as budget:
+            with budget.host():
+                x = images(64)
+            found(model, budget.transfer(x), labels(64))
+        peaks.append(budget.peak_bytes)
+    assert peaks[1] < peaks[0] / 3
+
+
+@pytest.mark.parametrize("limit", ["900KiB", "500KiB", "350KiB", "300KiB"])
+def test_memory_that_runs_out_leaves_no_trace_and_ends_in_smaller_slices(limit: str) -> None:
+    whole, sliced = wide(), wide()
+    wanted = found(whole, images(64), labels(64))
+    microbatcher = Microbatcher(
+        sliced, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", memory_limit=limit
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = microbatcher.backward((images(64), labels(64)))
+    assert result.num_microbatches == 1
+    assert result.nested_sizes["model"] < 64
+    gradients = [cast(Tensor, each.grad) for each in sliced.parameters()]
+    buffers = [each.double() for each in sliced.buffers()]
+    assert_same([result.loss.double(), *gradients, *buffers], [wanted[0], *wanted[2:]])
+    again = microbatcher.backward((images(64), labels(64)))
+    assert again.attempts == 1
+    assert again.nested_sizes == result.nested_sizes
+
+
+def test_what_does_not_fit_in_single_rows_leaves_all_as_it_was() -> None:
+    model = wide()
+    before = copy.deepcopy(model.state_dict())
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", memory_limit="60KiB"
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        microbatcher.backward((images(64), labels(64)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_evaluation_and_frozen_models_go_as_ever() -> None:
+    model = net("residual")
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", microbatch_size=2
+    )
+    model.eval()
+    whole = copy.deepcopy(model)
+    cast(Any, whole).__dict__.pop("forward")
+    wanted = found(whole, images(), labels())
+    result = microbatcher.backward((images(), labels()))
+    assert result.num_microbatches == 4
+    torch.testing.assert_close(result.loss.double(), wanted[0])
+
+
+# Refused
+
+
+class Jumps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(x)) if x.sum() > 0 else x
+
+
+class Functional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+class WritesWhatOthersRead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        y = self.bn(x)
+        return cast(Tensor, F.relu_(x) + y)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return cast(Tensor, self.bn(x))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(x + torch.rand(6)))
+
+
+class HalfAsWide(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (0.5 if self.training else 1.0)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(x)).square().mean()
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(CHANNELS))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Jumps, r"torch\.fx cannot trace it"),
+        (lambda: nn.Sequential(Functional(), nn.BatchNorm2d(CHANNELS)), "as a function"),
+        (WritesWhatOthersRead, "writes into conv, which bn reads, too"),
+        (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "something else with the statistics"),
+        (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
+        (Counts, "changes the buffer 'seen'"),
+        (Noisy, "draws random numbers that do not go by its input"),
+        (WithLoss, "it gives a loss"),
+        (hooked, "'0' has hooks"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], why: str) -> None:
+    model = make().double()
+    before = copy.deepcopy(model.state_dict())
+    split(model, microbatch_size=2, batchnorm="exact")
+    x, random = images(), torch.get_rng_state()
+    with pytest.raises(UnsplittableModelError, match=why):
+        model(x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_function_with_batchnorm_is_refused() -> None:
+    norm = nn.BatchNorm2d(CHANNELS).double()
+    part = split(lambda x: norm(x), microbatch_size=2, batchnorm="exact", modules=[norm])
+    with pytest.raises(UnsplittableModelError, match="it is no module"):
+        part(images())
+
+
+def test_one_value_per_channel_is_refused_as_torch_does() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    split(model, microbatch_size=1, batchnorm="exact")
+    model(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        model(torch.ones(1, 3))

@@ -1,0 +1,298 @@
+"""Contrastive losses: the gradient of the whole batch, with encoders slice by slice."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import MemoryBudget, Microbatcher, Trainer
+from automicro.contrastive import Contrastive, InfoNCE
+from automicro.errors import BatchError, LossError
+
+ROWS, FEATURES, WORDS = 13, 6, 50
+TEMPERATURE = float(torch.exp(-torch.tensor(-math.log(0.07)).double()))  # a float32 of the model
+
+
+class Text(nn.Module):
+    """The mean over tokens that are there."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16)
+        self.head = nn.Linear(16, FEATURES)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.dropout(self.words(ids).tanh()) * mask[..., None]
+        return self.head(hidden.sum(1) / mask.sum(1, keepdim=True))
+
+
+class Image(nn.Module):
+    """Convolutions."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Dropout(dropout), nn.Flatten()
+        )
+        self.head = nn.Linear(8 * 25, FEATURES)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(self.layers(pixels))
+
+
+def batch_of(rows: int = ROWS) -> dict[str, Any]:
+    torch.manual_seed(1)
+    lengths = torch.randint(1, 8, (rows,))
+    return {
+        "text": {
+            "ids": torch.randint(WORDS, (rows, 7)),
+            "mask": (torch.arange(7) < lengths[:, None]).double(),
+        },
+        "image": torch.randn(rows, 1, 5, 5, dtype=torch.double),
+    }
+
+
+def towers(dropout: float = 0.0) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"text": Text(dropout).double(), "image": Image(dropout).double()}
+
+
+def plain_loss(text: Tensor, image: Tensor, temperature: Any = TEMPERATURE) -> Tensor:
+    """As in the papers: the whole square of similarities."""
+    similarities = F.normalize(text, dim=-1) @ F.normalize(image, dim=-1).T / temperature
+    right = torch.arange(len(text))
+    return (F.cross_entropy(similarities, right) + F.cross_entropy(similarities.T, right)) / 2
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, each in found.items():
+        torch.testing.assert_close(each, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def contrastive(size: Any = "auto", dropout: float = 0.0, **options: Any) -> Contrastive:
+    loss = InfoNCE(microbatch_size=options.pop("loss_size", size), **options).double()
+    return Contrastive(towers(dropout), loss, microbatch_size=size)
+
+
+def of_whole_batch() -> tuple[Tensor, dict[str, Tensor]]:
+    whole = nn.ModuleDict(towers())
+    batch = batch_of()
+    loss = plain_loss(whole["text"](**batch["text"]), whole["image"](batch["image"]))
+    loss.backward()
+    return loss.detach(), gradients(whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, ROWS, 99, "auto", None])
+def test_loss_and_gradients_are_those_of_the_whole_batch(size: Any) -> None:
+    model = contrastive(size, trains_temperature=False)
+    outputs = model(**batch_of())
+    outputs["loss"].backward()
+    loss, wanted = of_whole_batch()
+    torch.testing.assert_close(outputs["loss"].detach(), loss, rtol=1e-9, atol=0)
+    assert_same(gradients(model.encoders), wanted)
+    for sizes in model.sizes.values():
+        assert size in ("auto", None) or max(sizes) == min(size, ROWS)
+
+
+def test_a_trained_temperature_has_the_gradient_of_the_whole_batch() -> None:
+    model = contrastive(3)
+    model(**batch_of())["loss"].backward()
+    found = gradients(model)["loss.log_scale"]
+    rows = [each.detach() for name, each in model(**batch_of()).items() if name != "loss"]
+    log_scale = model.loss.log_scale.detach().clone().requires_grad_()
+    plain_loss(*rows, temperature=torch.exp(-log_scale)).backward()
+    torch.testing.assert_close(found, log_scale.grad, rtol=1e-9, atol=1e-12)
+    assert model.loss.temperature == pytest.approx(0.07)
+
+
+def test_dropout_is_replayed() -> None:
+    model = contrastive(4, dropout=0.5)
+    batch = batch_of()
+    torch.manual_seed(5)
+    outputs = model(**batch)
+    outputs["loss"].backward()
+    found = gradients(model.encoders)
+    # The same slices one after the other, all activations kept.
+    whole = nn.ModuleDict(towers(0.5))
+    sizes = model.sizes["text"]
+    torch.manual_seed(5)
+    ids, mask = (batch["text"][name].split(sizes) for name in ("ids", "mask"))
+    text = torch.cat([whole["text"](*rows) for rows in zip(ids, mask, strict=True)])
+    image = torch.cat([whole["image"](rows) for rows in batch["image"].split(sizes)])
+    loss = plain_loss(text, image)
+    loss.backward()
+    torch.testing.assert_close(outputs["loss"].detach(), loss.detach(), rtol=1e-12, atol=0)
+    assert_same(found, gradients(whole))
+
+
+def test_one_encoder_may_have_two_names() -> None:
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    plain = copy.deepcopy(tower)
+    loss = InfoNCE(trains_temperature=False).double()
+    model = Contrastive({"one": tower, "other": tower}, loss, microbatch_size=2)
+    one, other = torch.randn(2, 7, 5, dtype=torch.double)
+    model(one=one, other=other)["loss"].backward()
+    plain_loss(plain(one), plain(other)).backward()
+    assert_same(gradients(tower), gradients(plain))
+
+
+def test_negatives_are_candidates_for_anchors_alone() -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(4, 3, dtype=torch.double) for _ in range(3)]
+    loss = InfoNCE(0.5, is_symmetric=False).double()(*rows)
+    anchors, positives, negatives = (F.normalize(each, dim=-1) for each in rows)
+    among = anchors @ torch.cat([positives, negatives]).T / 0.5
+    torch.testing.assert_close(loss, F.cross_entropy(among, torch.arange(4)))
+
+
+def test_any_loss_of_all_rows_will_do() -> None:
+    def spread(text: Tensor, image: Tensor) -> Tensor:
+        return (text @ image.T).logsumexp((0, 1)) + (text - image).square().mean()
+
+    model = Contrastive(towers(), spread, microbatch_size=3)
+    model(**batch_of())["loss"].backward()
+    whole = nn.ModuleDict(towers())
+    batch = batch_of()
+    spread(whole["text"](**batch["text"]), whole["image"](batch["image"])).backward()
+    assert_same(gradients(model.encoders), gradients(whole))
+
+
+def test_evaluation_computes_the_loss_of_all_rows_in_slices() -> None:
+    model = contrastive(4).eval()
+    with torch.no_grad():
+        found = model(**batch_of())["loss"]
+    torch.testing.assert_close(found, of_whole_batch()[0], rtol=1e-9, atol=0)
+    assert max(model.sizes["image"]) == 4
+
+
+def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None:
+    model = contrastive(4, trains_temperature=False)
+    microbatcher = Microbatcher(
+        model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+    )
+    result = microbatcher.backward(batch_of())
+    loss, wanted = of_whole_batch()
+    assert float(result.loss) == pytest.approx(float(loss), rel=1e-9)
+    assert_same(gradients(model.encoders), wanted)
+    before = copy.deepcopy(model.state_dict())
+    Trainer(
+        model,
+        [batch_of()],
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        max_duration="1ba",
+        microbatch_size=None,
+        eval_microbatch_size=None,
+        loss_average="samples",
+        progress=False,
+    ).fit()
+    for name, each in model.encoders.named_parameters():
+        moved = before[f"encoders.{name}"] - each.detach()
+        torch.testing.assert_close(moved, wanted[name], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("argument", ["microbatch_size", "eval_microbatch_size"])
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_a_batch_that_would_be_cut_is_refused(argument: str, size: Any) -> None:
+    sizes: Any = {"microbatch_size": None, "eval_microbatch_size": None, argument: size}
+    message = rf"{argument}={size!r}, and Contrastive compares all rows .*give {argument}=None"
+    with pytest.raises(ValueError, match=message):
+        Microbatcher(contrastive(), loss_average="samples", **sizes)
+
+
+def peak(rows: int, size: Any) -> int:
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 8))
+    model = Contrastive(
+        {"one": tower, "other": tower}, InfoNCE(microbatch_size=8), microbatch_size=size
+    )
+    data = {"one": torch.randn(rows, 32), "other": torch.randn(rows, 32)}
+    with MemoryBudget(None) as budget:
+        model(**data)["loss"].backward()
+    return budget.peak_bytes
+
+
+def test_the_peak_grows_with_representations_alone() -> None:
+    rows = (64, 128, 256, 512)
+    peaks = [peak(each, 8) for each in rows]
+    # Two of 8 numbers a row with their gradients, copies and sums of gradients: far below what a
+    # row keeps in an encoder, which is two times 2048 numbers for each of two.
+    grown = (peaks[-1] - peaks[0]) / (rows[-1] - rows[0])
+    assert grown < 0.05 * 2 * 2 * 2048 * 4
+    assert peaks[-1] < 1.5 * peaks[0]
+    assert peak(512, None) > 4 * peaks[-1]
+
+
+def test_memory_that_runs_out_shrinks_the_encoder_alone() -> None:
+    torch.manual_seed(0)
+    small, large = (
+        nn.Linear(32, 8),
+        nn.Sequential(nn.Linear(32, 4096), nn.GELU(), nn.Linear(4096, 8)),
+    )
+    model = Contrastive({"small": small, "large": large})
+    batch = {"small": torch.randn(256, 32), "large": torch.randn(256, 32)}
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=None,
+        eval_microbatch_size=None,
+        loss_average="samples",
+        memory_limit="4MiB",
+    )
+    result = microbatcher.backward(batch)
+    assert result.num_microbatches == 1
+    assert max(model.sizes["large"]) < 256
+    assert model.sizes["small"] == [256]
+    found = gradients(model)
+    microbatcher = Microbatcher(
+        model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+    )
+    microbatcher.backward(batch)
+    for name, each in gradients(model).items():
+        torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6)
+
+
+def test_representations_that_do_not_fit_are_named() -> None:
+    wide = nn.Linear(4, 4096)
+    model = Contrastive({"one": wide, "other": wide})
+    batch = {"one": torch.randn(64, 4), "other": torch.randn(64, 4)}
+    with (
+        MemoryBudget("1.5MiB"),
+        pytest.raises(
+            torch.OutOfMemoryError, match=r"representations of all rows .*fewer features"
+        ),
+    ):
+        model(**batch)["loss"].backward()
+
+
+def test_wrong_uses_are_refused_with_their_remedy() -> None:
+    model = contrastive(4)
+    batch = batch_of()
+    with pytest.raises(ValueError, match="encoders is empty; give modules by name"):
+        Contrastive({})
+    with pytest.raises(TypeError, match=r"the encoder 'x' is .*, and not a module; write one"):
+        Contrastive({"x": len})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="temperature=0 is not positive"):
+        InfoNCE(0)
+    with pytest.raises(BatchError, match="the batch has text, and the encoders are image, text"):
+        model(text=batch["text"])
+    batch["image"] = batch["image"][:5]
+    with pytest.raises(BatchError, match="'text' and 'image' give 13 and 5 rows"):
+        model(**batch)
+    bad = Contrastive(towers(), lambda one, other: one.sum(1))
+    with pytest.raises(LossError, match=r"the loss has the shape \(13,\); give one number"):
+        bad(**batch_of())
+    flat = Contrastive({"one": nn.Flatten(0)}, lambda one: one.sum(), microbatch_size=None)
+    with pytest.raises(BatchError, match=r"the encoder 'one' gives shape \(6,\); give one tensor"):
+        flat(one=torch.ones(3, 2))

@@ -1,0 +1,296 @@
+"""Subjects whose parts have sizes of their own, and such as are computed at further levels."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.nested.split import split
+from automicro.policy.halving import Halving
+from automicro.torture.subject import MakeSubject, Subject
+from tests.torture.subjects import BATCHES, ROWS, adamw, classify
+
+WORDS, WIDTH, VOCABULARY = 3, 4, 6
+
+
+def halving(initial: int) -> Halving:
+    """Sizes of a part: from so many rows, downwards alone."""
+    return Halving(initial=initial, refine=False, grow=False)
+
+
+class Tail(nn.Module):
+    """Head and loss as one module; dropout draws in each slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.dropout(hidden)), targets)
+
+
+class WithTail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.tail = Tail()
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.tail(self.body(x), targets)
+        return loss
+
+
+class TiedTail(nn.Module):
+    """Head and loss as a function of the model's, whose weight is the embedding, token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.loss = split(
+            self.tail,
+            microbatch_size=halving(4),
+            microbatch_unit="tokens",
+            modules=[self.embedding],
+        )
+
+    def tail(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(hidden @ self.embedding.weight.T, targets)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(self.embedding(tokens), 0.2, self.training)
+        loss: Tensor = self.loss(torch.tanh(self.body(hidden)), targets)
+        return loss
+
+
+class Counting(nn.Module):
+    """A part whose buffers change: one in place, one replaced; it draws from a generator."""
+
+    seen: Tensor
+    mean: Tensor
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.own = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            x = x + 0.01 * torch.rand(x.shape, generator=self.own)
+        out: Tensor = x + self.dropout(self.narrow(torch.relu(self.wide(x))))
+        return out
+
+
+class Block(nn.Module):
+    """Of a transformer, as small as may be: attention, a feed-forward part, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 6), nn.GELU(), nn.Linear(6, WIDTH))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        out: Tensor = x + self.dropout(self.wide(x))
+        return out
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+class NormalizedBlock(nn.Module):
+    """BatchNorm counts in each forward, and may not in a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(torch.relu(self.norm(self.linear(x))))
+        return out
+
+
+def residual(block: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(block(), block()), nn.Linear(WIDTH, 3)
+    )
+
+
+def with_options(subject: Subject, *, level: int = 0, **options: Any) -> Subject:
+    return dataclasses.replace(subject, options={**subject.options, **options}, first_level=level)
+
+
+def with_loss(model: nn.Module, batches: list[Any], **options: Any) -> Subject:
+    """A model that gives its loss itself."""
+    return Subject(
+        model=model,
+        optimizer=adamw(model.parameters()),
+        batches=batches,
+        options={"forward": _loss_of, "loss_average": "samples", **options},
+        first_size=ROWS,
+    )
+
+
+def _loss_of(model: nn.Module, microbatch: Any) -> Any:
+    if isinstance(microbatch, Mapping):
+        return model(**microbatch)
+    return model(*microbatch)
+
+
+def classes() -> list[Any]:
+    return [(torch.randn(ROWS, WIDTH), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
+
+
+def nested_tail() -> Subject:
+    return with_loss(WithTail(), classes(), nested={"tail": halving(2)})
+
+
+def nested_tail_and_gradients() -> Subject:
+    subject = nested_tail()
+    momentum = torch.optim.SGD(subject.model.parameters(), lr=0.1, momentum=0.9)
+    return dataclasses.replace(subject, optimizer=momentum, set_to_none=False, keeps_gradient=True)
+
+
+def nested_tokens() -> Subject:
+    batches = []
+    for _ in range(BATCHES):
+        tokens = torch.randint(VOCABULARY, (ROWS, WORDS))
+        targets = tokens.roll(-1, 1)
+        targets[1, 1:] = -100
+        batches.append((tokens, targets))
+    model = TiedTail()
+    return with_loss(model, batches, nested=[model.loss], loss_average="tokens")
+
+
+def nested_middle() -> Subject:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, WIDTH)),
+        nn.Linear(WIDTH, 3),
+    )
+    subject = classify(model, WIDTH, first_size=ROWS)
+    return with_options(subject, nested={"1": halving(2)})
+
+
+def nested_buffers() -> Subject:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, 3))
+    subject = classify(model, WIDTH, first_size=ROWS)
+    return with_options(subject, nested={"1": halving(2)})
+
+
+def nested_as_it_comes() -> Subject:
+    """The whole at first, in one piece, and smaller where that fails."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(0.0), nn.Linear(WIDTH, 3))
+    return with_options(classify(model, WIDTH, first_size=ROWS), nested={"1": "auto"})
+
+
+def gpt2(**tail: Any) -> Subject:
+    from tests.torture.more_subjects import gpt2
+
+    subject = gpt2()
+    # Outputs are without logits then.
+    options = {**subject.options, "nested": {"tail": tail}}
+    options["update_metric"] = lambda metric, outputs, microbatch: None
+    return dataclasses.replace(subject, options=options, metrics=None, first_size=ROWS)
+
+
+def gpt2_rows() -> Subject:
+    return gpt2(microbatch_size=halving(2))
+
+
+def gpt2_tokens() -> Subject:
+    return gpt2(microbatch_size=halving(6), microbatch_unit="tokens")
+
+
+def transformer(when: Any, level: int) -> Subject:
+    return with_options(classify(Transformer(), WORDS, WIDTH), when_too_large=when, level=level)
+
+
+def recompute() -> Subject:
+    return transformer(["recompute", "offload"], 1)
+
+
+def offload() -> Subject:
+    return transformer("offload", 1)
+
+
+def both() -> Subject:
+    return transformer("auto", 3)
+
+
+def levels() -> Subject:
+    return transformer("auto", 0)
+
+
+def recompute_batchnorm() -> Subject:
+    return with_options(classify(residual(NormalizedBlock), WIDTH), when_too_large="auto", level=1)
+
+
+def recompute_buffers() -> Subject:
+    return with_options(classify(residual(Counting), WIDTH), when_too_large="auto", level=1)
+
+
+def nested_and_recompute() -> Subject:
+    """The part is inside of a block that is computed again."""
+    subject = classify(residual(Counting), WIDTH, first_size=ROWS)
+    return with_options(
+        subject,
+        nested={"1.0.wide": halving(2)},
+        when_too_large=["recompute", "offload"],
+        level=1,
+    )
+
+
+def nested_tail_and_levels() -> Subject:
+    model = WithTail()
+    model.body = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2))
+    )
+    return dataclasses.replace(
+        with_loss(model, classes(), nested={"tail": halving(2)}, when_too_large="auto"),
+        first_level=3,
+    )
+
+
+SUBJECTS: dict[str, MakeSubject] = {
+    "nested tail": nested_tail,
+    "nested tail, gradients kept": nested_tail_and_gradients,
+    "nested tail of tokens": nested_tokens,
+    "nested tail of GPT-2": gpt2_rows,
+    "nested tail of GPT-2, tokens": gpt2_tokens,
+    "nested middle": nested_middle,
+    "nested buffers": nested_buffers,
+    "nested, whole at first": nested_as_it_comes,
+    "recompute": recompute,
+    "recompute BatchNorm": recompute_batchnorm,
+    "recompute buffers": recompute_buffers,
+    "offload": offload,
+    "recompute + offload": both,
+    "every level": levels,
+    "nested inside recompute": nested_and_recompute,
+    "nested tail, recompute + offload": nested_tail_and_levels,
+}
