@@ -240,7 +240,8 @@ class InfoNCE(nn.Module):
         if not self.is_symmetric:
             return loss
         candidates, _ = self._of_all(anchors)
-        return (loss + self.similarities(positives, candidates, scale, targets)) / 2
+        back = cast(Tensor, self.similarities(positives, candidates, scale, targets))
+        return (loss + back) / 2
 
     def _of_all(self, rows: Tensor) -> tuple[Tensor, int]:
         return gather_rows(rows, self.group) if self.gathers else (rows, 0)
@@ -252,7 +253,8 @@ class _Similarities(nn.Module):
     def forward(
         self, anchors: Tensor, candidates: Tensor, scale: Tensor, targets: Tensor
     ) -> Tensor:
-        return F.cross_entropy(scale * anchors @ candidates.T, targets)
+        loss: Tensor = F.cross_entropy(scale * anchors @ candidates.T, targets)
+        return loss
 
 
 def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
@@ -298,4 +300,5 @@ class _Gathered(torch.autograd.Function):
         summed = gradients[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         rank = dist.get_rank(ctx.group)
-        return summed.split(ctx.sizes)[rank], None, None
+        first = sum(ctx.sizes[:rank])
+        return summed.narrow(0, first, ctx.sizes[rank]), None, None

@@ -28,7 +28,8 @@ class Text(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         hidden = self.dropout(self.words(ids).tanh()) * mask[..., None]
-        return self.head(hidden.sum(1) / mask.sum(1, keepdim=True))
+        encoded: Tensor = self.head(hidden.sum(1) / mask.sum(1, keepdim=True))
+        return encoded
 
 
 class Image(nn.Module):
@@ -42,7 +43,8 @@ class Image(nn.Module):
         self.head = nn.Linear(8 * 25, FEATURES)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.head(self.layers(pixels))
+        encoded: Tensor = self.head(self.layers(pixels))
+        return encoded
 
 
 def batch_of(rows: int = ROWS) -> dict[str, Any]:
@@ -110,9 +112,11 @@ def test_a_trained_temperature_has_the_gradient_of_the_whole_batch() -> None:
     model = contrastive(3)
     model(**batch_of())["loss"].backward()
     found = gradients(model)["loss.log_scale"]
-    rows = [each.detach() for name, each in model(**batch_of()).items() if name != "loss"]
+    assert isinstance(model.loss, InfoNCE)
+    outputs = model(**batch_of())
+    text, image = outputs["text"].detach(), outputs["image"].detach()
     log_scale = model.loss.log_scale.detach().clone().requires_grad_()
-    plain_loss(*rows, temperature=torch.exp(-log_scale)).backward()
+    plain_loss(text, image, temperature=torch.exp(-log_scale)).backward()
     torch.testing.assert_close(found, log_scale.grad, rtol=1e-9, atol=1e-12)
     assert model.loss.temperature == pytest.approx(0.07)
 

@@ -264,6 +264,7 @@ class NestedSplit:
             self._in_backward = False
             if self._last is not None and self._last.smaller(self._last.num_rows) is not None:
                 self.has_shrunk = True
+        self._about = None  # it may know buffers that slices of the lost attempt have made
         found, self.has_shrunk = self.has_shrunk, False
         return found
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
 from automicro.torch_private import AnyBatchNorm, all_versions, has_call_hooks
@@ -98,9 +99,12 @@ class Stages:
 
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
         given = dict(list(inspect.signature(type(self._module).forward).parameters.items())[1:])
-        for name in arguments:
+        for name, value in arguments.items():
             if name not in given:
                 self._refuse(f"its forward takes {name!r} among any number of arguments")
+            if not isinstance(value, Tensor) and tensor_leaves(value):
+                kind = type(value).__name__
+                self._refuse(f"its forward takes tensors inside of a {kind}, as {name!r}")
         constants = {
             name: arguments.get(name, parameter.default)
             for name, parameter in given.items()

@@ -473,6 +473,8 @@ class Phase:
             recalled = self._recollection.look_up(
                 first, self.policy, is_new=self._is_new, ranks=self.ranks
             )
+        for nested in self._shared.nested():
+            nested.sizes = []  # a part may not be called at all, as a tail is not in evaluation
         if not self._has_run:
             self._has_run = True
             use_libraries(self._shared.devices, self._shared.modules)

@@ -105,9 +105,9 @@ class TortureRun:
         device = next(self.model.parameters()).device
         return step_optimizer(self.optimizer, device, scaler=self.scaler)
 
-    def start_at(self, size: int, level: int) -> None:
-        """Go on at a level of ``when_too_large``, as a run does that remembers it."""
-        self.microbatcher._train.policy.suggest(size, level=level)
+    def start_at(self, level: int) -> None:
+        """Go on at a level of ``when_too_large``, as if nothing had fitted below."""
+        climb_to(self.microbatcher, level)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -176,8 +176,16 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
         subject.options,
     )
     if subject.first_level:
-        run.start_at(subject.first_size, subject.first_level)
+        run.start_at(subject.first_level)
     return run
+
+
+def climb_to(microbatcher: Microbatcher, level: int) -> None:
+    """Let the next batch begin at a level of ``when_too_large`` at least."""
+    policy = microbatcher._train.policy
+    while (lowest := policy.level_for(1)) < level:
+        policy.level = lowest
+        policy.climb()
 
 
 @contextlib.contextmanager

@@ -46,9 +46,6 @@ class Scripted(Policy):
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return self._sizes[0]
 
-    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
-        return True  # of a level; the size is written down
-
     def record(self, outcome: Outcome) -> None:
         self._sizes = self._sizes[1:]
 
@@ -165,7 +162,7 @@ class Scene:
     ) -> Noting:
         """Notes how a call is cut; where that is given, at this level and in these slices."""
         if cut is not None and cut.level:
-            run.start_at(cut.size, cut.level)
+            run.start_at(cut.level)
         return Noting(None if cut is None else cut.parts, count)
 
     def draw(self, *seed: object) -> random.Random:
@@ -358,6 +355,8 @@ def _judge_success(trials: Trials, trial: Trial) -> TrialVerdict:
         if _absorbed_by(mode) != PROBE:
             verdict.bytes_alive = bytes_alive - clean.allocated_bytes
     verdict.faults += [f"differs: {name}" for name in differences(clean.after_call, after)]
+    if clean.cut != trial.noted.cut:
+        verdict.faults.append(f"{trial.noted.cut} is compared with {clean.cut}")
     if changed != clean.replaced:
         verdict.faults.append(f"other objects replaced: {changed}, not {clean.replaced}")
     if not all(isinstance(error, Boom) and _is_experiment(mode) for error in mode.foreign):

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from automicro import MemoryBudget, Microbatcher, split
+from automicro import MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
 
 ROWS, CHANNELS, CLASSES = 7, 4, 5
@@ -469,6 +470,42 @@ def test_a_function_with_batchnorm_is_refused() -> None:
     part = split(lambda x: norm(x), microbatch_size=2, batchnorm="exact", modules=[norm])
     with pytest.raises(UnsplittableModelError, match="it is no module"):
         part(images())
+
+
+def test_tensors_inside_of_an_argument_are_refused() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(CHANNELS)
+
+        def forward(self, pair: dict[str, Tensor]) -> Tensor:
+            return cast(Tensor, self.bn(pair["x"]))
+
+    model = Pair().double()
+    split(model, microbatch_size=2, batchnorm="exact")
+    with pytest.raises(UnsplittableModelError, match="takes tensors inside of a dict, as 'pair'"):
+        model({"x": images(), "y": images()})
+
+
+def test_a_trainer_has_the_same_parameters_under_a_limit() -> None:
+    trained = []
+    for limit in (None, "350KiB"):
+        model = wide()
+        data = DataLoader(TensorDataset(images(192), labels(192)), batch_size=64)
+        trainer = Trainer(
+            model,
+            data,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            max_duration="3ba",
+            batchnorm="exact",
+            memory_limit=limit,
+            device="cpu",
+            progress=False,
+        )
+        trainer.fit()
+        trained.append([each.double() for each in model.state_dict().values()])
+    assert_same(trained[1], trained[0])
 
 
 def test_one_value_per_channel_is_refused_as_torch_does() -> None:

@@ -33,7 +33,7 @@ class Fault:
     """Where a rank fails, once."""
 
     rank: int
-    where: str  # before, forward, backward, between, end, gather, scatter
+    where: str  # before, forward, again, backward, between, end, gather, scatter
     step: int = 1
     microbatch: int = 0
     layer: int = 0
@@ -50,7 +50,7 @@ class Faults:
     def reach(self, where: str, layer: int = 0) -> None:
         for fault in self.waiting:
             if (where, self.step, self.microbatch) == (fault.where, fault.step, fault.microbatch):
-                if where in ("forward", "backward", "gather", "scatter") and layer != fault.layer:
+                if where not in ("before", "between", "end") and layer != fault.layer:
                     continue
                 self.waiting.remove(fault)
                 self.fired += 1
@@ -59,6 +59,50 @@ class Faults:
                 if fault.error is torch.OutOfMemoryError:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
                 raise fault.error("a mistake of the user's")
+
+
+def forward_or_again() -> str:
+    """Whether a forward is one that a backward asks for."""
+    return "forward" if torch._C._current_graph_task_id() == -1 else "again"
+
+
+class Tail(nn.Module):
+    """A head with its loss; the layer behind all blocks."""
+
+    def __init__(self, faults: list[Faults]) -> None:
+        super().__init__()
+        self.faults = faults
+        self.head = nn.Linear(WIDTH, 2)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        self.faults[0].reach("forward", 3)
+        outputs = self.head(self.dropout(hidden))
+        loss = (outputs - targets).square().sum(1).mean()
+        if loss.requires_grad:
+            loss.register_hook(self._reach_backward)
+        return loss
+
+    def _reach_backward(self, gradient: Tensor) -> Tensor:
+        self.faults[0].reach("backward", 3)
+        return gradient
+
+
+class WithTail(nn.Module):
+    """Blocks, and a tail that gives the loss."""
+
+    def __init__(self, faults: list[Faults]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList([Block(index, faults, False) for index in range(3)])
+        self.tail = Tail(faults)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.tail(x, targets)
+        return loss
 
 
 class Block(nn.Module):
@@ -72,7 +116,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        self.faults[0].reach("forward", self.layer)
+        self.faults[0].reach(forward_or_again(), self.layer)
         if self.recompute:
             inner: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         else:
@@ -145,7 +189,7 @@ class FaultyCollective:
 def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     switches = {name: options[name] for name in ("norm", "recompute", "rare") if name in options}
-    net = Net(faults, **switches)
+    net: Any = WithTail(faults) if options.get("tail") else Net(faults, **switches)
     net = net.to(options.get("dtype", torch.float32))
     if kind == "ddp":
         keywords = {"bucket_cap_mb": 0.001, **options.get("ddp", {})}
@@ -175,6 +219,8 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
         assert inner is not None
         sharded.set_custom_all_gather(FaultyCollective("gather", layer, faults, inner[0]))
         sharded.set_custom_reduce_scatter(FaultyCollective("scatter", layer, faults, inner[1]))
+    if options.get("tail"):
+        fully_shard(net.tail, **keywords)
     root: Any = fully_shard(net, **keywords)
     if options.get("symmetric"):  # without its beginning, which is NCCL's alone
         root.set_custom_reduce_scatter(SymmMemReduceScatter.__new__(SymmMemReduceScatter))

@@ -13,6 +13,7 @@ from automicro.torture.subject import MakeSubject, Subject
 from tests.torture.subjects import BATCHES, ROWS, adamw, classify
 
 WORDS, WIDTH, VOCABULARY = 3, 4, 6
+LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
 
 
 def halving(initial: int) -> Halving:
@@ -231,27 +232,27 @@ def transformer(when: Any, level: int) -> Subject:
 
 
 def recompute() -> Subject:
-    return transformer(["recompute", "offload"], 1)
+    return transformer(LEVELS, 1)
 
 
 def offload() -> Subject:
-    return transformer("offload", 1)
+    return transformer(["offload"], 1)
 
 
 def both() -> Subject:
-    return transformer("auto", 3)
+    return transformer(LEVELS, 2)
 
 
 def levels() -> Subject:
-    return transformer("auto", 0)
+    return transformer(LEVELS, 0)
 
 
 def recompute_batchnorm() -> Subject:
-    return with_options(classify(residual(NormalizedBlock), WIDTH), when_too_large="auto", level=1)
+    return with_options(classify(residual(NormalizedBlock), WIDTH), when_too_large=LEVELS, level=1)
 
 
 def recompute_buffers() -> Subject:
-    return with_options(classify(residual(Counting), WIDTH), when_too_large="auto", level=1)
+    return with_options(classify(residual(Counting), WIDTH), when_too_large=LEVELS, level=1)
 
 
 def nested_and_recompute() -> Subject:
@@ -260,7 +261,7 @@ def nested_and_recompute() -> Subject:
     return with_options(
         subject,
         nested={"1.0.wide": halving(2)},
-        when_too_large=["recompute", "offload"],
+        when_too_large=LEVELS,
         level=1,
     )
 
@@ -271,8 +272,8 @@ def nested_tail_and_levels() -> Subject:
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2))
     )
     return dataclasses.replace(
-        with_loss(model, classes(), nested={"tail": halving(2)}, when_too_large="auto"),
-        first_level=3,
+        with_loss(model, classes(), nested={"tail": halving(2)}, when_too_large=LEVELS),
+        first_level=2,
     )
 
 

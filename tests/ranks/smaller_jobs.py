@@ -1,0 +1,135 @@
+"""Steps of several ranks with parts that have sizes of their own, and at several levels."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automicro import Halving, Microbatcher
+from automicro.torture.cuts import Cut, Noting
+from automicro.torture.subject import climb_to
+from automicro.torture.trials import Scripted
+from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.steps import local, squared_error
+
+STEPS = 3
+ROWS = (4, 3)
+KINDS = ("ddp", "fsdp")
+LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
+
+
+def part(size: int) -> Halving:
+    return Halving(initial=size, refine=False, grow=False)
+
+
+def options_of(what: str, draw: random.Random) -> dict[str, Any]:
+    """Of the model and of the `Microbatcher`, with the rows that microbatches begin with."""
+    if what == "nested tail":
+        return {"tail": True, "size": 4, "nested": {"tail": 2}}
+    if what == "nested middle":
+        return {"size": 4, "nested": {"blocks.1": 2}}
+    if what == "nested tail and levels":
+        return {"tail": True, "size": draw.choice([1, 4]), "nested": {"tail": 4}, "levels": LEVELS}
+    levels = LEVELS if what == "both" else [what]
+    return {"size": draw.choice([1, 1, 2]), "levels": levels}
+
+
+def plan_of(seed: int, what: str) -> list[Fault]:
+    """One to three faults on one rank, anywhere in three steps."""
+    draw = random.Random(f"{seed} {what}")
+    rank = draw.randrange(2)
+    kinds = ["before", "forward", "forward", "again", "backward", "backward", "between", "end"]
+    layers = [3, 3, 3, 0, 1, 2] if "tail" in what else [1, 1, 0, 2]
+    return [
+        Fault(
+            rank,
+            draw.choice(kinds),
+            step=draw.randrange(STEPS),
+            microbatch=draw.choice([0, 0, 0, 1]),
+            layer=draw.choice(layers),
+        )
+        for _ in range(draw.randint(1, 3))
+    ]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    rows = ROWS[rank]
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def run_cut(
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut] = ()
+) -> dict[str, Any]:
+    """Some steps, with faults or cut as told: how each was cut, and all state at the end."""
+    faults = Faults(plan)
+    model = build(kind, [faults], {**options, "norm": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def observe(event: str, subject: Any) -> None:
+        if event == "attempt_start":
+            faults.microbatch = 0
+            faults.reach("before")
+        elif event == "microbatch_start":
+            faults.microbatch = subject.index
+            faults.reach("between")
+        elif event == "attempt_end":
+            faults.reach("end")
+
+    more: dict[str, Any] = {"loss_fn": squared_error}
+    if options.get("tail"):
+        more = {"forward": lambda model, microbatch: model(*microbatch)}
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=Scripted([each.size for each in cuts]) if cuts else part(options["size"]),
+        loss_average="samples",
+        optimizer=optimizer,
+        observer=observe,
+        probe=False,
+        nested={name: part(size) for name, size in options.get("nested", {}).items()},
+        when_too_large=options.get("levels", "error"),
+        **more,
+    )
+    torch.manual_seed(100 + dist.get_rank())
+    found: list[Cut] = []
+    losses = []
+    attempts = 0
+    for step in range(STEPS):
+        faults.step = step
+        cut = cuts[step] if cuts else None
+        if cut is not None and cut.level:
+            climb_to(microbatcher, cut.level)
+        with Noting(None if cut is None else cut.parts)() as noted:
+            result = microbatcher.backward(batch(step))
+        assert noted.cut is not None
+        found.append(noted.cut)
+        losses.append(result.loss)
+        attempts += result.attempts
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: local(each.detach()) for name, each in model.named_parameters()}
+    for index, slots in enumerate(optimizer.state.values()):
+        state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
+    state |= {"rng": torch.get_rng_state(), "losses": torch.stack(losses)}
+    return {"state": state, "cuts": found, "attempts": attempts, "fired": faults.fired}
+
+
+def compare_cut(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """Whether a run with faults ends as one without, at the same sizes, slices and levels."""
+    one = run_cut(kind, plan, options)
+    clean = run_cut(kind, (), options, one["cuts"])
+    expected = clean["state"]
+    return {
+        "differing": [
+            name for name in expected if not torch.equal(one["state"][name], expected[name])
+        ],
+        "same cuts": clean["cuts"] == one["cuts"],
+        "outer": [(each.size, each.level) for each in one["cuts"]],
+        "parts": [each.parts for each in one["cuts"]],
+        "fired": one["fired"],
+        "attempts": one["attempts"],
+    }

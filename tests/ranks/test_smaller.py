@@ -1,0 +1,84 @@
+"""Parts with sizes of their own, and levels, where one rank of two runs out of memory."""
+
+import os
+import random
+
+import pytest
+
+from tests.ranks.faulty_models import Fault
+from tests.ranks.smaller_jobs import KINDS, compare_cut, options_of, plan_of
+from tests.ranks.world import World
+
+SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
+WHAT = (
+    "nested tail",
+    "nested middle",
+    "nested tail and levels",
+    "recompute",
+    "offload",
+    "both",
+)
+FEW, MANY = 1, 30
+
+
+def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
+    fired = climbed = 0
+    for seed in seeds:
+        options = options_of(what, random.Random(seed))
+        plan = plan_of(seed, what)
+        if "levels" in options:  # no more faults than levels to go up to
+            plan = plan[: len(options["levels"])]
+        case = f"seed {seed}: {kind}, {what} {options} {plan}"
+        try:
+            results = world.run(compare_cut, kind, plan, options)
+        except AssertionError as error:
+            raise AssertionError(f"{case}\n{error}") from error
+        assert not any(result["differing"] for result in results), (case, results)
+        assert all(result["same cuts"] for result in results), (case, results)
+        assert results[0]["outer"] == results[1]["outer"], (case, results)
+        fired += sum(result["fired"] for result in results)
+        climbed += any(level for _, level in results[0]["outer"])
+    print(f"{kind}, {what}: {len(seeds)} plans, {fired} faults, {climbed} with levels, all equal")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_that_runs_out_of_memory_on_one_rank_is_smaller_there_alone(
+    world2: World, kind: str
+) -> None:
+    plan = [Fault(1, "forward", step=1, layer=3)]
+    options = {"tail": True, "size": 4, "nested": {"tail": 2}}
+    first, second = world2.run(compare_cut, kind, plan, options)
+    assert first["differing"] == second["differing"] == []
+    assert second["fired"] == 1
+    assert first["outer"] == second["outer"] == [(4, 0)] * 3  # no attempt was lost
+    assert first["attempts"] == second["attempts"] == 3
+    assert first["parts"] == [(((2, 2),),)] * 3
+    assert second["parts"] == [(((2, 1),),), (((1, 1, 1),),), (((1, 1, 1),),)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_go_up_a_level_together(world2: World, kind: str) -> None:
+    plan = [
+        Fault(1, "forward", step=1, layer=1),
+        Fault(0, "again", step=1, layer=1),
+    ]
+    results = world2.run(compare_cut, kind, plan, {"size": 1, "levels": ["recompute", "offload"]})
+    for result in results:
+        assert result["differing"] == []
+        assert result["fired"] == 1
+        assert [level for _, level in result["outer"]] == [0, 2, 2]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", WHAT)
+def test_a_few_random_plans(world2: World, kind: str, what: str) -> None:
+    require_survived(world2, kind, what, range(SEED, SEED + FEW))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", WHAT)
+def test_many_random_plans(world2: World, kind: str, what: str) -> None:
+    require_survived(world2, kind, what, range(SEED + 1000, SEED + 1000 + MANY))
