@@ -9,6 +9,7 @@ vocabulary of 128k. The limit is simulated (`MemoryBudget`), the seconds are thi
 
 import argparse
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ class Joint(nn.Module):
         super().__init__()
         self.out = nn.Linear(width, vocabulary)
 
-    def forward(self, times: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, times: Tensor, labels: Tensor, targets: Tensor) -> Any:
         logits = self.out(torch.tanh(times[:, :, None] + labels[:, None]))
         wanted = targets[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
         return -logits.log_softmax(-1).gather(-1, wanted).mean()
@@ -127,21 +128,27 @@ def microseconds(run: Callable[[], Any], repeats: int = 100) -> float:
     return min(rounds) * 1e6
 
 
+def forward_and_backward(part: nn.Module, given: Sequence[Tensor]) -> None:
+    part(*given).sum().backward()
+
+
 def overhead() -> list[tuple[str, float, float, float]]:
     """Microseconds of forward and backward of a tiny part: plain, in one slice, in eight."""
     x, targets = torch.randn(16, 8, requires_grad=True), torch.randint(8, (16,))
     found = []
-    for name, make, given in (
+    jobs: tuple[tuple[str, Callable[[], nn.Module], Sequence[Tensor]], ...] = (
         ("middle", lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), (x,)),
         ("tail", lambda: Head(8, 8), (x, targets)),
-    ):
+    )
+    for name, make, given in jobs:
         times = []
         for size in (None, 16, 2):
             part = make()
             if size is not None:
                 split(part, microbatch_size=size)
-            times.append(microseconds(lambda part=part: part(*given).sum().backward()))
-        found.append((name, *times))
+            times.append(microseconds(functools.partial(forward_and_backward, part, given)))
+        plain, one, eight = times
+        found.append((name, plain, one, eight))
     return found
 
 

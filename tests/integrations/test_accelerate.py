@@ -758,5 +758,6 @@ def test_a_part_has_a_size_of_its_own() -> None:
     nn.MSELoss()(plain(batch[0]), batch[1]).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    assert model[1].forward.nested.sizes == [2, 2]
+    part: Any = model[1]
+    assert part.forward.nested.sizes == [2, 2]
     optimizer.step()
