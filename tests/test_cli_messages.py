@@ -124,7 +124,7 @@ WRONG_USES = {
     ),
     ("train", "job.yaml", "batchnorm=wran"): (
         "{override}: batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, "
-        "disable, ignore"
+        "disable, ignore, exact"
     ),
     ("train", "job.yaml", "model={call: cli_job.bug}"): (
         "{override}: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)\n"

@@ -111,7 +111,7 @@ WRONG_OVERRIDES = {
     ),
     "batchnorm=wran": (
         "batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, disable, "
-        "ignore"
+        "ignore, exact"
     ),
     "loss_average=sample": (
         "loss_average='sample' is not known (did you mean 'samples'?); use one of auto, samples, "
