@@ -18,16 +18,15 @@ WHAT = (
     "offload",
     "both",
 )
-FEW, MANY = 1, 30
+FEW, MANY = 1, 20
 
 
 def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
     fired = climbed = 0
     for seed in seeds:
         options = options_of(what, random.Random(seed))
-        plan = plan_of(seed, what)
-        if "levels" in options:  # no more faults than levels to go up to
-            plan = plan[: len(options["levels"])]
+        # No more faults than there are smaller sizes, or levels to go up to.
+        plan = plan_of(seed, what)[: len(options.get("levels", (2, 1)))]
         case = f"seed {seed}: {kind}, {what} {options} {plan}"
         try:
             results = world.run(compare_cut, kind, plan, options)
