@@ -310,7 +310,7 @@ WRITTEN = {
         "give one of them a value"
     ),
     "batchnorm=off": (
-        "batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
+        "batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact"
     ),
     "max_duration=5epochs": (
         "max_duration='5epochs' is not a whole number of epochs, batches, samples, "
@@ -356,7 +356,7 @@ FILES = {
         "quote an interpolation, as '${seed}'"
     ),
     "batchnorm: off\n": (
-        ":1: batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore"
+        ":1: batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact"
     ),
 }
 

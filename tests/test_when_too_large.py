@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError, Trainer
 
-WIDTH, BLOCKS, LENGTH = 32, 6, 512
+WIDTH, BLOCKS, LENGTH = 32, 16, 512
 
 
 class Block(nn.Module):
@@ -18,8 +18,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 8 * WIDTH)
+        self.narrow = nn.Linear(8 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("when", ["recompute", "offload", ["recompute", "offload"], "auto"])
 def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any) -> None:
     wanted, _ = trained()
-    limit = int(needed() * 0.5)
+    limit = needed() // 3
     with pytest.raises(SampleTooLargeError):
         trained(memory_limit=limit)
     found, results = trained(memory_limit=limit, when_too_large=when)
@@ -102,7 +102,7 @@ def test_the_error_names_what_would_help() -> None:
 
 def test_nothing_is_left_where_no_level_fits() -> None:
     with pytest.raises(SampleTooLargeError, match="not even with recompute \\+ offload"):
-        trained(memory_limit="700KiB", when_too_large=["recompute", "offload"])
+        trained(memory_limit="2500KiB", when_too_large=["recompute", "offload"])
 
 
 def test_the_level_is_in_the_state() -> None:
@@ -172,10 +172,11 @@ def level_found(steps: int = 60, **options: Any) -> tuple[list[Any], list[str]]:
     torch.manual_seed(1)
     batch = torch.randn(16, 64, WIDTH), torch.randint(2, (16,))
 
+    model = SlowToLaunch()
+
     def microbatcher(limit: Any, **more: Any) -> Microbatcher:
-        return Microbatcher(
-            SlowToLaunch(), loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **more
-        )
+        model.zero_grad()
+        return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **more)
 
     two = microbatcher("1GiB").backward((batch[0][:2], batch[1][:2]))
     assert two.peak_bytes is not None
@@ -183,6 +184,7 @@ def level_found(steps: int = 60, **options: Any) -> tuple[list[Any], list[str]]:
     results, told = [], []
     for _ in range(steps):
         results.append(job.backward(batch))
+        model.zero_grad()
         exploration = results[-1].exploration
         if exploration is not None and exploration.is_news:
             told.append(str(exploration))

@@ -31,7 +31,7 @@ def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, paralle
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("limits", "duration"), [(["1GiB", "70KiB"], "1ep"), (["70KiB"] * 2, "2ep")]
+    ("limits", "duration"), [(["1GiB", "68KiB"], "1ep"), (["68KiB"] * 2, "2ep")]
 )
 def test_memory_that_a_rank_lacks_is_found_before_the_run(
     world2: World, parallel: str, limits: list[str], duration: str

@@ -292,7 +292,7 @@ def wrong_boolean(key: str, value: object, typed: str) -> str:
         A message; empty where nothing is wrong.
 
     >>> wrong_boolean("batchnorm", False, "off")
-    'batchnorm=off: YAML reads off as false: expected warn, error, disable or ignore'
+    'batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact'
     """
     word = typed.strip()
     if not isinstance(value, bool) or key not in KEYS or word.lower() not in BOOLEAN_WORDS:
