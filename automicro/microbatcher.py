@@ -601,6 +601,20 @@ class Microbatcher:
         batch = self._carrying.beside(batch, carry)
         return self._without_gradients(batch, None, True, predicts=True).outputs
 
+    def remove_parts(self) -> None:
+        """Let the parts that ``nested`` named run in one piece again, for whoever has the model.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+            >>> microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": "auto"})
+            >>> "forward" in vars(model[1])
+            True
+            >>> microbatcher.remove_parts()
+            >>> "forward" in vars(model[1])
+            False
+        """
+        self._nested.remove()
+
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Evaluation mode for several batches, with one change of modes around all of them.
 

@@ -187,6 +187,7 @@ class AutoMicrobatch(Callback):
             run.places.undo()
             if run.microbatcher is not None:
                 self._sizes = run.microbatcher.state_dict()
+                run.microbatcher.remove_parts()
 
 
 class _Host:

@@ -47,6 +47,7 @@ class NestedSizes:
         self._modules = modules
         self._given: dict[str, NestedSplit] = {}
         self._tails: list[LanguageTail] = []
+        self._own: list[NestedSplit | LanguageTail] = []  # that were attached here
         self._attached: tuple[int, dict[str, NestedSplit]] | None = None
         if isinstance(nested, Mapping):
             for name, options in nested.items():
@@ -63,17 +64,22 @@ class NestedSizes:
     def attach_model(self, model: nn.Module, microbatch_size: Any) -> None:
         """Give the model as a whole a size of its own, unless it has one."""
         if attached_to(model) is None:
-            split(model, microbatch_size=microbatch_size, batchnorm="exact").name = "model"
+            self._attach_part("model", model, microbatch_size=microbatch_size, batchnorm="exact")
 
     def _attach(self, model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
         modules = dict(model.named_modules())
         if name in modules and name:
             if attached_to(modules[name]) is None:  # else it was given a size before
-                split(modules[name], **options).name = name
+                self._attach_part(name, modules[name], **options)
             return
         language_model = find_language_model(model)
         if name == TAIL and language_model is not None:
-            self.add(LanguageTail.of(language_model, options))
+            tail = LanguageTail.of(language_model)
+            if tail is None:
+                tail = LanguageTail(language_model, options)
+                tail.attach()
+                self._own.append(tail)
+            self.add(tail)
             return
         names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
         close = difflib.get_close_matches(name, names, n=1)
@@ -81,6 +87,18 @@ class NestedSizes:
         raise ValueError(
             f"nested names {name!r}, and {type(model).__name__} has no module of that name{hint}"
         )
+
+    def _attach_part(self, name: str, module: nn.Module, **options: Any) -> None:
+        part = split(module, **options)
+        part.name = name
+        self._own.append(part)
+
+    def remove(self) -> None:
+        """Let parts that were attached here run in one piece again."""
+        for part in self._own:
+            if part.is_attached:
+                part.remove()
+        self._own.clear()
 
     def add(self, tail: "LanguageTail") -> None:
         """Count a language model's tail among the parts."""
@@ -194,14 +212,10 @@ class LanguageTail:
         self._split(is_sum=False, head=get_head())
 
     @classmethod
-    def of(cls, model: nn.Module, options: Mapping[str, Any]) -> "LanguageTail":
-        """That of a model, attached where it has none yet."""
+    def of(cls, model: nn.Module) -> "LanguageTail | None":
+        """That of a model; None where it has none."""
         forward = vars(model).get("forward")
-        if isinstance(forward, _TailForward):
-            return forward.tail
-        tail = cls(model, options)
-        tail.attach()
-        return tail
+        return forward.tail if isinstance(forward, _TailForward) else None
 
     def attach(self) -> None:
         """Let the model's forward take its head and loss apart, until `remove`."""

@@ -906,6 +906,26 @@ def test_after_a_run_nothing_of_it_is_left(tmp_path: Path) -> None:
     assert kept() is None
 
 
+def test_a_part_has_a_size_of_its_own_and_gives_it_back(tmp_path: Path) -> None:
+    sizes: list[list[int]] = []
+
+    class Noting(Small):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            part: Any = self.net.__dict__.get("forward")
+            if part is not None:
+                sizes.append(part.nested.sizes)
+
+    def run(folder: Path, *line: Any) -> Any:
+        return fit(folder, list(line), precision="64-true", make=Noting, dtype=torch.float64)
+
+    plain = run(tmp_path / "plain")
+    ours = run(tmp_path / "ours", AutoMicrobatch(microbatch_size=6, nested={"net": 3}))
+    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    assert sizes
+    assert all(max(each) <= 3 for each in sizes)
+    assert "forward" not in vars(ours.module.net)
+
+
 # Several ranks
 
 
