@@ -382,19 +382,20 @@ def can_hold_back(module: "FSDPModule") -> bool:
     """
     return all(
         group._reduce_scatter_process_group.size() > 1
-        and all(
-            torch.finfo(_reduced_in(group, each)).eps <= torch.finfo(each.sharded_param.dtype).eps
-            for each in group.fsdp_params
-            if each.sharded_param.requires_grad
-        )
+        and all(map(_is_reduced_finely, group.fsdp_params))
         for group in _groups(module)
     )
 
 
-def _reduced_in(group: Any, parameter: Any) -> torch.dtype:
-    policy = group.mp_policy
-    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-    return found
+def _is_reduced_finely(parameter: Any) -> bool:
+    shard = parameter.sharded_param
+    if not shard.requires_grad:
+        return True
+    policy = getattr(parameter, "mp_policy", None)
+    if policy is None:  # of a torch that keeps it elsewhere: nothing tells
+        return False
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or shard.dtype
+    return torch.finfo(dtype).eps <= torch.finfo(shard.dtype).eps
 
 
 def whole_numel(module: "FSDPModule") -> int:
