@@ -102,6 +102,20 @@ def choose_rows(
     return Choice(small=small, large=large, pending=frozenset(pending), classes=classes)
 
 
+def other_rows(choice: Choice, num_rows: int) -> Choice | None:
+    """As many rows as were chosen, all others than these; None where there are not as many.
+
+    >>> other_rows(Choice(small=[0], large=[1, 7]), 8)
+    Choice(small=[2], large=[4, 6], pending=frozenset(), classes={})
+    """
+    count, chosen = len(choice.rows), set(choice.rows)
+    rest = [row for row in range(num_rows) if row not in chosen]
+    if len(rest) < count:
+        return None
+    rows = [rest[index * (len(rest) - 1) // (count - 1)] for index in range(count)]
+    return Choice(small=rows[: len(choice.small)], large=rows[len(choice.small) :])
+
+
 def _varies_among(feature: Feature, rows: Sequence[int]) -> bool:
     values = feature.of(rows)
     return float(values.min()) != float(values.max())

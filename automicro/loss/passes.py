@@ -260,6 +260,27 @@ class ExtraPasses:
             leaf.grad = None
         return taken
 
+    @contextlib.contextmanager
+    def shaken(self, bits: int) -> Iterator[None]:
+        """Parameters in float32 are off by these last bits. No copy of them is made.
+
+        What a gradient changes by it, rounding changes as well: where a ReLU, a maximum or a choice
+        of experts stands on an edge.
+        """
+        values = [parameter.data for parameter in self._parameters.values()]
+        shaken = [
+            value.view(torch.int32)
+            for value in values
+            if value.dtype is torch.float32 and type(value) is Tensor
+        ]
+        for value in shaken:
+            value.bitwise_xor_(bits)
+        try:
+            yield
+        finally:
+            for value in shaken:
+                value.bitwise_xor_(bits)
+
     @property
     def leaves(self) -> list[Tensor]:
         """All that a gradient has reached or may reach."""

@@ -23,7 +23,7 @@ from automicro.errors import (
     warn,
 )
 from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
-from automicro.loss.informative_rows import Choice, choose_rows, read_features
+from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
 from automicro.loss.look import Seen, evaluation_values, look
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
@@ -197,10 +197,12 @@ class Prober:
         kind = classify(failure)
         if kind is Failure.RETRYABLE:
             release(failure, self._computation.device)
-            logger.warning(
+            logger.log(
+                logging.DEBUG if evidence.has_told_of_memory else logging.WARNING,
                 "out of memory while a few rows were looked at, together and apart; nothing is "
-                "lost, and a later batch is looked at"
+                "lost, and a later batch is looked at",
             )
+            evidence.has_told_of_memory = True
             return self._learned_nothing(evidence, "there was no memory to look")
         if kind is not Failure.UNRELATED:
             raise failure
@@ -253,6 +255,13 @@ class Prober:
 
     def _look_at(self, evidence: "_Evidence", batch: Any, choice: Choice) -> str | None:
         seen = look(self._computation, batch, choice)
+        if seen.wrong is not None and seen.is_slight:
+            others = other_rows(choice, self._computation.layout.num_rows(batch))
+            if others is not None:
+                again = look(self._computation, batch, others)
+                if again.tells and again.wrong is None:
+                    logger.debug("%s is off by %.1g, by rounding", *seen.wrong)
+                    seen, choice = again, others
         known = {place.name for place in self.changing}
         self.changing += [place for place in seen.changing if place.name not in known]
         if seen.wrong is not None:
@@ -345,6 +354,7 @@ class _Evidence:
         classes: those seen, by path.
         most_rows: of a look.
         looks: that were taken.
+        has_told_of_memory: whether it was said that there was not enough for one.
     """
 
     def __init__(self, *, assumed: bool) -> None:
@@ -360,6 +370,7 @@ class _Evidence:
         self._batches = 0
         self._next = 1
         self.looks = 0
+        self.has_told_of_memory = False
         self._blind: frozenset[str] | None = None
         self._same_blind = 0
         self._told = 0

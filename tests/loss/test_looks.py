@@ -537,3 +537,45 @@ def test_rows_draw_the_same_whatever_rows_are_beside_them(name: str) -> None:
     assert torch.allclose(together, apart, atol=1e-6)
     assert silence.drawn
     assert not silence.unsilenced
+
+
+class OnAnEdge(nn.Module):
+    """A ReLU so near zero that rounding decides, which kernels do otherwise for other rows."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.edge = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        rounding = 1e-7 if len(x) < 8 and bool((x[:, 0] > 5).any()) else -1e-7
+        is_over = (self.edge - 1 + rounding > 0).float()
+        return self.outer(self.inner(x) * (1 + 1e-3 * is_over))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("num_rows", [24, 48])
+def test_what_rounding_does_on_an_edge_is_no_wrong_weight(is_trained: bool, num_rows: int) -> None:
+    """Parameters that are off by rounding show it, and other rows do not."""
+    torch.manual_seed(0)
+    x, y = torch.randn(num_rows, 8), torch.randn(num_rows, 1)
+    x[0, 0] = 6.0  # at the end of what varies, so that it is looked at
+    microbatcher = Microbatcher(OnAnEdge(is_trained=is_trained), loss_fn=nn.MSELoss())
+    found = warnings_of(microbatcher, (x, y))
+    # As many other rows are needed for a second look.
+    assert bool(found) == (not is_trained and num_rows < 2 * 16)
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-2, 1e-1])
+def test_a_small_term_over_the_batch_is_named_in_float32_as_well(share: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch[0])
+        spread = logits.softmax(-1).mean(0).square().sum()
+        return F.cross_entropy(logits, batch[1]) + share * spread
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=3)
+    batches = [(torch.randn(40, 6), torch.arange(40) % 3) for _ in range(2)]
+    assert warnings_of(microbatcher, *batches)
