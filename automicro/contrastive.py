@@ -202,7 +202,7 @@ class InfoNCE(nn.Module):
         super().__init__()
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; 0.07 is usual")
-        log_scale = torch.tensor(-math.log(temperature))
+        log_scale = torch.tensor([-math.log(temperature)])  # fully_shard takes no scalars
         if trains_temperature:
             self.log_scale = nn.Parameter(log_scale)
         else:
@@ -232,7 +232,7 @@ class InfoNCE(nn.Module):
         anchors, positives, *others = (
             F.normalize(each, dim=-1) for each in (anchors, positives, *negatives)
         )
-        scale = self.log_scale.exp()
+        scale = self.log_scale.exp().to(anchors.device)  # whoever moves encoders may forget it
         candidates, first = self._of_all(positives)
         targets = first + torch.arange(len(anchors), device=anchors.device)
         among = torch.cat([candidates, *(self._of_all(each)[0] for each in others)])

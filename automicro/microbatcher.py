@@ -22,7 +22,7 @@ from automicro.loss.passes import Computation, Mode
 from automicro.loss.probe import Prober
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice
-from automicro.modules import evaluation_mode
+from automicro.modules import comparing_rows, evaluation_mode
 from automicro.nested.parts import NestedParts, NestedSizes
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
@@ -41,7 +41,7 @@ from automicro.options import (
     unwrapped,
 )
 from automicro.policy.choose import make_policy, with_levels
-from automicro.policy.policy import Policy
+from automicro.policy.policy import Fixed, Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
@@ -260,6 +260,15 @@ class Microbatcher:
         for tail in {id(t): t for level in levels for t in level.tails}.values():
             self._nested.add(tail)
 
+        def leveled(policy: Policy) -> Policy:
+            # Slices by cost have rows of many lengths, whose seconds are not alike.
+            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
+            further = choices(self._nested.parts(), self._ranks)
+            if len(levels) > 1 or (further and policy.explores):
+                names = [level.name for level in levels]
+                return with_levels(policy, names, by_time=by_time, choices=further)
+            return policy
+
         def make_phase(
             name: str,
             size: Any,
@@ -289,16 +298,9 @@ class Microbatcher:
                     "the same each time; leave repeatable out, or give the size that it found, "
                     f"as in {argument}=16"
                 )
-            # Slices by cost have rows of many lengths, whose seconds are not alike.
-            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
-            further = choices(self._nested.parts(), self._ranks) if levels else {}
-            if len(levels) > 1 or (further and policy.explores):
-                policy = with_levels(
-                    policy, [level.name for level in levels], by_time=by_time, choices=further
-                )
             return Phase(
                 name,
-                policy,
+                leveled(policy) if levels else policy,
                 shared,
                 strict_divisible=strict,
                 unit=unit.name,
@@ -312,7 +314,8 @@ class Microbatcher:
         self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
         refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
         self._index = shared.index
-        self._split_guard = SplitGuard(self._index, batchnorm)
+        whole = self._train.policy if microbatch_size is None else leveled(Fixed(None))
+        self._split_guard = SplitGuard(self._index, batchnorm, whole)
         convention = choose_convention(
             unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
         )
@@ -356,7 +359,9 @@ class Microbatcher:
         self._prober = Prober(
             computation,
             declared=is_declared(loss_average),
-            off=not check_probe(probe) or self._ranks.rank != 0,
+            off=not check_probe(probe)
+            or self._ranks.rank != 0
+            or comparing_rows(self._modules) is not None,
             refuses=probe == "error",
             is_alone=not self._ranks.communicates_in_forward,
         )
@@ -374,6 +379,30 @@ class Microbatcher:
             memory_limit,
             sums_in_float32=gradients.sums_in_float32 and self._ranks.is_alone,
         )
+
+        layout, modules, device = self._layout, self._modules, self._device
+
+        def foresee(batch: Any, rows: int, level: int) -> Mapping[str, int]:
+            from automicro.planning.dry_run import Conditions, Job
+            from automicro.planning.plan import needs_otherwise
+
+            job = Job(
+                model=unwrapped(model),
+                batch=batch,
+                layout=layout,
+                loss_fn=loss_fn,
+                forward=forward,
+                modules=modules[1:],
+                optimizer=innermost,
+                on_accelerator=device.type != "cpu",
+            )
+            conditions = Conditions(
+                precision=precision,
+                gradient_sums=gradient_sums,
+                rungs=tuple(rung.name for rung in levels[level].rungs),
+            )
+            return needs_otherwise(job, conditions, microbatch_size=rows)
+
         self._setup = Setup(
             passes=self._passes,
             index=self._index,
@@ -384,6 +413,7 @@ class Microbatcher:
             gradients=gradients,
             memory=self._memory,
             reservation=OptimizerReservation(innermost),
+            foresee=foresee,
         )
         self._work: TrainingWork | None = None  # of the batch that runs
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut
@@ -819,10 +849,10 @@ def _refuse_to_cut(modules: Iterable[nn.Module], size: Any, argument: str) -> No
     """Refuse a size for a model that says of itself that it compares all rows of a batch."""
     if size is None:
         return
-    for module in (each for root in modules for each in root.modules()):
-        if getattr(module, "compares_rows", False) is True:
-            raise ValueError(
-                f"{argument}={size!r}, and {type(module).__name__} compares all rows of a batch, "
-                f"which has to stay whole: give {argument}=None; its encoders have sizes of their "
-                "own, and run in slices"
-            )
+    module = comparing_rows(modules)
+    if module is not None:
+        raise ValueError(
+            f"{argument}={size!r}, and {type(module).__name__} compares all rows of a batch, "
+            f"which has to stay whole: give {argument}=None; its encoders have sizes of their "
+            "own, and run in slices"
+        )

@@ -25,6 +25,14 @@ from automicro.torch_private import (
 from automicro.torch_private_distributed import is_fsdp_module, is_in_fsdp1, mesh_dims
 
 
+def comparing_rows(modules: Iterable[nn.Module]) -> nn.Module | None:
+    """The module that says of itself that it compares all rows of a batch; None for none."""
+    for module in (each for root in modules for each in root.modules()):
+        if getattr(module, "compares_rows", False) is True:
+            return module
+    return None
+
+
 class ModuleIndex:
     """Parameters, buffers and modules of some roots, each once, as of the last `refresh`.
 

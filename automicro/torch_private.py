@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "BACKWARD_OF_FUSED_ATTENTION",
@@ -55,12 +56,16 @@ __all__ = [
     "forget_workers",
     "gradient_hooks",
     "has_call_hooks",
+    "has_forward_hooks",
     "have_buffers",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
     "is_collective",
     "is_compiled",
+    "is_in_checkpoint",
+    "is_traced",
+    "is_transformed",
     "is_uninitialized",
     "is_wrapper",
     "keeping_versions",
@@ -79,6 +84,7 @@ __all__ = [
     "sparse_parts",
     "tell_no_more",
     "tell_of_shortage",
+    "uncheckpointed",
     "uncompiled",
     "unmark",
     "version_of",
@@ -231,6 +237,21 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def counter_of(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version of a plain one, and holds no memory.
+
+    >>> tensor = torch.ones(3)
+    >>> counter = counter_of(tensor)
+    >>> _ = tensor.add_(1)
+    >>> counter.shape, version_of(counter) == version_of(tensor)
+    (torch.Size([0]), True)
+    """
+    counter = tensor.detach()
+    with torch.no_grad():
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
 def all_versions(tensors: Iterable[Tensor]) -> list[int]:
     """The versions of many tensors, quickly.
 
@@ -270,6 +291,15 @@ def has_call_hooks(module: nn.Module) -> bool:
             module._backward_pre_hooks,
         )
     )
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that see what its forward gives.
+
+    >>> has_forward_hooks(nn.Linear(2, 2))
+    False
+    """
+    return bool(module._forward_hooks)
 
 
 def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:
@@ -394,6 +424,69 @@ def in_backward() -> bool:
     False
     """
     return torch._C._current_autograd_node() is not None
+
+
+def is_in_checkpoint() -> bool:
+    """Tell whether what is saved for a backward now is to be computed again there.
+
+    >>> is_in_checkpoint()
+    False
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Tell whether a transform of ``torch.func`` met hooks for what is saved for the backward.
+
+    >>> refuses_hooks(RuntimeError("out of luck"))
+    False
+    """
+    return "support saved tensor hooks" in str(error)
+
+
+def tells_of_writing(error: RuntimeError) -> bool:
+    """Tell whether a backward found that something it needs was written to.
+
+    >>> tells_of_writing(RuntimeError("out of luck"))
+    False
+    """
+    return "modified by an inplace operation" in str(error)
+
+
+def is_traced() -> bool:
+    """Tell whether ``torch.jit.trace`` records operations now.
+
+    >>> is_traced()
+    False
+    """
+    return bool(torch._C._get_tracing_state())
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of ``torch.func`` runs now.
+
+    >>> is_transformed()
+    False
+    """
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+@contextlib.contextmanager
+def uncheckpointed() -> Iterator[None]:
+    """Let checkpointing see nothing of a graph that is used up before its forward ends.
+
+    >>> with uncheckpointed():
+    ...     torch.ones(2, requires_grad=True).exp().sum().backward()
+    """
+    if not is_in_checkpoint():
+        yield
+        return
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def can_record_memory(device: torch.device) -> bool:

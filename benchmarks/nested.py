@@ -10,6 +10,8 @@ vocabulary of 128k. The limit is simulated (`MemoryBudget`), the seconds are thi
 import argparse
 import copy
 import functools
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,6 +154,48 @@ def overhead() -> list[tuple[str, float, float, float]]:
     return found
 
 
+def found_together(name: str, steps: int) -> tuple[str, float, str, float]:
+    """What "explore" found of both sizes, its rows a second, and the best of a grid with its own.
+
+    All of the grid that fits and what was found run in turns.
+    """
+    make, limit, _ = JOBS[name]
+    torch.manual_seed(0)
+    model, batch = make()
+    num_rows = len(next(iter(batch.values())))
+
+    def made(size: int | str, of_part: int | str) -> Microbatcher:
+        own = copy.deepcopy(model)
+        nested = {"tail": of_part}
+        return Microbatcher(own, memory_limit=limit, nested=nested, microbatch_size=size)
+
+    explored = made("explore", "auto")
+    for _ in range(steps):
+        explored.backward(batch)
+    runners: dict[str, Microbatcher] = {}
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 48, 96) if size <= num_rows]
+    for size, of_part in itertools.product(sizes, repeat=2):
+        if of_part <= size:
+            runner = made(size, of_part)
+            try:
+                for _ in range(2):  # gradients are there from the second one on
+                    runner.backward(batch)
+            except torch.OutOfMemoryError:
+                continue
+            runners[f"{size} and {of_part}"] = runner
+    seconds: dict[str, list[float]] = {each: [] for each in ("explored", *runners)}
+    for _ in range(5):
+        for each, runner in (("explored", explored), *runners.items()):
+            start = time.perf_counter()
+            result = runner.backward(batch)
+            seconds[each].append(time.perf_counter() - start)
+            if each == "explored":
+                found = f"{result.microbatch_size} and {result.nested_sizes['tail']}"
+    speeds = {each: num_rows / statistics.median(times) for each, times in seconds.items()}
+    best = max(runners, key=lambda each: speeds[each])
+    return found, speeds["explored"], best, speeds[best]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
@@ -164,6 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in JOBS:
         for unit, size, speed, peak in under_one_limit(name, steps):
             print(f"| {name} | {unit} | {size} | {speed:.1f} | {peak:.0f} MiB |")
+    print("\n| model | explored | rows per second | best of a grid | rows per second |")
+    print("|---|---|---|---|---|")
+    for name in JOBS:
+        found, speed, best, most = found_together(name, 80)
+        print(f"| {name} | {found} | {speed:.1f} | {best} | {most:.1f} |")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Contrastive losses: the gradient of the whole batch, with encoders slice by slice."""
 
+import contextlib
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
 from automicro.errors import BatchError, LossError
+from automicro.rungs.blocks import find_blocks
+from automicro.torture.subject import climb_to
 
 ROWS, FEATURES, WORDS = 13, 6, 50
 TEMPERATURE = float(torch.exp(-torch.tensor(-math.log(0.07)).double()))  # a float32 of the model
@@ -300,3 +303,215 @@ def test_wrong_uses_are_refused_with_their_remedy() -> None:
     flat = Contrastive({"one": nn.Flatten(0)}, lambda one: one.sum(), microbatch_size=None)
     with pytest.raises(BatchError, match=r"the encoder 'one' gives shape \(6,\); give one tensor"):
         flat(one=torch.ones(3, 2))
+
+
+WHOLE: Any = {
+    "microbatch_size": None,
+    "eval_microbatch_size": None,
+    "loss_average": "samples",
+}
+
+
+def in_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: in_floats(each) for name, each in value.items()}
+    return value.float() if value.is_floating_point() else value
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest of any parameter's, as a share of its gradient."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - each).norm() / each.norm()) for name, each in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "rounding"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)], ids=str
+)
+def test_in_half_precision_it_is_the_whole_batch_but_for_rounding(
+    precision: Any, rounding: float
+) -> None:
+    model = contrastive(4, trains_temperature=False).float()
+    batch, scale = in_floats(batch_of()), 1024.0 if precision == "fp16" else 1.0
+    # The scale of the loss is known in the backward alone.
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    Microbatcher(
+        model,
+        precision=precision,
+        backward=lambda loss: scaler.scale(loss).backward(),
+        **WHOLE,
+    ).backward(batch)
+    whole = nn.ModuleDict(towers()).float()
+    with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        loss = plain_loss(whole["text"](**batch["text"]), whole["image"](batch["image"]))
+    (loss * scaler.get_scale()).backward()
+    assert distance(gradients(model.encoders), gradients(whole)) < 4 * rounding
+
+
+def compiled_towers(how: str) -> dict[str, nn.Module]:
+    compiled: Any = towers()
+    if how == "wrapped":
+        wrapped: Any = torch.compile
+        return {name: wrapped(each, backend="eager") for name, each in compiled.items()}
+    for each in compiled.values():
+        each.compile(backend="eager")
+    return cast(dict[str, nn.Module], compiled)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_encoders_may_be_compiled(how: str) -> None:
+    loss = InfoNCE(microbatch_size=4, trains_temperature=False).double()
+    model = Contrastive(compiled_towers(how), loss, microbatch_size=4)
+    Microbatcher(model, **WHOLE).backward(batch_of())
+    found = gradients(model.encoders)
+    assert_same(
+        {name.replace("_orig_mod.", ""): each for name, each in found.items()}, of_whole_batch()[1]
+    )
+    assert model.sizes["text"] == [4, 3, 3, 3]
+
+
+@pytest.mark.parametrize("frozen", ["text", "text.words", "text image"])
+def test_what_is_frozen_has_no_gradient_and_the_rest_its_own(frozen: str) -> None:
+    model = contrastive(4)
+    for name in frozen.split():
+        model.encoders.get_submodule(name).requires_grad_(False)
+    Microbatcher(model, **WHOLE).backward(batch_of())
+    found = gradients(model)
+    assert "loss.log_scale" in found
+    wanted = {
+        f"encoders.{name}": each
+        for name, each in of_whole_batch()[1].items()
+        if not any(name.startswith(each) for each in frozen.split())
+    }
+    assert_same({name: found[name] for name in found if name.startswith("encoders")}, wanted)
+
+
+def test_several_batches_at_once_are_each_compared_within() -> None:
+    """Without a warning that rows are compared: whoever takes `Contrastive` knows."""
+    model = contrastive(4, trains_temperature=False)
+    result = Microbatcher(model, **WHOLE).accumulate([batch_of(13), batch_of(7)])
+    whole = nn.ModuleDict(towers())
+    total = 0.0
+    for rows in (13, 7):
+        batch = batch_of(rows)
+        loss = plain_loss(whole["text"](**batch["text"]), whole["image"](batch["image"]))
+        (loss * rows / 20).backward()
+        total += float(loss.detach()) * rows / 20
+    assert_same(gradients(model.encoders), gradients(whole))
+    assert float(result.loss) == pytest.approx(total, rel=1e-9)
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.narrow(self.dropout(F.gelu(self.dropout(self.wide(x)))))
+        return out
+
+
+def layered(size: Any, dropout: float) -> Contrastive:
+    torch.manual_seed(0)
+    encoders = {
+        name: nn.Sequential(*(Layer(dropout) for _ in range(3)), nn.Linear(8, FEATURES))
+        for name in ("one", "other")
+    }
+    return Contrastive(encoders, InfoNCE(microbatch_size=size), microbatch_size=size).double()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("size", [4, None, "auto"])
+def test_levels_change_no_bit(size: Any, level: int) -> None:
+    torch.manual_seed(1)
+    batch = {name: torch.randn(ROWS, 8, dtype=torch.double) for name in ("one", "other")}
+    found: list[Any] = []
+    for climbs in (0, level):
+        model = layered(size, dropout=0.4)
+        microbatcher = Microbatcher(model, when_too_large=["recompute", "offload"], **WHOLE)
+        climb_to(microbatcher, climbs)
+        torch.manual_seed(2)
+        result = microbatcher.backward(batch)
+        found.append((gradients(model), float(result.loss), torch.get_rng_state()))
+    assert result.level == ["", "recompute", "recompute + offload"][level]
+    (one, *rest), (other, *others) = found
+    assert distance(one, other) == 0
+    assert rest[0] == others[0]
+    assert torch.equal(rest[1], others[1])
+
+
+def test_layers_of_encoders_compute_again_and_not_encoders_that_do_so_already() -> None:
+    model = layered(4, dropout=0.0)
+    assert list(find_blocks([model])) == ["encoders.one", "encoders.other"]
+    microbatcher = Microbatcher(model, when_too_large="recompute", **WHOLE)
+    climb_to(microbatcher, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[str] = []
+
+        def replaced(block: Any, random: Any) -> contextlib.AbstractContextManager[None]:
+            seen.append(block.name)
+            return contextlib.nullcontext()
+
+        patch.setattr("automicro.rungs.recompute._replaced", replaced)
+        microbatcher.backward(
+            {name: torch.randn(ROWS, 8, dtype=torch.double) for name in ("one", "other")}
+        )
+    assert seen == [f"encoders.{name}.{at}" for name in ("one", "other") for at in range(3)]
+
+
+class Embeddings(nn.Module):
+    """What an encoder of transformers' gives, as a tensor."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        found: Tensor = self.model(**inputs)[self.name]
+        return found
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_clip_of_transformers_has_the_gradient_of_its_own_loss(level: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = transformers.CLIPTextConfig(vocab_size=60, max_position_embeddings=8, **small)
+    vision = transformers.CLIPVisionConfig(image_size=12, patch_size=6, **small)
+    config = transformers.CLIPConfig(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=FEATURES
+    )
+    torch.manual_seed(0)
+    clip = transformers.CLIPModel(config).double()
+    torch.manual_seed(1)
+    words = {"input_ids": torch.randint(3, 60, (ROWS, 8))}
+    images = {"pixel_values": torch.randn(ROWS, 3, 12, 12, dtype=torch.double)}
+    clip(**words, **images, return_loss=True).loss.backward()
+    wanted = gradients(clip)
+    wanted["logit_scale"] = wanted["logit_scale"].view(1)
+    encoders: dict[str, nn.Module] = {}
+    for name, kind, each in (
+        ("text", transformers.CLIPTextModelWithProjection, text),
+        ("image", transformers.CLIPVisionModelWithProjection, vision),
+    ):
+        each.projection_dim = FEATURES
+        encoder = kind(each).double()
+        encoder.load_state_dict(clip.state_dict(), strict=False)
+        encoders[name] = Embeddings(encoder, f"{name}_embeds")
+    loss = InfoNCE(math.exp(-float(clip.logit_scale.detach())), microbatch_size=5).double()
+    loss.log_scale.data.copy_(clip.logit_scale.data)
+    model = Contrastive(encoders, loss, microbatch_size=4)
+    microbatcher = Microbatcher(model, when_too_large="recompute", **WHOLE)
+    climb_to(microbatcher, level)
+    result = microbatcher.backward({"text": words, "image": images})
+    assert max(model.sizes["text"]) == max(model.sizes["image"]) == 4
+    assert result.level == ["plain", "recompute"][level]
+    found = {
+        name.split(".model.", 1)[-1].replace("loss.log_scale", "logit_scale"): each
+        for name, each in gradients(model).items()
+    }
+    assert_same(found, wanted)

@@ -69,6 +69,8 @@ class PhaseState:
 
     Attributes:
         ooms: attempts that ran out of memory and were rolled back.
+        nested_ooms: how often memory ran out inside of parts with sizes of their own, see
+            `StepResult`.
         cut: how the latest of the largest batches was cut, so that neither the rest at the end of
             an epoch hides it nor a batch that was cut smaller to measure; None before the first.
         metrics: the latest values by name; for training, of the latest complete epoch.
@@ -79,10 +81,12 @@ class PhaseState:
     cut: Sizes | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    nested_ooms: int = 0
 
     def count(self, result: StepResult | EvalResult) -> None:
         """Take note of one batch."""
         self.ooms += result.ooms
+        self.nested_ooms += result.nested_ooms
         if result.is_measuring and self.cut is not None:
             return
         if self.cut is None or result.ooms or result.num_samples >= self.cut.num_rows:

@@ -12,6 +12,7 @@ back through evaluation mode, less ``weight / deviation / N · (Σ dy + x̂ · �
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -27,6 +28,8 @@ from automicro.memory.oom import Failure, classify, release
 from automicro.nested.slices import (
     Autocast,
     Call,
+    Calls,
+    Earlier,
     Gradients,
     Joined,
     Slice,
@@ -270,21 +273,26 @@ class _Pass:
         """
         call = self.call
         num_rows = call.layout.num_rows(batch)
-        size = call.sizer.begin()
+        if call.earlier is None:
+            self._cut(call.cut(num_rows, call.sizer.begin()))
+        else:
+            self._cut([each.size for each in call.earlier])
         while True:
-            self.sizes = call.cut(num_rows, size)
             failure: BaseException | None = None
             undo = call.undoing()
             undo.begin()
             try:
-                joined = self._forward(batch)
+                joined = self._through_stages(batch)
             except Exception as error:
                 if classify(error) is not Failure.RETRYABLE:
                     raise
                 failure = error
             if failure is None:
                 undo.commit()
-                call.sizer.end(self.sizes)
+                if call.ran is not None:
+                    call.ran.extend(map(Earlier, self.sizes))
+                if call.earlier is None:
+                    call.sizer.end(self.sizes)
                 return joined
             # Outside "except": inside it the traceback keeps the tensors of the slice alive.
             try:
@@ -292,15 +300,20 @@ class _Pass:
                 release(failure, call.device)
                 undo.roll_back()
                 smaller = call.sizer.smaller(max(self.sizes))
-                if smaller is None:
+                if smaller is None or call.earlier is not None:
                     raise failure
-                size = smaller
+                self._cut(call.cut(num_rows, smaller))
             finally:
                 failure = None  # it holds this frame: a cycle
 
-    def _forward(self, batch: Any) -> Joined:
+    def _cut(self, sizes: Sequence[int]) -> None:
+        """Let slices have these rows."""
+        self.sizes = list(sizes)
+
+    def _through_stages(self, batch: Any) -> Joined:
         self._host = Host()
         self._random: dict[tuple[int, int], RandomState] = {}
+        self._calls: defaultdict[tuple[int, int], Calls] = defaultdict(Calls)
         stages = self._stages
         self._norms = {node: _Norm(str(node.target), layer) for node, layer in stages.norms.items()}
         buffers = self._stages.buffers()
@@ -313,7 +326,8 @@ class _Pass:
                 for each in slices:
                     before = self.call.random()
                     before.begin()
-                    values = self._run(number, self._given(number, each), ())
+                    with self._calls[number, each.index].noting():
+                        values = self._run(number, self._given(number, each), ())
                     if before.has_moved:
                         self._random[number, each.index] = before
                     for node in stages.ahead(number):
@@ -434,7 +448,8 @@ class _Pass:
         random = self._random.get((number, each.index))
         again = contextlib.nullcontext() if random is None else random.replaying()
         own = self._own[number]
-        with again, torch.enable_grad():
+        calls = self._calls[number, each.index]
+        with again, torch.enable_grad(), calls.repeating():
             values = self._run(number, started, aliases)
         del started
         made, gradients = [], []

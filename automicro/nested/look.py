@@ -7,7 +7,7 @@ random numbers put back.
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.batchnorm import sees_the_batch
-from automicro.errors import LossAverageError, LossAverageWarning, UnsplittableModelError, warn
+from automicro.errors import (
+    AutomicroError,
+    LossAverageError,
+    LossAverageWarning,
+    UnsplittableModelError,
+    warn,
+)
 from automicro.loss.averages import (
     IGNORED,
     REMEDY,
@@ -33,8 +39,9 @@ from automicro.loss.passes import extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
 from automicro.modules import evaluation_mode, runs_collectives
-from automicro.nested.slices import Call, Unwritten
-from automicro.torch_private import AnyBatchNorm
+from automicro.nested.slices import Call, Unwritten, aliases_of, marked
+from automicro.reach import OF_EVERY_MODULE
+from automicro.torch_private import AnyBatchNorm, all_versions, uncheckpointed
 from automicro.values import same_values
 
 ROWS = (4, 2)
@@ -44,6 +51,8 @@ ROWS = (4, 2)
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
 _MOST_ENDS = 8
+_MOST_VARIED = 8  # masks and lengths
+_TOO_FEW = 2  # rows, of which none may count for nothing
 _NAMES = ("samples", "tokens", "none")
 
 
@@ -82,19 +91,43 @@ def look(
         LossAverageWarning: it could not be seen that slices are the same.
     """
     num_rows = call.layout.num_rows(call.batch)
+    if call.is_dry:  # only what a part gives can be seen; what slices count makes no difference
+        with _without_trace(call):
+            few = call.layout.take_rows(call.batch, list(range(min(2, num_rows))))
+            gives_loss = _is_loss(call.compute(few, ()))
+        averages = read_average(
+            "samples", loss_fn=None, model=nn.Identity(), targets=targets_of, reads_model=False
+        )
+        return Looked(averages=averages if gives_loss else None, is_sure=False)
     counts = _counts(call.batch, num_rows)
+    lengths = _lengths(call.batch, num_rows)
     ends = frozenset() if counts is None else _ends(call.batch)
-    if known is not None and (counts is None or len(set(counts)) == 1) and ends <= known.ends:
+    are_alike = all(each is None or len(set(each)) == 1 for each in (counts, lengths))
+    if known is not None and are_alike and ends <= known.ends:
         return known  # these rows show nothing new
     ends |= frozenset() if known is None else known.ends
+    differentiates = torch.is_grad_enabled()
     failure: BaseException | None = None
     for most in ROWS:
+        trace = _Trace()
         try:
-            with _without_trace(call):
-                rows = _telling(num_rows, most, counts)
-                return replace(_Look(call, modules, rows, declared, ends).judge(), ends=ends)
+            with _without_trace(call, trace):
+                rows = _telling(num_rows, most, lengths if counts is None else counts)
+                looking = _Look(call, modules, rows, declared, ends)
+                found = looking.judge(differentiates=differentiates)
+                has_seen = lengths is None or len({lengths[row] for row in rows}) > 1
+                return replace(found, ends=ends, is_sure=found.is_sure and has_seen)
         except Exception as error:
-            if classify(error) is not Failure.RETRYABLE or most == ROWS[-1] or num_rows <= 2:
+            if classify(error) is not Failure.RETRYABLE:
+                if not isinstance(error, AutomicroError):
+                    error.add_note(
+                        "automicro: this was a look at a few rows of a part with a size of its "
+                        "own; where an argument holds no rows, say so, as in "
+                        "batch_layout={'mask': 'shared'}"
+                    )
+                raise
+            # What could not be put back is the attempt's to undo.
+            if most == ROWS[-1] or num_rows <= 2 or trace.is_left:
                 raise
             failure = error
         try:
@@ -104,15 +137,25 @@ def look(
     raise AssertionError
 
 
+@dataclass
+class _Trace:
+    """Whether a look has left anything as it was not before."""
+
+    is_left: bool = False
+
+
 @contextlib.contextmanager
-def _without_trace(call: Call) -> Iterator[None]:
+def _without_trace(call: Call, trace: _Trace | None = None) -> Iterator[None]:
     undo = call.undoing()
     undo.begin()
+    trace = trace or _Trace()
+    trace.is_left = True
     try:
-        with extra_pass(), torch.no_grad():
+        with extra_pass(), uncheckpointed(), torch.no_grad():
             yield
     finally:
         undo.roll_back()
+        trace.is_left = False
 
 
 class _Look:
@@ -128,11 +171,16 @@ class _Look:
     ) -> None:
         self._call, self._modules, self._declared = call, modules, declared
         self._ends = ends
+        self._class_weights: list[Tensor] = []
+        self._knows_targets = True
         self._rows = call.layout.take_rows(call.batch, indices)
         self._sizes = [1, len(indices) - 1]
 
-    def judge(self) -> Looked:
+    def judge(self, *, differentiates: bool) -> Looked:
         """What the part is.
+
+        Args:
+            differentiates: whether its gradients are wanted.
 
         Raises:
             LossAverageError, UnsplittableModelError: as `look`.
@@ -143,6 +191,9 @@ class _Look:
                 "(SyncBatchNorm, or sharded parameters), and ranks may cut it into different "
                 "numbers of slices; let the part begin behind such layers, or end before them"
             )
+        self._refuse_memory()
+        if differentiates:
+            self._read_graph()
         first = self._compute(self._rows)
         again = self._compute(self._rows)
         is_tail = _is_loss(first)
@@ -150,10 +201,82 @@ class _Look:
         if averages_over_rows or not _is_same(first, again, tolerance=0.0):
             with evaluation_mode(self._modules), self._with_statistics():
                 first, again = self._compute(self._rows), self._compute(self._rows)
-                if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=0.0):
+                # Parts inside may be cut otherwise the second time, which rounds otherwise.
+                coarse = max((_tolerance(leaf) for _, leaf in tensor_leaves(first)), default=0.0)
+                if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=coarse):
                     return self._unseen(is_tail)
                 return self._judge_loss(first) if is_tail else self._judge_outputs(first)
         return self._judge_loss(first) if is_tail else self._judge_outputs(first)
+
+    def _refuse_memory(self) -> None:
+        """Refuse a forward that reads what an earlier one wrote: slices would be further ones.
+
+        Raises:
+            UnsplittableModelError: it does, as that of spectral norm.
+        """
+        modules = {name: each for root in self._modules for name, each in root.named_modules()}
+        buffers = {
+            f"{name}.{key}".lstrip("."): each
+            for name, module in modules.items()
+            if not isinstance(module, AnyBatchNorm)  # which reads them in evaluation alone
+            for key, each in module.named_buffers(recurse=False)
+        }
+        numbers = {name: _numbers_of(module) for name, module in modules.items()}
+        versions = all_versions(buffers.values())
+        before, random = self._call.undoing(), self._call.random()
+        before.begin()
+        random.begin()
+        try:
+            first = self._compute(self._rows)
+            now = all_versions(buffers.values())
+            changed = [name for name, a, b in zip(buffers, versions, now, strict=True) if a != b]
+            changed += [
+                f"{name}.{key}".lstrip(".")
+                for name, module in modules.items()
+                for key, value in _numbers_of(module).items()
+                if numbers[name].get(key, value) != value
+            ]
+            if not changed:
+                return
+            random.put_back()
+            if _is_same(first, self._compute(self._rows), tolerance=0.0):
+                return
+        finally:
+            before.roll_back()
+            for name, module in modules.items():
+                vars(module).update(numbers[name])
+        with _put_back_after(self._call):
+            again = self._compute(self._rows)
+        for name, module in modules.items():
+            vars(module).update(numbers[name])
+        if not _is_same(first, again, tolerance=0.0):
+            return  # other values each time, whatever stands there
+        raise UnsplittableModelError(
+            "a part with a size of its own reads buffers or numbers that its own forward changes "
+            f"({', '.join(changed[:4])}): each slice would change them once more; put layers with "
+            "spectral norm into evaluation mode (.eval()), change such things outside of the "
+            "part, or let it begin behind them"
+        )
+
+    def _read_graph(self) -> None:
+        """See what the operations behind a loss know of targets: class weights, or their own rules.
+
+        Raises:
+            UnsplittableModelError: a gradient would be lost.
+        """
+        call = self._call
+        with torch.inference_mode(False), torch.enable_grad():
+            given = map_tensors(self._rows, lambda leaf: leaf.detach().clone())
+            rows, _ = marked(given, list(call.inputs()))
+            output = call.compute(rows, aliases_of(call.parameters))
+        if not _is_loss(output):
+            return
+        for node in _nodes_of(output):
+            weight = getattr(node, "_saved_weight", None)
+            if node.name().startswith("NllLoss") and isinstance(weight, Tensor):
+                self._class_weights.append(weight)
+            if node.name().startswith("CtcLoss"):
+                self._knows_targets = False  # it reads beyond its input for those it does not know
 
     def _all_modules(self) -> Iterator[nn.Module]:
         return (each for root in self._modules for each in root.modules())
@@ -208,14 +331,16 @@ class _Look:
         self._check_rest(whole, parts)
         pieces = [[leaf for _, leaf in tensor_leaves(part)] for part in parts]
         for (path, leaf), *cut in zip(tensor_leaves(whole), *pieces, strict=False):
+            num_rows = self._call.layout.num_rows(self._rows)
+            shape = f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows"
             if leaf.dim() == 0 or any(each.dim() != leaf.dim() for each in cut):
-                self._refuse(path, f"a tensor of shape {tuple(leaf.shape)}")
-            try:
-                joined = torch.cat(cut)
-            except RuntimeError:
-                self._refuse(path, "tensors of other shapes in each slice")
+                self._refuse(path, shape)
+            if any(each.shape[1:] != cut[0].shape[1:] for each in cut):
+                self._refuse(path, shape)
+            joined = torch.cat(cut)
             if not _is_same(leaf, joined, tolerance=_tolerance(leaf)):
-                self._refuse(path, "other values in slices than in the whole")
+                values = "other values in slices than in the whole"
+                self._refuse(path, values if len(leaf) == num_rows else shape)
         return Looked(averages=None, is_sure=True)
 
     def _check_rest(self, whole: Any, parts: Sequence[Any]) -> None:
@@ -232,8 +357,9 @@ class _Look:
         named = f" {path!r}" if path else ""
         raise UnsplittableModelError(
             f"a part with a size of its own gives{named} {what}, so it computes something over "
-            "rows and cannot be cut; give a size to a part that computes each row by itself (a "
-            "loss is a tensor without any dimension, and the only output)"
+            "rows and cannot be cut; give a size to a part that computes each row by itself and "
+            "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
+            "without any dimension, and the only output)"
         )
 
     def _split(self, rows: Any) -> list[Any]:
@@ -241,7 +367,11 @@ class _Look:
 
     def _judge_loss(self, whole: Tensor) -> Looked:
         losses = [(self._rows, whole, [self._compute(part) for part in self._split(self._rows)])]
-        for changed in _with_fewer_targets(self._rows, self._ends):
+        variants = list(_with_other_counts(self._rows))
+        if self._knows_targets:
+            extremes = {int(at) for w in self._class_weights for at in (w.argmin(), w.argmax())}
+            variants += _with_fewer_targets(self._rows, {*self._ends, *extremes})
+        for changed in variants:
             with contextlib.suppress(Exception):  # targets that it does not know
                 parts = [self._compute(part) for part in self._split(changed)]
                 losses.append((changed, self._compute(changed), parts))
@@ -293,8 +423,13 @@ class _Look:
     ) -> bool:
         for rows, whole, parts in losses:
             cut = CutBatch(batch=rows, microbatches=self._split(rows), sizes=self._sizes)
-            weights = BatchWeights(averages, [cut])
-            summed = [weights.apply(index, loss, {})[0] for index, loss in enumerate(parts)]
+            try:
+                weights = BatchWeights(averages, [cut])
+                summed = [weights.apply(index, loss, {})[0] for index, loss in enumerate(parts)]
+            except Exception:
+                if rows is self._rows:
+                    raise
+                continue  # a count of the caller's that does not know a changed target
             if not _is_same(whole, torch.stack(summed).sum(), tolerance=_tolerance(whole)):
                 return False
         return True
@@ -338,6 +473,24 @@ def _counts(batch: Any, num_rows: int) -> list[int] | None:
     return counted
 
 
+def _lengths(batch: Any, num_rows: int) -> list[int] | None:
+    """Elements of the tensors that each row has in lists, such as boxes; None where there are none.
+
+    Rows alike in them do not show whether a loss is a mean over them.
+    """
+    lists = [
+        value
+        for value in batch.values()
+        if isinstance(value, list) and len(value) == num_rows and tensor_leaves(value)
+    ]
+    if not lists:
+        return None
+    return [
+        sum(leaf.numel() for value in lists for _, leaf in tensor_leaves(value[row]))
+        for row in range(num_rows)
+    ]
+
+
 def _telling(num_rows: int, most: int, counts: Sequence[int] | None) -> list[int]:
     """Rows of which as many differ as may be, the first in a piece of its own."""
     if counts is None:
@@ -368,6 +521,112 @@ def _with_fewer_targets(rows: Any, ends: Iterable[int]) -> Iterator[Any]:
         else:
             changed[-1] = value
         yield map_tensors(rows, functools.partial(_in_place_of, targets, changed))
+
+
+def _with_other_counts(rows: Any) -> Iterator[Any]:
+    """The same rows, of which one has fewer ones in a mask, or a smaller length.
+
+    A loss may be divided by them, and a batch in which all rows are alike does not show it.
+    """
+    targets = _integers(rows)
+    leaves = [each for _, each in tensor_leaves(rows) if each.dim() and each is not targets]
+    for leaf in leaves[:_MOST_VARIED]:
+        changed = _fewer(leaf.detach())
+        if changed is not None:
+            yield map_tensors(rows, functools.partial(_in_place_of, leaf, changed))
+
+
+def _fewer(leaf: Tensor) -> Tensor | None:
+    """A mask or lengths, with fewer for one row; None for what is neither."""
+    if leaf.is_complex() or not leaf.numel():
+        return None
+    changed = leaf.clone()
+    if leaf.is_floating_point() or leaf.dtype is torch.bool:
+        if leaf.dtype is not torch.bool and not bool(((leaf == 0) | (leaf == 1)).all()):
+            return None
+        if leaf[0].numel() > 1:
+            first = changed[0].reshape(-1)
+            first[first.numel() // 2 :] = 0
+            changed[0] = first.reshape(changed[0].shape)
+        elif len(leaf) > _TOO_FEW:
+            changed[-1] = 0
+        else:
+            return None
+        return changed
+    changed[0] = torch.where(leaf[0] > 1, (leaf[0] + 1) // 2, leaf[0])
+    return changed
+
+
+def look_at_positions(
+    call: Call, modules: Sequence[nn.Module], batch: Any, flatten: Callable[[Any], Any]
+) -> None:
+    """Refuse a part to which rows and positions are not one.
+
+    Args:
+        call: of tokens.
+        modules: of the part.
+        batch: of rows and positions.
+        flatten: makes tokens of these.
+
+    Raises:
+        UnsplittableModelError: it computes something else with tokens.
+    """
+    rows = call.layout.take_rows(batch, list(range(min(2, call.layout.num_rows(batch)))))
+
+    def compute(rows: Any) -> Any:
+        return call.compute(map_tensors(rows, lambda leaf: leaf.detach().clone()), ())
+
+    with _without_trace(call), evaluation_mode(modules):
+        try:
+            whole = compute(rows)
+        except Exception as error:
+            if classify(error) is Failure.RETRYABLE:
+                raise
+            return  # it takes nothing but tokens
+        parts = compute(flatten(rows))
+        if not _is_same(whole, compute(rows), tolerance=0.0):
+            return  # other values each time
+    flat = whole if _is_loss(whole) else flatten(whole)
+    for (path, one), (_, other) in zip(tensor_leaves(flat), tensor_leaves(parts), strict=False):
+        if _is_same(one, other, tolerance=_tolerance(one)):
+            continue
+        named = f" {path!r}" if path else ""
+        raise UnsplittableModelError(
+            f"microbatch_unit='tokens': the part gives{named} other values for tokens of shape "
+            "(tokens, …) than for (rows, positions, …), so it computes along positions (a shift, "
+            "a sum over dimension 1, their number); leave the unit out, which cuts rows, or let "
+            "what sees positions happen outside of the part"
+        )
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Its attributes that are plain numbers, such as a count of its calls."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if type(value) in (int, float) and key not in OF_EVERY_MODULE
+    }
+
+
+@contextlib.contextmanager
+def _put_back_after(call: Call) -> Iterator[None]:
+    undo = call.undoing()
+    undo.begin()
+    try:
+        yield
+    finally:
+        undo.roll_back()
+
+
+def _nodes_of(loss: Tensor) -> Iterator[Any]:
+    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        waiting.extend(following)
 
 
 def _in_place_of(before: Tensor, after: Tensor, leaf: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
 from automicro.nested.split import NestedSplit, attached_parts, attached_to, num_attachments, split
+from automicro.torch_private import FakeTensor
 
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 
@@ -49,6 +50,11 @@ class NestedSizes:
         self._tails: list[LanguageTail] = []
         self._own: list[NestedSplit | LanguageTail] = []  # that were attached here
         self._attached: tuple[int, dict[str, NestedSplit]] | None = None
+        if isinstance(nested, str | nn.Module):
+            raise TypeError(
+                f"nested={nested!r} names no size; give sizes by the names of modules: "
+                "{'joint': 'auto'}, or what split() returned, in a list"
+            )
         if isinstance(nested, Mapping):
             for name, options in nested.items():
                 self._attach(model, name, read_options(name, options))
@@ -69,8 +75,14 @@ class NestedSizes:
     def _attach(self, model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
         modules = dict(model.named_modules())
         if name in modules and name:
-            if attached_to(modules[name]) is None:  # else it was given a size before
+            there = attached_to(modules[name])
+            if there is None:
                 self._attach_part(name, modules[name], **options)
+            elif not there.is_like(NestedSplit(_nothing, **options)):
+                raise ValueError(
+                    f"nested gives {name!r} {dict(options)}, and it has a size of its own already: "
+                    f"{there!r}; give it once, or take the first one back with .remove()"
+                )
             return
         language_model = find_language_model(model)
         if name == TAIL and language_model is not None:
@@ -113,6 +125,19 @@ class NestedSizes:
         if self._attached is None or self._attached[0] != num_attachments():
             self._attached = num_attachments(), attached_parts(self._modules)
         return {**self._given, **tails, **self._attached[1]}
+
+    def begin_anew(self, finer: int) -> None:
+        """Let all whose sizes adapt forget what they found, and be cut so much finer."""
+        for each in self._by_name().values():
+            each.sizes = []
+            if each.adapts:
+                each.load_state_dict({})
+                each.finer = finer
+
+    @property
+    def adapts(self) -> bool:
+        """Whether any sizes may change."""
+        return any(each.adapts for each in self._by_name().values())
 
     def sizes(self) -> dict[str, list[int]]:
         """Rows of the slices of the last call of each part, by its name."""
@@ -237,7 +262,7 @@ class LanguageTail:
         bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments
         if bound.get("labels") is None or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        if not self._is_checked:
+        if not self._is_checked and not isinstance(bound["labels"], FakeTensor):
             self._check(bound)
             self._is_checked = True
         return _without_logits(self._apart(args, kwargs))

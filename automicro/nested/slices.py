@@ -15,8 +15,9 @@ memory runs out in a slice, that slice is undone and cut smaller, and nothing el
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar, cast
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +26,17 @@ from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import Average
+from automicro.loss.passes import is_extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
-from automicro.torch_private import all_versions
+from automicro.torch_private import all_versions, uncheckpointed
 from automicro.transaction.buffers import Buffers
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
 
 T = TypeVar("T")
+
+_OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
 
 
 class Sizer(Protocol):
@@ -46,6 +50,84 @@ class Sizer(Protocol):
 
     def end(self, sizes: Sequence[int]) -> None:
         """All slices went through."""
+
+
+class Calls:
+    """Calls of parts in something that is run again in a backward, to be cut the same way there.
+
+    Sizes may have changed by then, and other slices draw other random numbers.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[object, Sequence[Earlier]]] = []
+        self._waiting: Iterator[tuple[object, Sequence[Earlier]]] | None = None
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the first run."""
+        self._found, self._waiting = [], None
+        with self._running():
+            yield
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Around each further run."""
+        self._waiting = iter(self._found)
+        with self._running():
+            yield
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+    def earlier(self, call: object) -> "Sequence[Earlier] | None":
+        """The slices of the next call in the first run; None where this is the first."""
+        if self._waiting is None:
+            return None
+        known, slices = next(self._waiting, (None, None))
+        return slices if known == call else None
+
+    def begin(self, call: object) -> "list[Earlier] | None":
+        """What takes the slices of the next call in the first run; it stays empty for one piece."""
+        if self._waiting is not None:
+            return None
+        slices: list[Earlier] = []
+        self._found.append((call, slices))
+        return slices
+
+    def forget_inside(self, slices: "list[Earlier] | None") -> None:
+        """Leave out what has begun since a call did, for it begins again."""
+        if slices is None:
+            return
+        at = next(n for n, (_, each) in enumerate(self._found) if each is slices)
+        del self._found[at + 1 :]
+
+
+_running: ContextVar[Calls | None] = ContextVar("_running", default=None)
+
+
+def running_calls() -> Calls | None:
+    """Those of what is run now, where that is run again in a backward, and not looked at alone."""
+    return None if is_extra_pass() else _running.get()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A slice of a call that was run before.
+
+    Attributes:
+        size: rows.
+        random: numbers that it began with, where it drew any.
+        calls: of parts inside of it.
+    """
+
+    size: int
+    random: RandomState | None = None
+    calls: Calls | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +148,10 @@ class Call:
         random: gives what remembers where random numbers stand.
         min_rows: that a slice needs, where there are as many.
         is_exact: whether BatchNorm sees the rows of all slices.
+        is_dry: whether tensors are without data. Then two slices stand for all.
+        earlier: slices of this call in the first run, where it is run again, none of one piece;
+            else None.
+        ran: takes the slices of this call; None where nobody runs it again.
     """
 
     batch: Mapping[str, Any]
@@ -80,6 +166,9 @@ class Call:
     random: Callable[[], RandomState]
     min_rows: int = 1
     is_exact: bool = False
+    is_dry: bool = False
+    earlier: Sequence[Earlier] | None = None
+    ran: list[Earlier] | None = None
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the batch that need a gradient, by their paths."""
@@ -93,6 +182,14 @@ class Call:
         """What undoes all that a slice changes."""
         return Transaction([self.buffers(), self.random()])
 
+    def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Slices of a batch, those that are computed."""
+        if not self.is_dry:
+            return self.layout.split(batch, sizes)
+        few = list(sizes[:_OF_DRY])
+        left = self.layout.num_rows(batch) - sum(few)
+        return self.layout.split(batch, [*few, left] if left else few)[:_OF_DRY]
+
 
 @dataclass
 class Slice:
@@ -104,6 +201,7 @@ class Slice:
         stop: the row after the last.
         batch: of these rows.
         random: numbers that it began with before, where it drew any.
+        calls: of parts inside of it.
     """
 
     index: int
@@ -111,6 +209,7 @@ class Slice:
     stop: int
     batch: Any
     random: RandomState | None = None
+    calls: Calls = field(default_factory=Calls)
 
     @property
     def num_rows(self) -> int:
@@ -123,15 +222,14 @@ class Walk:
     Args:
         call: of the part.
         batch: of the call; with other tensors, maybe, of the same rows.
-        earlier: rows of each slice, and the random numbers that it began with, where the rows were
-            walked through before; else sizes are found.
+        earlier: the slices, where the rows were walked through before; else sizes are found.
     """
 
     def __init__(
         self,
         call: Call,
         batch: Any,
-        earlier: Sequence[tuple[int, RandomState | None]] | None = None,
+        earlier: Sequence[Earlier] | None = None,
     ) -> None:
         self._call, self._batch = call, batch
         self._num_rows = call.layout.num_rows(batch)
@@ -141,12 +239,17 @@ class Walk:
         if earlier is None:
             self._cut(call.cut(self._num_rows, call.sizer.begin()))
         else:
-            self._cut([size for size, _ in earlier])
+            self._cut([each.size for each in earlier])
 
     def _cut(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-        self._pieces = self._call.layout.split(self._batch, self.sizes)
+        self._pieces = self._call.split(self._batch, sizes)
+        self.sizes = list(sizes[: len(self._pieces)])
         self._weights: BatchWeights | None = None
+
+    @property
+    def is_second(self) -> bool:
+        """Whether the rows were walked through before."""
+        return self._earlier is not None
 
     @property
     def weights(self) -> BatchWeights:
@@ -162,8 +265,11 @@ class Walk:
         while self._index < len(self.sizes):
             size = self.sizes[self._index]
             stop = self._start + size
-            random = None if self._earlier is None else self._earlier[self._index][1]
-            yield Slice(self._index, self._start, stop, self._pieces[self._index], random)
+            found = Slice(self._index, self._start, stop, self._pieces[self._index])
+            if self._earlier is not None:
+                earlier = self._earlier[self._index]
+                found.random, found.calls = earlier.random, earlier.calls or Calls()
+            yield found
             self._index, self._start = self._index + 1, stop
         if self._earlier is None or self._has_shrunk:
             self._call.sizer.end(self.sizes)
@@ -186,36 +292,23 @@ class Walk:
         if self._earlier is None:
             self._cut([*done, *self._call.cut(self._num_rows - self._start, size)])
             return
-        if self._earlier[self._index][1] is not None:
+        if self._earlier[self._index].random is not None:
             raise failure
         parts = self._call.cut(failed, size)
-        self._earlier[self._index : self._index + 1] = [(each, None) for each in parts]
-        self._cut([size for size, _ in self._earlier])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computed(Generic[T]):
-    """What came of a slice.
-
-    Attributes:
-        value: of what was wanted of it.
-        random: numbers that it began with, where it drew any; None where nobody asked.
-    """
-
-    value: T
-    random: RandomState | None
+        self._earlier[self._index : self._index + 1] = map(Earlier, parts)
+        self._cut([each.size for each in self._earlier])
 
 
 def run_slices(
-    call: Call, walk: Walk, compute: Callable[[Slice], T], *, asks_for_draws: bool = False
-) -> Iterator[tuple[Slice, Computed[T]]]:
+    call: Call, walk: Walk, compute: Callable[[Slice], T], done: list[Earlier] | None = None
+) -> Iterator[tuple[Slice, T]]:
     """Compute slice after slice; those that do not fit are undone, and cut smaller.
 
     Args:
         call: of the part.
         walk: through its rows.
         compute: what is wanted of a slice. It may keep nothing of one that fails.
-        asks_for_draws: whether to tell which slices drew random numbers.
+        done: takes the slices as they were, to run them again; None where nobody does.
 
     Raises:
         BaseException: whatever else than running out of memory, or that of the smallest slice.
@@ -228,17 +321,20 @@ def run_slices(
             undo.begin()
             inputs = Unwritten(each.batch)
             try:
-                found = compute(each)
+                with each.calls.repeating() if walk.is_second else each.calls.noting():
+                    found = compute(each)
             except Exception as error:
                 if classify(error) is not Failure.RETRYABLE:
                     raise
                 failure = error
                 break
             inputs.check()
-            has_drawn = asks_for_draws and random.has_moved
+            has_drawn = done is not None and random.has_moved
             if not has_drawn:
                 undo.commit()
-            yield each, Computed(value=found, random=random if has_drawn else None)
+            if done is not None:
+                done.append(Earlier(each.num_rows, random if has_drawn else None, each.calls))
+            yield each, found
             del found
         if failure is None:
             return
@@ -282,10 +378,10 @@ class Unwritten:
 
 def loss_of(call: Call, batch: Any) -> Tensor:
     """The loss of a batch without any gradient, slice by slice."""
-    walk = Walk(call, batch)
+    walk = Walk(call, batch, call.earlier)
     total: tuple[Tensor, torch.dtype] | None = None
-    for each, done in run_slices(call, walk, lambda each: call.compute(each.batch, ())):
-        total = _added(total, walk.weights.apply(each.index, cast(Tensor, done.value), {})[0])
+    for each, loss in run_slices(call, walk, lambda each: call.compute(each.batch, ()), call.ran):
+        total = _added(total, walk.weights.apply(each.index, cast(Tensor, loss), {})[0])
     return _narrow(total)
 
 
@@ -304,8 +400,9 @@ def _narrow(total: tuple[Tensor, torch.dtype] | None) -> Tensor:
 def outputs_of(call: Call, batch: Any) -> Any:
     """The outputs of all rows without any gradient, slice by slice."""
     outputs = Joined(call.layout.num_rows(batch))
-    for each, done in run_slices(call, Walk(call, batch), lambda one: call.compute(one.batch, ())):
-        outputs.put(each, done.value)
+    walk = Walk(call, batch, call.earlier)
+    for each, found in run_slices(call, walk, lambda each: call.compute(each.batch, ()), call.ran):
+        outputs.put(each, found)
     return outputs.whole()
 
 
@@ -420,7 +517,7 @@ def with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
     return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf))
 
 
-def _marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
+def marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
     leaves = {path: leaf.detach().requires_grad_() for path, leaf in _at(batch, paths).items()}
     return with_inputs(batch, leaves), list(leaves.values())
@@ -454,11 +551,11 @@ class _Tail(torch.autograd.Function):
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
         aliases = aliases_of(call.parameters)
-        walk = Walk(call, batch)
+        walk = Walk(call, batch, call.earlier)
 
         def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
-            with torch.enable_grad():
-                rows, leaves = _marked(each.batch, paths)
+            with torch.enable_grad(), uncheckpointed():
+                rows, leaves = marked(each.batch, paths)
                 loss = call.compute(rows, aliases)
                 weighted, _ = walk.weights.apply(each.index, loss, {})
                 if walk.weights.is_nothing(each.index):
@@ -466,10 +563,9 @@ class _Tail(torch.autograd.Function):
                 return weighted.detach(), _gradients(weighted, [*leaves, *aliases])
 
         total: tuple[Tensor, torch.dtype] | None = None
-        for each, done in run_slices(call, walk, loss_and_gradients):
-            loss, gradients = done.value
+        for each, (loss, gradients) in run_slices(call, walk, loss_and_gradients, call.ran):
             sums.add(each, gradients)
-            del gradients, done
+            del gradients
             total = _added(total, loss)
         ctx.sums = sums
         return _narrow(total)
@@ -495,20 +591,19 @@ class _Recomputed(torch.autograd.Function):
     ) -> Any:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        walk = Walk(call, batch)
-        replays: list[RandomState | None] = []
+        walk = Walk(call, batch, call.earlier)
+        ran: list[Earlier] = [] if call.ran is None else call.ran
         total: tuple[Tensor, torch.dtype] | None = None
 
         def compute(each: Slice) -> Any:
             return call.compute(each.batch, ())
 
-        for each, done in run_slices(call, walk, compute, asks_for_draws=True):
-            replays.append(done.random)
+        for each, found in run_slices(call, walk, compute, ran):
             if joined is not None:
-                joined.put(each, done.value)
+                joined.put(each, found)
             else:
-                total = _added(total, walk.weights.apply(each.index, done.value, {})[0])
-            del done
+                total = _added(total, walk.weights.apply(each.index, found, {})[0])
+            del found
         # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
         leaves = dict(tensor_leaves(call.batch))
         ctx.others = [path for path in leaves if path not in inputs]
@@ -516,7 +611,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
         template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
         ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
-        ctx.slices = list(zip(walk.sizes, replays, strict=True))
+        ctx.slices = ran
         ctx.autocast = Autocast(call.device)
         ctx.is_tail = joined is None
         ctx.set_materialize_grads(False)
@@ -549,7 +644,7 @@ class _Recomputed(torch.autograd.Function):
                 return ()
             again = contextlib.nullcontext() if each.random is None else each.random.replaying()
             with again, torch.enable_grad(), ctx.autocast.again():
-                rows, leaves = _marked(each.batch, paths)
+                rows, leaves = marked(each.batch, paths)
                 output = call.compute(rows, aliases)
             wanted = [*leaves, *aliases]
             if ctx.is_tail:
@@ -566,9 +661,9 @@ class _Recomputed(torch.autograd.Function):
             return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
 
         with _leaving_no_trace(call):
-            for each, done in run_slices(call, walk, gradients_of):
-                sums.add(each, done.value)
-                del done
+            for each, gradients in run_slices(call, walk, gradients_of):
+                sums.add(each, gradients)
+                del gradients
         return None, None, None, *sums.all()
 
 

@@ -12,27 +12,49 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import cost_of_row
+from automicro.batch.device import cost_of_row, on_host
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
 from automicro.batchnorm import batchnorm_message, sees_the_batch
-from automicro.errors import BatchError, BatchNormWarning, UnsplittableModelError, warn
+from automicro.errors import (
+    BatchError,
+    BatchNormWarning,
+    GradientWarning,
+    UnsplittableModelError,
+    warn,
+)
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.oom import Failure, classify, release
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import split_at_norms
-from automicro.nested.look import Looked, look
-from automicro.nested.slices import Call, Unwritten, split_loss, split_outputs
+from automicro.nested.look import Looked, look, look_at_positions
+from automicro.nested.slices import (
+    Call,
+    Earlier,
+    Unwritten,
+    running_calls,
+    split_loss,
+    split_outputs,
+)
 from automicro.nested.stages import Stages
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
-from automicro.reach import Reach, captured_modules
+from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
-from automicro.torch_private import parameter_table, uncompiled
+from automicro.torch_private import (
+    FakeTensor,
+    has_forward_hooks,
+    in_backward,
+    is_in_checkpoint,
+    is_traced,
+    is_transformed,
+    parameter_table,
+    uncompiled,
+)
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import leaves_of
-from automicro.transaction.rng import RandomState, devices_of
+from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
 
 logger = logging.getLogger("automicro.attempts")
 
@@ -41,6 +63,9 @@ UNITS = ("rows", "tokens")
 P = TypeVar("P", bound=Callable[..., Any])
 
 BATCHNORM = ("warn", "exact")
+
+_MOST_RAN = 1024  # calls that somebody may make again
+_DRAWN = NothingDrawn(())  # of slices that stay as they are, as if they had drawn
 
 _WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
 
@@ -104,6 +129,10 @@ class NestedSplit:
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
+
+    Attributes:
+        sizes: rows of the slices of the last call.
+        ooms: how often memory ran out inside, and slices became smaller.
 
     Example:
         >>> class Tail(nn.Module):
@@ -172,12 +201,12 @@ class NestedSplit:
             self._modules = captured_modules(part)
         self._declared = loss_average
         self._policies: dict[int, Policy] = {}
-        self._looked: Looked | None = None
+        self._looked: dict[Any, Looked] = {}
+        self._ran: dict[tuple[int, int], list[Earlier]] = {}  # calls by rows and random numbers
         self._about: _Known | None = None
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
         self._names: tuple[Any, list[str], str | None] | None = None
-        self._is_new = True
         self._has_warned = False
         self._is_inside = False
         self._in_backward = False
@@ -185,9 +214,11 @@ class NestedSplit:
         self.name = getattr(part, "__name__", type(part).__name__)
         self.finer = 1  # into how many each slice that fits is cut, for the sake of time
         self.sizes: list[int] = []
+        self.ooms = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_about": None, "_last": None, "_names": None, "_is_inside": False}
+        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_names": None, "_ran": {}}
+        return {**vars(self), **forgotten, "_is_inside": False}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -207,16 +238,23 @@ class NestedSplit:
         """Whose parameters it uses."""
         return list(self._modules)
 
+    def is_like(self, other: "NestedSplit") -> bool:
+        """Whether another one would cut a part in the same way."""
+        mine, others = ((repr(each._policy), each.unit, each._is_exact) for each in (self, other))
+        return mine == others
+
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
         return {str(key): policy.state_dict() for key, policy in self._policies.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with sizes that were found earlier.
+        """Go on with sizes that were found earlier. A size that is fixed stays.
 
         Raises:
             ValueError: a state of another policy.
         """
+        if not self.adapts:
+            return
         policies = {int(key): copy.deepcopy(self._policy) for key in state}
         for key, policy in policies.items():
             policy.load_state_dict(state[str(key)])
@@ -268,6 +306,14 @@ class NestedSplit:
         found, self.has_shrunk = self.has_shrunk, False
         return found
 
+    def cut_what_was_whole(self) -> bool:
+        """Have slices next time, where the last call was in one piece, which keeps activations."""
+        last = self._last
+        if last is None or self.sizes != [last.num_rows] or last.smaller(last.num_rows) is None:
+            return False
+        self.has_shrunk = False
+        return True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._part, nn.Module):
             return self._run(args, kwargs)
@@ -290,27 +336,44 @@ class NestedSplit:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         forward = self._forward()
-        if self._is_inside:
+        if self._is_inside or is_traced():
             return forward(*args, **kwargs)
+        if is_transformed():
+            raise UnsplittableModelError(
+                f"{self.name} has a size of its own, which torch.func's grad, vmap and jvp cannot "
+                "see through; take it away with .remove(), or differentiate with .backward()"
+            )
         self._in_backward = False
         names = self._names_of(forward, len(args))
         batch: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
         shape: tuple[int, int] | None = None
+        given = batch
         if self.unit == "tokens":
             batch, shape = _flattened(batch)
-        num_rows = self._layout.num_rows(batch)
+        try:
+            num_rows = self._layout.num_rows(batch)
+        except BatchError:
+            if any(not leaf.numel() for _, leaf in tensor_leaves(batch)):
+                return forward(*args, **kwargs)  # nothing that could be cut
+            raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
-        if num_rows == 1:
-            outputs = self._in_one_piece(call)
+        if (calls := running_calls()) is not None:
+            key = self, num_rows
+            call = replace(call, earlier=calls.earlier(key), ran=calls.begin(key))
+        elif self.adapts and not call.is_dry:
+            call = self._beside_earlier(call, sizer)
+        if num_rows == 1 or call.earlier == []:
+            outputs = self._whole(call, sizer)
         else:
             stages = self._stages(batch)  # before any size is tried
-            looked = self._look(call)
+            looked = self._look(call, given)
             if looked.averages is not None:
                 if stages is not None:
                     self._refuse("it gives a loss, which is there before all rows have arrived")
                 return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
-            found = self._if_it_fits(call, sizer) if sizer.begin() >= num_rows else None
+            is_tried = call.earlier is None and sizer.begin() >= num_rows
+            found = self._if_it_fits(call, sizer) if is_tried else None
             if found is not None:
                 outputs = found[0]
             else:
@@ -362,7 +425,10 @@ class NestedSplit:
             with places.holding(tensors), _no_autocast_cache():
                 yield
 
+        is_new = True
+
         def compute(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
+            nonlocal is_new
             args = [rows[name] for name in names]
             kwargs = {name: value for name, value in rows.items() if name not in names}
             self._is_inside = True
@@ -371,11 +437,14 @@ class NestedSplit:
                     output = forward(*args, **kwargs)
             finally:
                 self._is_inside = False
-            if tensors is not None and self._is_new and torch.is_grad_enabled():
+            if tensors is not None and is_new and torch.is_grad_enabled():
                 _refuse_strangers(output, rows, tensors)
-                self._is_new = False
+                _refuse_left_behind(known.index)
+                is_new = False
             return output
 
+        leaves = [leaf for _, leaf in tensor_leaves(batch)]
+        is_dry = any(isinstance(leaf, FakeTensor) for leaf in leaves)
         return Call(
             batch=batch,
             layout=self._layout,
@@ -384,11 +453,12 @@ class NestedSplit:
             parameters=places.parameters,
             averages={},
             sizer=sizer,
-            device=next((leaf.device for _, leaf in tensor_leaves(batch)), torch.device("cpu")),
+            device=next((leaf.device for leaf in leaves), torch.device("cpu")),
             buffers=lambda: Buffers(known.history),
-            random=known.random,
+            random=functools.partial(NothingDrawn, ()) if is_dry else known.random,
             min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
             is_exact=self._is_exact,
+            is_dry=is_dry,
         )
 
     @property
@@ -397,10 +467,46 @@ class NestedSplit:
             self._about = _Known(self._modules, [self._part])
         return self._about
 
-    def _look(self, call: Call) -> Looked:
-        if self._looked is None or not self._looked.is_sure:
-            self._looked = look(call, self._modules, self._declared, self._looked)
-        return self._looked
+    def _look(self, call: Call, given: Mapping[str, Any]) -> Looked:
+        # In evaluation a part may do something else, and without gradients less is seen.
+        how = torch.is_grad_enabled(), *(each.training for each in self._modules)
+        looked = self._looked.get(how)
+        if looked is None and self.unit == "tokens" and not call.is_dry:
+            look_at_positions(
+                call, self._modules, given, lambda batch: _flattened({"": batch})[0][""]
+            )
+        if looked is None or not looked.is_sure:
+            looked = self._looked[how] = look(call, self._modules, self._declared, looked)
+        return looked
+
+    def _beside_earlier(self, call: Call, sizer: "_Sizer") -> Call:
+        """The same call, cut as it was before where somebody else's checkpointing runs it again.
+
+        Nobody tells which call it is. The random numbers that it begins with do.
+        """
+        key = sizer.num_rows, self._known.numbers()
+        if in_backward():
+            return replace(call, earlier=self._ran.get(key))
+        sizer.key = key
+        return call
+
+    def remember(self, key: tuple[int, int] | None, slices: list[Earlier]) -> None:
+        """How a call was cut, should it be made again; none for one piece."""
+        if key is None:
+            return
+        self._ran.pop(key, None)
+        self._ran[key] = slices
+        if len(self._ran) > _MOST_RAN:
+            del self._ran[next(iter(self._ran))]
+
+    def _whole(self, call: Call, sizer: "_Sizer") -> Any:
+        """The output in one piece, as it is or as it was the first time."""
+        try:
+            return self._in_one_piece(call)
+        except Exception as error:
+            if call.earlier is not None and classify(error) is Failure.RETRYABLE:
+                sizer.smaller(sizer.num_rows)  # whoever tries again has slices
+            raise
 
     def _if_it_fits(self, call: Call, sizer: "_Sizer") -> tuple[Any] | None:
         """The output in one piece; None where that does not fit, and slices may."""
@@ -418,9 +524,11 @@ class NestedSplit:
         try:
             release(failure, call.device)
             undo.roll_back()
-            if sizer.smaller(sizer.num_rows) is None:
+            if sizer.smaller(sizer.num_rows) is None or is_in_checkpoint():
                 raise failure
             inputs.check(failure)
+            if (calls := running_calls()) is not None:
+                calls.forget_inside(call.ran)
         finally:
             failure = None  # it holds this frame: a cycle
         return None
@@ -429,6 +537,8 @@ class NestedSplit:
         """The usual forward. It is noted when its backward runs, should memory run out there."""
         output = call.compute(call.batch, None)
         self.sizes = [call.layout.num_rows(call.batch)]
+        if self._last is not None:
+            self.remember(self._last.key, [])
         if torch.is_grad_enabled():
             outputs = [leaf for _, leaf in tensor_leaves(output)]
             for in_backward, leaves in ((True, outputs), (False, call.inputs().values())):
@@ -454,19 +564,32 @@ class NestedSplit:
         """The layers of the part that see a slice where they saw the microbatch."""
         return [name for name, layer in self._known.index.batchnorms if sees_the_batch(layer)]
 
-    def warn_of_batchnorm(self, sizes: Sequence[int]) -> None:
-        """Say so, the first time that the part is really cut.
+    def warn_of_slices(self, sizes: Sequence[int]) -> None:
+        """Name what sees slices, the first time that the part is really cut.
 
         Warns:
-            BatchNormWarning
+            BatchNormWarning, GradientWarning
         """
-        if len(sizes) < 2 or self._has_warned or self._is_exact:
+        if len(sizes) < 2 or self._has_warned:
             return
         self._has_warned = True
+        hooked = [name for name, each in self._known.index.owners if self._sees_slices(each)]
+        if hooked:
+            warn(
+                f"forward hooks inside of {self.name}, a part with a size of its own, see slices, "
+                f"and these once more in the backward ({', '.join(hooked[:4])}): what they keep "
+                "are rows of one slice, without their gradient; let the forward return it",
+                GradientWarning,
+            )
+        if self._is_exact:
+            return
         names = self.batchnorms()
         if names:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)
             warn(f"in {self.name}, a part with a size of its own, {message}", BatchNormWarning)
+
+    def _sees_slices(self, module: nn.Module) -> bool:
+        return module is not self._part and has_forward_hooks(module)
 
 
 class _Sizer:
@@ -477,6 +600,7 @@ class _Sizer:
         self._nested, self._cost = nested, cost
         self._policy = nested.policy_of(num_rows)
         self._before: dict[str, Any] | None = None
+        self.key: tuple[int, int] | None = None  # of the call, where it may be made again
 
     def begin(self) -> int:
         return -(-self._policy.propose(self.num_rows, self._cost) // self._nested.finer)
@@ -503,14 +627,16 @@ class _Sizer:
             self._nested.unit,
             self.num_rows,
         )
+        self._nested.ooms += not is_extra_pass()
         self._nested.has_shrunk = True
         return proposed
 
     def end(self, sizes: Sequence[int]) -> None:
         self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
+        self._nested.remember(self.key, [Earlier(size, _DRAWN) for size in sizes])
         self._nested.sizes = list(sizes)
         self._nested.has_shrunk = False
-        self._nested.warn_of_batchnorm(sizes)
+        self._nested.warn_of_slices(sizes)
 
     def batchnorms(self) -> list[str]:
         return self._nested.batchnorms()
@@ -536,13 +662,22 @@ class _Known:
         """Every generator that a slice may draw from."""
         return RandomState(self._devices, self._reach.generators)
 
+    def numbers(self) -> int:
+        """Tells where the random numbers of torch stand."""
+        with on_host():
+            states = [torch.get_rng_state()]
+            for each in self._devices:
+                if each.type != "cpu":
+                    states.append(torch.get_device_module(each).get_rng_state(each))
+            return hash(tuple(state.numpy().tobytes() for state in states))
+
     def stages(self, part: nn.Module, batch: Mapping[str, Any]) -> Stages:
         """Of a part with BatchNorm; found anew where modes or other arguments have changed."""
         modes = [each.training for each in part.modules()]
         others = {name: each for name, each in batch.items() if not isinstance(each, Tensor)}
-        key = modes, list(batch), others
+        key = modes, list(batch), others, num_attachments()
         if self._stages is None or self._stages[0] != key:
-            self._stages = key, Stages(part, batch)
+            self._stages = key, Stages(part, batch, lambda each: attached_to(each) is not None)
         return self._stages[1]
 
 
@@ -729,14 +864,42 @@ def _flattened(batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int
 def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> None:
     """Refuse gradients that would be lost: of what a part refers to, and does not hold."""
     known = {id(each) for each in parameters}
-    known |= {id(leaf) for _, given in tensor_leaves(rows) for leaf in _leaves(given)}
+    inputs = [given for _, given in tensor_leaves(rows)]
+    known |= {id(leaf) for given in inputs for leaf in _leaves(given)}
+    # A view of an input that a forward marks, for the sake of its checkpointing, loses nothing.
+    marked = {_storage_of(given) for given in inputs if not given.requires_grad} - {None}
     for _, leaf in tensor_leaves(output):
         for found in _leaves(leaf):
-            if id(found) not in known:
+            if id(found) not in known and _storage_of(found) not in marked:
                 raise UnsplittableModelError(
                     f"the part computes with a tensor of shape {tuple(found.shape)} that needs a "
                     "gradient and is neither an argument nor a parameter of its modules; give it "
-                    "as an argument, or name the module that holds it: split(part, modules=[…])"
+                    "as an argument, or name the module that holds it: split(part, modules=[…]); "
+                    "where weight_norm is on the part itself, give the size to a module around it"
+                )
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
+        return id(tensor.untyped_storage())  # the same as long as the tensor lives
+    return None
+
+
+def _refuse_left_behind(index: ModuleIndex) -> None:
+    """Refuse what a forward leaves in an attribute for others: it would be that of a slice."""
+    for name, module in index.owners:
+        table = parameter_table(module)
+        for key, value in vars(module).items():
+            if key in OF_EVERY_MODULE or not isinstance(value, Tensor | list | tuple | dict):
+                continue
+            if f"{key}_orig" in table or f"{key}_v" in table:
+                continue  # of pruning, spectral norm and weight norm, made anew by each forward
+            if any(leaf.grad_fn is not None for _, leaf in tensor_leaves(value)):
+                raise UnsplittableModelError(
+                    f"a part with a size of its own leaves a tensor with a gradient behind, in the "
+                    f"attribute {key!r} of {name or 'itself'} ({type(module).__name__}): it would "
+                    "be that of one slice, and its gradient would be lost; let the forward return "
+                    "it, or detach it where nothing but eyes looks at it"
                 )
 
 

@@ -59,6 +59,7 @@ class Stages:
     Args:
         module: in the mode in which it is called.
         arguments: by name. Tensors may be others later; anything else has to be the same.
+        is_part: whether a module inside has a size of its own, so that it is called as it is.
 
     Raises:
         UnsplittableModelError: they cannot be told, or would compute something else.
@@ -74,10 +75,16 @@ class Stages:
     _1 _2 _3 →
     """
 
-    def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        is_part: Callable[[nn.Module], bool] = lambda module: False,
+    ) -> None:
+        self._module, self._is_part = module, is_part
         self._name = type(module).__name__
         self._refuse_hooks()
+        self._refuse_parts()
         self._graph = self._trace(arguments)
         nodes = list(self._graph.nodes)
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
@@ -97,6 +104,17 @@ class Stages:
             if module is not self._module and has_call_hooks(module):
                 self._refuse(f"{name!r} has hooks, which a trace does not hold")
 
+    def _refuse_parts(self) -> None:
+        for name, module in self._module.named_modules():
+            if module is self._module or not self._is_part(module):
+                continue
+            if any(map(sees_the_batch, module.modules())):
+                self._refuse(
+                    f"{name!r} has a size of its own, and BatchNorm inside, which would see its "
+                    "slices alone; leave that size out, for what is around it is cut at each "
+                    "BatchNorm anyway"
+                )
+
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
         given = dict(list(inspect.signature(type(self._module).forward).parameters.items())[1:])
         for name, value in arguments.items():
@@ -114,7 +132,7 @@ class Stages:
         self.constants = constants
         with self._unchanged():
             try:
-                return _Tracer().trace(self._module, constants)
+                return _Tracer(self._is_part).trace(self._module, constants)
             except Exception as error:
                 lines = text_of(error).splitlines() or [""]
                 self._refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
@@ -307,11 +325,15 @@ class Stages:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into modules of the user's, and into no layer of torch's and no BatchNorm."""
+    """Looks into modules of the user's, and into no layer of torch's, no BatchNorm and no part."""
+
+    def __init__(self, is_part: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._is_part = is_part
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         is_leaf: bool = super().is_leaf_module(m, module_qualified_name)
-        return is_leaf or isinstance(m, AnyBatchNorm)
+        return is_leaf or isinstance(m, AnyBatchNorm) or self._is_part(m)
 
 
 @contextlib.contextmanager

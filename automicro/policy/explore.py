@@ -181,7 +181,10 @@ class Explore(Policy):
     @property
     def settings(self) -> Mapping[str, Value]:
         """What else the next attempt is to be run with: by each coordinate's name, its value."""
-        current = self._progress.current if self._is_at_current else None
+        progress = self._progress
+        if self._is_idle and not (progress.is_over or progress.needs_least):
+            return {name: values[-1] for name, values in self._choices.items()}
+        current = progress.current if self._is_at_current else None
         return {
             name: (current and current.get(name)) or values[0]
             for name, values in self._choices.items()
@@ -286,6 +289,9 @@ class Explore(Policy):
         self.level = outcome.level
         is_smaller = self._fitting.at(self.level).is_measuring(outcome.num_rows, outcome.cost)
         self._tell_fitting(outcome)
+        if self._is_idle and not (outcome.fits or self._needs_least(outcome.settings)):
+            progress.needs_least = True
+            return
         if not outcome.fits and outcome.level == 0 < self._wanted_level:
             elements = outcome.num_rows * cost
             progress.not_whole = min(progress.not_whole or elements, elements)
@@ -715,6 +721,8 @@ class _Progress:
         failures: levels and rows × cost of microbatches that ran out of memory meanwhile.
         is_recovering: whether the batch that is running ran out of memory.
         is_over: whether all is chosen.
+        needs_least: whether a whole batch ran out of memory with other settings than those that
+            need the least.
     """
 
     stage: int = 0
@@ -737,6 +745,7 @@ class _Progress:
     failures: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     is_recovering: bool = False
     is_over: bool = False
+    needs_least: bool = False
 
     @property
     def is_round_over(self) -> bool:

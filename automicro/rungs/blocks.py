@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -17,12 +17,19 @@ _OF_WRAPPERS = re.compile(
 _OF_ROOTS = ("module", "_orig_mod")
 
 
-def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+def _nothing(module: nn.Module) -> bool:
+    return False
+
+
+def repeated_blocks(
+    model: nn.Module, *, but: Callable[[nn.Module], bool] = _nothing
+) -> dict[str, nn.Module]:
     """The outermost modules of one class that stand in a row, by name: a transformer's layers.
 
     A row is what an ``nn.ModuleList``, an ``nn.Sequential`` or an ``nn.ModuleDict`` holds. Where
     its modules are of different shapes and hold rows themselves, they are stages (of a Swin
-    transformer, a DenseNet), and the blocks are inside of them.
+    transformer, a DenseNet), and the blocks are inside of them. So they are of modules that are
+    none themselves, as ``but`` says.
 
     >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
     >>> list(repeated_blocks(nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 2))))
@@ -39,7 +46,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         children = {
             f"{prefix}.{name}" if prefix else name: child for name, child in module.named_children()
         }
-        row = _row_of(module, children)
+        row = {name: each for name, each in _row_of(module, children).items() if not but(each)}
         found.update({name: child for name, child in row.items() if id(child) not in seen})
         seen |= set(map(id, row.values()))
         waiting.extend((name, child) for name, child in children.items() if name not in row)
@@ -54,11 +61,22 @@ def _row_of(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, n
     repeated = {
         name: child
         for name, child in children.items()
-        if kinds[_kind(child)] > 1 and any(child.children())
+        if kinds[_kind(child)] > 1 and any(child.children()) and is_called(child)
     }
     if not repeated:
         return {}
     return {} if _are_stages(list(repeated.values())) else repeated
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module may be called itself: a list of layers has no forward.
+
+    >>> is_called(nn.Linear(2, 2)), is_called(nn.ModuleList())
+    (True, False)
+    """
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or "forward" in vars(module):
+        return True
+    return type(module).forward is not nn.Module.forward
 
 
 def _are_stages(modules: Sequence[nn.Module]) -> bool:
@@ -146,12 +164,14 @@ def plain_name(name: str) -> str:
     return _OF_WRAPPERS.sub("", name)
 
 
-def find_blocks(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+def find_blocks(
+    modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = _nothing
+) -> dict[str, nn.Module]:
     """The repeated blocks of several modules, by name; see `repeated_blocks`."""
     found: dict[str, nn.Module] = {}
     for index, root in enumerate(modules):
         prefix = "" if index == 0 else f"modules[{index - 1}]."
-        for name, block in repeated_blocks(root).items():
+        for name, block in repeated_blocks(root, but=but).items():
             found[prefix + plain_name(name)] = block
     return found
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from automicro.nested.parts import LanguageTail, find_language_model
+from automicro.nested.split import attached_to
 from automicro.options import check_choice
-from automicro.rungs.blocks import find_blocks, named_blocks, shown_blocks
+from automicro.rungs.blocks import find_blocks, is_called, named_blocks, shown_blocks
 from automicro.rungs.offload import offloading
 from automicro.rungs.recompute import Block, recomputes_already, recomputing
 from automicro.torch_private import is_compiled
@@ -122,13 +123,32 @@ class Recompute:
     blocks: list[Block]
     random: Callable[[], RandomState]
     name: str = field(default=RECOMPUTE, init=False)
+    _has_told: bool = field(default=False, init=False)
 
-    def applied(self) -> AbstractContextManager[None]:
-        return recomputing(self.blocks, self.random)
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with recomputing(self.blocks, self.random):
+            yield
+        self._tell_if_unused()
+
+    def _tell_if_unused(self) -> None:
+        """Say by name that none of the blocks was called, after an attempt that went through."""
+        waiting = [block for block in self.blocks if not block.left_out]
+        if self._has_told or not waiting or any(block.is_used for block in waiting):
+            return
+        self._has_told = True
+        logger.warning(
+            "'recompute' brought nothing to a batch: %s were not called, or without gradients "
+            "alone; %s, or use 'offload'",
+            shown_blocks(block.name for block in waiting),
+            _NAME_THEM.replace("name them", "name others"),
+        )
 
     def describe(self) -> str:
-        names = shown_blocks(block.name for block in self.blocks if not block.left_out)
-        return f"{names} keep their input alone and compute again in the backward"
+        names = [block.name for block in self.blocks if not block.left_out]
+        if not names:
+            return "no block can be computed again in the backward"
+        return f"{shown_blocks(names)} keep their input alone and compute again in the backward"
 
 
 @dataclass
@@ -354,7 +374,8 @@ class _Maker:
 
     def _blocks(self, names: list[str] | None) -> list[Block]:
         if names is None:
-            found = find_blocks(self.modules)
+            # A part with a size of its own computes again already, unless it runs in one piece.
+            found = find_blocks(self.modules, but=_has_own_size) or find_blocks(self.modules)
             if not found:
                 kind = type(self.modules[0]).__name__
                 raise ValueError(
@@ -363,6 +384,7 @@ class _Maker:
                 )
         else:
             found = named_blocks(self.modules, names)
+            _refuse_lists(found)
         found = self._without_done(found)
         self._refuse_compiled(found)
         return [
@@ -407,6 +429,20 @@ class _Maker:
                         "each block (block.compile()) in place of the model, or use "
                         "when_too_large='offload'"
                     )
+
+
+def _refuse_lists(found: Mapping[str, nn.Module]) -> None:
+    for name, block in found.items():
+        if not is_called(block):
+            raise ValueError(
+                f"{name} is of type {type(block).__name__}, which holds modules and is never "
+                f"called itself; name what is inside of it, as in {name + '.*'!r}"
+            )
+
+
+def _has_own_size(module: nn.Module) -> bool:
+    """Whether a module is a part with a size of its own."""
+    return attached_to(module) is not None
 
 
 def _is_shell(module: nn.Module, blocks: set[int]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from automicro.batch.device import on_host, side_stream
 from automicro.memory.device import copies_overlap
-from automicro.torch_private import FakeTensor, version_of
+from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
 from automicro.torch_private_distributed import is_fsdp_module
 
 SMALL_BYTES = 1 << 16
@@ -130,8 +130,7 @@ class Offload:
             return _Staying(tensor.detach(), version)
         with torch.no_grad():
             stored = self._stored(tensor, storage, version)
-            counter = tensor.detach()
-            counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            counter = counter_of(tensor)
         return _Gone(
             stored,
             tensor.dtype,
@@ -234,11 +233,17 @@ def _require_unchanged(tensor: Tensor, size: Sequence[int], version: int) -> Non
 
 
 @contextlib.contextmanager
-def offloading(modules: Sequence[nn.Module]) -> Iterator[None]:
+def offloading(
+    modules: Sequence[nn.Module], host: Callable[[], AbstractContextManager[Any]] = on_host
+) -> Iterator[None]:
     """Let what is saved for the backward wait in host memory; see `Offload`.
 
     Args:
         modules: whose parameters and buffers stay on the device.
+        host: around what allocates on the host.
+
+    Raises:
+        RuntimeError: a transform of ``torch.func`` in the model refuses hooks for saved tensors.
 
     >>> model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
     >>> with offloading([model]):
@@ -247,7 +252,7 @@ def offloading(modules: Sequence[nn.Module]) -> Iterator[None]:
     torch.Size([300, 300])
     """
     every = [each for root in modules for each in root.modules()]
-    offload = Offload(tensor for module in every for tensor in _tensors_of(module))
+    offload = Offload((each for module in every for each in _tensors_of(module)), host)
     handles = []
 
     def keep_gathered(module: nn.Module, inputs: Any) -> None:
@@ -260,6 +265,14 @@ def offloading(modules: Sequence[nn.Module]) -> Iterator[None]:
                 handles.append(module.register_forward_pre_hook(keep_gathered))
         with offload():
             yield
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        raise RuntimeError(
+            "the model runs transforms of torch.func, under which nothing that is saved for the "
+            "backward can go to the host; leave 'offload' out of when_too_large, as in "
+            "when_too_large='recompute'"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()

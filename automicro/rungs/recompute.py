@@ -1,8 +1,8 @@
 """Blocks keep their input alone, and compute again in the backward what they did in the forward.
 
 The second time a block finds all as it was the first time: generators of random numbers, buffers,
-its modules' attributes, autocast. What the second time changes is put back. So the gradients are
-the same to the last bit.
+parameters that were in place for a while, modes and attributes of its modules, autocast. What the
+second time changes is put back. So the gradients are the same to the last bit.
 """
 
 import contextlib
@@ -17,14 +17,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from automicro.migration import comes_from
+from automicro.nested.slices import Calls
 from automicro.ranks.interface import StrayedError
 from automicro.reach import OF_EVERY_MODULE
 from automicro.torch_private import (
     all_versions,
     buffer_table,
     call_of,
+    counter_of,
+    is_in_checkpoint,
     is_uninitialized,
     keeping_versions,
+    parameter_table,
+    refuses_hooks,
+    tells_of_writing,
     version_of,
 )
 from automicro.transaction.rng import RandomState
@@ -61,12 +67,22 @@ class Block:
         module: itself.
         left_out: why it computes but once; empty for the usual.
         changing: large buffers that its forward has been seen to write to, by their ids.
+        is_used: whether any call of it was such that it can be computed again.
+        given: for each tensor that it was called with in an attempt what shares its version, and
+            holds no memory; and that version.
     """
 
     name: str
     module: nn.Module
     left_out: str = ""
     changing: dict[int, Tensor] = field(default_factory=dict)
+    is_used: bool = False
+    given: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether anything that it was called with was written to afterwards."""
+        return any(version_of(counter) != version for counter, version in self.given)
 
     def leave_out(self, why: str) -> LeftOutError:
         """Compute it but once from now on."""
@@ -87,6 +103,10 @@ class _Surroundings:
     def __init__(self, block: Block, modules: Sequence[nn.Module], random: RandomState) -> None:
         self._random = random
         self._tables = [(buffer_table(module), dict(buffer_table(module))) for module in modules]
+        self._modes = [(module, module.training) for module in modules]
+        self._parameters: list[tuple[dict[str, Any], dict[str, tuple[Any, bool]]]] = [
+            (parameter_table(module), _flagged(parameter_table(module))) for module in modules
+        ]
         self._attributes = [(vars(module), _own(module)) for module in modules]
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._uncopied: list[tuple[Tensor, int]] = []
@@ -110,9 +130,31 @@ class _Surroundings:
         """Those that were copied."""
         return [tensor for tensor, _ in self._copies]
 
+    @contextlib.contextmanager
+    def parameters(self) -> Iterator[None]:
+        """Those that were there, and frozen or not as they were, for a while.
+
+        ``functional_call`` gives others for a forward alone. Wrappers that shard free what they
+        gathered, and have put it back in place themselves.
+        """
+        with contextlib.ExitStack() as stack:
+            for table, earlier in self._parameters:
+                for name, (value, is_trained) in earlier.items():
+                    if name in table and table[name] is not value and not _is_freed(value):
+                        stack.callback(table.__setitem__, name, table[name])
+                        table[name] = value
+                    now = table.get(name)
+                    if now is not None and now.is_leaf and now.requires_grad != is_trained:
+                        stack.callback(now.requires_grad_, not is_trained)
+                        now.requires_grad_(is_trained)
+            yield
+
     def put_back(self) -> None:
-        """As they were. It may be called more than once."""
+        """As they were, but for parameters. It may be called more than once."""
         self._random.put_back()
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.training = mode
         for now, before in self._tables:
             _refill(now, before)
         for own, earlier in self._attributes:
@@ -126,6 +168,19 @@ class _Surroundings:
         with torch.no_grad():
             for tensor, content in self._copies:
                 tensor.copy_(content)
+
+
+def _flagged(table: Mapping[str, Tensor | None]) -> dict[str, tuple[Any, bool]]:
+    """Parameters by name, each with whether it is trained."""
+    return {
+        name: (value, value is not None and value.requires_grad) for name, value in table.items()
+    }
+
+
+def _is_freed(tensor: Tensor | None) -> bool:
+    if tensor is None or is_uninitialized(tensor) or type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _own(module: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -167,13 +222,25 @@ class _Call:
         self._before: _Surroundings | None = None
         self._given: tuple[Any, Any] | None = None  # the first time alone
         self._structure: Any = None
+        self._parts = Calls()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first time."""
         tensors: list[Tensor] = []
         self._given = args, kwargs
         self._structure = _taken_out(self._given, tensors)
-        return checkpoint(self, *tensors, use_reentrant=False, preserve_rng_state=False)
+        self._block.given += [
+            (counter_of(each), version_of(each))
+            for each in tensors
+            if type(each) is Tensor and not each.is_inference()
+        ]
+        try:
+            return checkpoint(self, *tensors, use_reentrant=False, preserve_rng_state=False)
+        except RuntimeError as error:
+            if not refuses_hooks(error):
+                raise
+            why = "runs transforms of torch.func, which know no checkpoints"
+            raise self._block.leave_out(why) from error
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._before is None:
@@ -186,7 +253,8 @@ class _Call:
             try:
                 self._before.put_back()
                 args, kwargs = _filled(self._structure, tensors)
-                return self._forward(*args, **kwargs)
+                with self._before.parameters(), self._parts.repeating():
+                    return self._forward(*args, **kwargs)
             finally:
                 now.put_back()
 
@@ -197,7 +265,8 @@ class _Call:
         watched = [tensor for tensor in tensors if not tensor.is_inference()]
         versions = all_versions(watched)
         attributes = _attributes_of(args, kwargs)
-        output = self._forward(*args, **kwargs)
+        with self._parts.noting():
+            output = self._forward(*args, **kwargs)
         block = self._block
         written = before.written()
         if written:
@@ -269,14 +338,14 @@ def _without_cache(
     """The arguments without the cache that a layer of transformers fills; None where it is in use.
 
     A layer that runs twice would fill it twice. In training nobody reads what it would hold, unless
-    something was in it before.
+    something of this layer was in it before.
     """
     if getattr(module, "_can_checkpoint_with_cache", False):
         return args, kwargs
     caches = [each for each in [*args, *kwargs.values()] if comes_from(each, *_CACHES)]
     if not caches:
         return args, kwargs
-    if any(_holds_tensors(cache) for cache in caches):
+    if any(_is_in_use(cache, _layer_index(module)) for cache in caches):
         return None
     numbers = set(map(id, caches))
     kwargs = {key: None if id(each) in numbers else each for key, each in kwargs.items()}
@@ -285,9 +354,29 @@ def _without_cache(
     return tuple(None if id(each) in numbers else each for each in args), kwargs
 
 
+def _layer_index(module: nn.Module) -> int | None:
+    """Which layer of its model a module says that it is."""
+    found = [getattr(part, "layer_idx", None) for part in module.modules()]
+    return next((index for index in found if type(index) is int), None)
+
+
+def _is_in_use(cache: Any, layer: int | None) -> bool:
+    """Whether a cache holds something of a layer, or of any where that is not known."""
+    caches = [
+        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    ]
+    if any(each is not None for each in caches):
+        return any(_is_in_use(each, layer) for each in caches if each is not None)
+    layers = getattr(cache, "layers", None)
+    if layer is None or not isinstance(layers, list):
+        return _holds_tensors(cache)
+    return layer < len(layers) and _holds_tensors(layers[layer])
+
+
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether there are any but single numbers, such as the width of a window."""
     if isinstance(value, Tensor):
-        return value.numel() > 0
+        return value.ndim > 0 and value.numel() > 0
     if depth == 0:
         return False
     if isinstance(value, list | tuple):
@@ -335,7 +424,18 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
         for block in blocks:
             if not block.left_out:
                 stack.enter_context(_replaced(block, random))
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            undone = [block for block in blocks if block.is_undone and not block.left_out]
+            if not undone or not tells_of_writing(error):
+                raise
+            why = "is called with a tensor that is written to afterwards"
+            errors = [block.leave_out(why) for block in undone]
+            raise errors[0] from error
+        finally:
+            for block in blocks:
+                block.given.clear()
 
 
 @contextlib.contextmanager
@@ -347,11 +447,20 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
     modules = list(block.module.modules())
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or recomputes_already(block.module):
+        is_done = block.left_out or recomputes_already(block.module)
+        if is_done or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # No bit is other for what follows, so nothing has to be made again.
+        if is_in_checkpoint():
+            block.leave_out("runs in a checkpoint of the model's own already")
             return forward(*args, **kwargs)
         reduced = _without_cache(block.module, args, kwargs)
         if reduced is None:
+            block.leave_out(
+                "is called with a cache that holds something, and would add to it twice"
+            )
             return forward(*args, **kwargs)
+        block.is_used = True
         return _Call(block, modules, forward, random).run(*reduced)
 
     table[name] = run

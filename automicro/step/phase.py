@@ -16,7 +16,7 @@ from automicro.batch.tensors import Contents
 from automicro.errors import SizeCacheWarning, describe_error, warn
 from automicro.memory.device import use_libraries
 from automicro.memory.meter import Meter
-from automicro.modules import ModuleIndex
+from automicro.modules import ModuleIndex, comparing_rows
 from automicro.nested.split import NestedSplit
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import OneRank, Ranks, Sync, announcing_failure
@@ -447,9 +447,28 @@ class Phase:
         took = [nested.took_shortage() for nested in self._shared.nested()]  # all are asked
         return any(took)
 
+    def cuts_whole_parts(self) -> bool:
+        """Whether parts that ran in one piece, and kept what they computed, have slices now.
+
+        On several ranks none has: they would have to agree.
+        """
+        if not (self.is_training and self.ranks.is_alone):
+            return False
+        cut = [nested.cut_what_was_whole() for nested in self._shared.nested()]  # all of them
+        return any(cut)
+
     def nested_sizes(self) -> dict[str, int]:
         """Rows of the largest slice of each part with a size of its own, in its last call."""
         return {each.name: max(each.sizes) for each in self._shared.nested() if each.sizes}
+
+    @property
+    def compares_rows(self) -> bool:
+        """Whether batches have to stay whole, as a module says of itself."""
+        return comparing_rows(self._shared.modules) is not None
+
+    def nested_ooms(self) -> int:
+        """How often memory has run out inside of parts, and slices became smaller."""
+        return sum(each.ooms for each in self._shared.nested())
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""

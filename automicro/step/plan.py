@@ -282,6 +282,7 @@ class Finished(Generic[T]):
         exploration: how far the search for the fastest size has come; None where there is none.
         level_name: how microbatches were computed, in words.
         nested_sizes: of the largest slice of each part with a size of its own, by its name.
+        nested_ooms: how often memory ran out inside of parts, and their slices became smaller.
     """
 
     result: T | None
@@ -295,6 +296,7 @@ class Finished(Generic[T]):
     exploration: Exploration | None = None
     level_name: str = "plain"
     nested_sizes: Mapping[str, int] = field(default_factory=dict)
+    nested_ooms: int = 0
 
     @property
     def cuts(self) -> list[Cut]:
@@ -331,6 +333,7 @@ class Finished(Generic[T]):
             "peak_bytes": None if self.measured is None else self.measured.peak_bytes,
             "level": self.level_name,
             "nested_sizes": self.nested_sizes,
+            "nested_ooms": self.nested_ooms,
         }
 
 

@@ -27,6 +27,7 @@ class Counts(TypedDict):
     peak_bytes: int | None
     level: str
     nested_sizes: Mapping[str, int]
+    nested_ooms: int
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,6 +66,8 @@ class StepResult:
         level: how microbatches were computed: ``"plain"``, or what saved memory, such as
             ``"recompute"``; see ``when_too_large``.
         nested_sizes: rows of the largest slice of each part with a size of its own, by its name.
+        nested_ooms: how often memory ran out inside of such parts, on this rank, and their slices
+            became smaller; `ooms` has none of these.
         loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
             ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
             ``"wrong"`` where a few rows showed that it is another. Ranks other than 0 do not look.
@@ -89,13 +92,14 @@ class StepResult:
     peak_bytes: int | None = None
     level: str = "plain"
     nested_sizes: Mapping[str, int] = field(default_factory=dict)
+    nested_ooms: int = 0
     loss_average_is: str = "unchecked"
     outputs: Any = None
     carry: Any = None
 
     @property
     def ooms(self) -> int:
-        """How many attempts ran out of memory."""
+        """How many attempts ran out of memory, and had to be smaller."""
         return len(self.failed_sizes)
 
     def __repr__(self) -> str:
@@ -129,6 +133,7 @@ class EvalResult:
         peak_bytes: as in `StepResult`.
         level: as in `StepResult`.
         nested_sizes: as in `StepResult`.
+        nested_ooms: as in `StepResult`.
         carry: as in `StepResult`.
     """
 
@@ -151,11 +156,12 @@ class EvalResult:
     peak_bytes: int | None = None
     level: str = "plain"
     nested_sizes: Mapping[str, int] = field(default_factory=dict)
+    nested_ooms: int = 0
     carry: Any = None
 
     @property
     def ooms(self) -> int:
-        """How many attempts ran out of memory."""
+        """How many attempts ran out of memory, and had to be smaller."""
         return len(self.failed_sizes)
 
     def __repr__(self) -> str:
@@ -174,6 +180,8 @@ def _one_line(result: StepResult | EvalResult) -> str:
         words.append(result.level)
     if result.ooms:
         words.append(f"out of memory with {', '.join(map(str, result.failed_sizes))}")
+    if result.nested_ooms:
+        words.append(f"out of memory {result.nested_ooms} times inside of parts")
     if result.is_measuring:
         words.append("measuring")
     if isinstance(result, StepResult) and not result.is_committed:

@@ -1,7 +1,9 @@
 """Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left."""
 
+import functools
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -35,24 +37,32 @@ _LESS_BESIDE = (
 )
 
 
-def give_up_fixed(failure: BaseException, plan: Plan, size: int) -> NoReturn:
+_WOULD_BE_SMALLER = 'microbatch_size="auto" would try smaller ones'
+_ENCODERS_WOULD = (
+    "a loss that compares rows needs all of them, but its encoders may have smaller sizes of their "
+    'own (microbatch_size="auto" in Contrastive), and the batch fewer rows'
+)
+
+
+def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bool) -> NoReturn:
     """Raise the out-of-memory error of a size that never changes, with what would.
 
     Args:
         failure: the error.
         plan: of the attempt.
         size: that it had.
+        is_whole: whether batches have to stay whole.
 
     Raises:
         BaseException: the failure.
         SampleTooLargeError: it happened on another rank.
     """
+    smaller = _ENCODERS_WOULD if is_whole else _WOULD_BE_SMALLER
     if isinstance(failure, PeerStoppedError):
         who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
         raise SampleTooLargeError(
             f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
-            'microbatch_size="auto" would try smaller ones. The state is as before the step.'
-            f"{_reports(failure)}"
+            f"{smaller}. The state is as before the step.{_reports(failure)}"
         ) from failure
     beside = bystander(failure)
     if beside is not None:
@@ -63,13 +73,12 @@ def give_up_fixed(failure: BaseException, plan: Plan, size: int) -> NoReturn:
             f"{_reports(failure)}",
         )
         raise failure
-    is_whole = size == plan.extent
-    what = f"the whole batch of {plan.extent} {plan.unit} does" if is_whole else None
+    all_rows = f"the whole batch of {plan.extent} {plan.unit} does"
+    what = all_rows if size == plan.extent else f"{_of(size, plan)} do"
     add_note(
         failure,
-        f"automicro: the microbatch size is fixed, and {what or f'{_of(size, plan)} do'} "
-        'not fit; microbatch_size="auto" would try smaller ones. The state is as before the step.'
-        f"{_reports(failure)}",
+        f"automicro: the microbatch size is fixed, and {what} "
+        f"not fit; {smaller}. The state is as before the step.{_reports(failure)}",
     )
     raise failure
 
@@ -93,6 +102,7 @@ def why_nothing_fits(
     *,
     who: str | None = None,
     levels: Sequence[str] = ("plain",),
+    helps: Callable[[], str] = str,
 ) -> str:
     """What there is to say where the smallest size ran out of memory.
 
@@ -104,6 +114,7 @@ def why_nothing_fits(
         device: where the work ran.
         who: the callback or metric in which memory ran out at the last size; None for neither.
         levels: of the policy, of which the last was tried last.
+        helps: gives words for what makes the same rows need less, each with a comma after it.
     """
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
@@ -140,15 +151,49 @@ def why_nothing_fits(
     smaller = "shorter or smaller samples, "
     if _is_mostly_taken(residents):
         smaller = "" if shared else "a smaller model, "
-    rungs = (
-        "activation checkpointing (when_too_large='recompute'), host memory for what waits for the "
-        "backward ('offload'), "
-    )
-    rungs = "" if plan.level else rungs
-    return (
-        f"{text} {state} {less_shared}{smaller}{rungs}precision='bf16', {less_state}a larger "
-        "device."
-    )
+    return f"{text} {state} {less_shared}{smaller}{helps()}{less_state}a larger device."
+
+
+_NOTABLE = 0.99  # of what it would need otherwise
+
+# What helps besides fewer rows, by the names of a plan's remedies: in words, and as an option. A
+# level switches on what comes before, too.
+_HELPS = {
+    "recompute": ("activation checkpointing", "when_too_large={}"),
+    "offload": ("host memory for what waits for the backward", "when_too_large={}"),
+    "tail": ("outputs and their loss in slices", "nested={{'tail': 'auto'}} or automicro.split"),
+    "bf16": ("half precision", "precision='bf16'"),
+}
+
+
+def what_helps(needs: Mapping[str, int], level: str | None) -> str:
+    """Words for what makes the same rows need less, each with a comma after it.
+
+    Args:
+        needs: bytes by name, and those as it is by ``""``, as planned; empty for not known.
+        level: at which it does not fit; None in evaluation.
+
+    >>> what_helps({"": 3072, "recompute": 1024, "bf16": 2048}, "plain")
+    "activation checkpointing (when_too_large='recompute': 1.00 KiB planned, in place of 3.00 KiB),
+    half precision (precision='bf16': 2.00 KiB), "
+    """
+    words = []
+    on = [] if level in (None, "plain") else str(level).split(" + ")
+    for name, (how, option) in _HELPS.items():
+        if level is None and name != "bf16":
+            continue  # there is no backward
+        told = option.format([*on, name] if on else repr(name))
+        if not needs and name not in on:
+            words.append(f"{how} ({told}), ")
+        elif needs.get(name, math.inf) < _NOTABLE * needs.get("", 0):
+            instead = "" if words else f" planned, in place of {format_bytes(needs[''])}"
+            words.append(f"{how} ({told}: {format_bytes(needs[name])}{instead}), ")
+    return "".join(words)
+
+
+def _helps_in(work: Work[Any], plan: Plan, phase: Phase) -> str:
+    level = phase.policy.levels[plan.level] if phase.is_training else None
+    return what_helps(work.needs_otherwise(plan), level)
 
 
 def _is_mostly_taken(residents: ResidentMemory | None) -> bool:
@@ -183,6 +228,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     """
     policy, rule, ranks = step.policy, phase.rule, phase.ranks
     recalled_size = phase.begin(step)
+    nested_ooms = phase.nested_ooms()
     learned: dict[str, Any] | None = None
     whole_fits_below = dict(ranks.whole_fits_below)
     last_size = phase.size
@@ -201,29 +247,33 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             failed = plan
             continue
         if failure is not None and failed is not None and not plan.needs_less_than(failed):
-            if policy.climb(failed.row_cost):
+            if phase.cuts_whole_parts():
+                failure = failed = None
+            elif policy.climb(failed.row_cost):
                 continue  # it proposes anew, one level up
-            try:
-                if not policy.adapts:
-                    give_up_fixed(failure, plan, tried[-1])
-                text = why_nothing_fits(
-                    plan,
-                    tried,
-                    rule.min_rows,
-                    work.residents(),
-                    phase.device,
-                    who=bystander(failure),
-                    levels=policy.levels,
-                )
-                raise SampleTooLargeError(
-                    f"{text} The last failure: {first_line(failure)}{_reports(failure)}"
-                ) from failure
-            finally:
-                failure = None  # it holds this frame: a cycle
-                assert learned is not None
-                # An impossible batch teaches nothing about others.
-                policy.load_state_dict(learned)
-                ranks.whole_fits_below = whole_fits_below
+            else:
+                try:
+                    if not policy.adapts:
+                        give_up_fixed(failure, plan, tried[-1], is_whole=phase.compares_rows)
+                    text = why_nothing_fits(
+                        plan,
+                        tried,
+                        rule.min_rows,
+                        work.residents(),
+                        phase.device,
+                        who=bystander(failure),
+                        levels=policy.levels,
+                        helps=functools.partial(_helps_in, work, plan, phase),
+                    )
+                    raise SampleTooLargeError(
+                        f"{text} The last failure: {first_line(failure)}{_reports(failure)}"
+                    ) from failure
+                finally:
+                    failure = None  # it holds this frame: a cycle
+                    assert learned is not None
+                    # An impossible batch teaches nothing about others.
+                    policy.load_state_dict(learned)
+                    ranks.whole_fits_below = whole_fits_below
         if failure is not None:
             logger.log(
                 logging.WARNING if ranks.rank == 0 else logging.DEBUG,
@@ -290,6 +340,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 exploration=policy.exploration,
                 level_name=policy.levels[plan.level],
                 nested_sizes=phase.nested_sizes(),
+                nested_ooms=phase.nested_ooms() - nested_ooms,
             )
             phase.end(finished)
             return finished

@@ -26,11 +26,13 @@ class SplitGuard:
     Args:
         index: of every module that takes part in the forward.
         mode: one of `BATCHNORM_MODES`.
+        whole: the policy of whole batches, which may have levels.
     """
 
-    def __init__(self, index: ModuleIndex, mode: str) -> None:
+    def __init__(self, index: ModuleIndex, mode: str, whole: Policy | None = None) -> None:
         self._index = index
         self._mode = mode
+        self._whole = Fixed(None) if whole is None else whole
         self._has_warned = False
         self._named_buffers: set[str] = set()
 
@@ -42,14 +44,13 @@ class SplitGuard:
         """
         if self._mode not in ("error", "disable", "exact"):
             return policy
-        whole = Fixed(None)
-        if policy.state_dict() == whole.state_dict():
+        if policy is self._whole or policy.state_dict() == Fixed(None).state_dict():
             return policy
         names = self._batchnorm_names()
         if not names:
             return policy
         if self._mode != "error":  # "exact": the model itself cuts, stage by stage
-            return whole
+            return self._whole
         raise UnsplittableModelError(
             f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}"
             f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Replace them (GroupNorm) "

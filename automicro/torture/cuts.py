@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import automicro.nested.batchnorm as batchnorm
 import automicro.nested.slices as slices
 import automicro.nested.split as split
 import automicro.step.run as running
 from automicro.loss.passes import is_extra_pass
+from automicro.nested.slices import Earlier
 
 Slices: TypeAlias = tuple[tuple[int, ...], ...]
 """Rows of the slices of a call of a part: in its forward, and in each backward. None in one
@@ -72,6 +74,7 @@ class Noting:
             (split._Sizer, "__init__", self._begin_call),
             (split._Sizer, "begin", self._begin_slices),
             (slices.Walk, "_cut", self._cut),
+            (batchnorm._Pass, "_cut", self._cut_pass),
         ]
         before = [getattr(owner, name) for owner, name, _ in seams]
         for (owner, name, around), original in zip(seams, before, strict=True):
@@ -121,6 +124,16 @@ class Noting:
             found[walk._number] = tuple(sizes)
         original(walk, sizes)
 
+    def _cut_pass(self, original: Any, done: Any, sizes: Sequence[int]) -> None:
+        """Of a part with BatchNorm, whose backward has the slices of its forward."""
+        sizer = done.call.sizer
+        for each, found in self._calls:
+            if each is sizer:
+                forced = self._forced_of(sizer)
+                found[:] = [tuple(forced[0] if forced else sizes)]
+                sizes = found[0]
+        original(done, sizes)
+
     def _forced_of(self, sizer: Any) -> Slices | None:
         if self._forced is not None:
             for forced, (each, _) in zip(self._forced, self._calls, strict=False):
@@ -136,17 +149,17 @@ def _around(original: Any, around: Callable[..., Any]) -> Any:
     return call
 
 
-def _cut_again(earlier: Sequence[tuple[int, Any]], sizes: Sequence[int]) -> list[tuple[int, Any]]:
+def _cut_again(earlier: Sequence[Earlier], sizes: Sequence[int]) -> list[Earlier]:
     """Slices of an earlier walk, some of them cut smaller. Those that are not keep their numbers.
 
-    >>> _cut_again([(2, None), (2, "drawn")], [1, 1, 2])
-    [(1, None), (1, None), (2, 'drawn')]
+    >>> [each.size for each in _cut_again([Earlier(2), Earlier(2)], [1, 1, 2])]
+    [1, 1, 2]
     """
-    found: list[tuple[int, Any]] = []
+    found: list[Earlier] = []
     waiting = iter(sizes)
-    for size, random in earlier:
+    for each in earlier:
         parts = [next(waiting)]
-        while sum(parts) < size:
+        while sum(parts) < each.size:
             parts.append(next(waiting))
-        found += [(size, random)] if len(parts) == 1 else [(each, None) for each in parts]
+        found += [each] if len(parts) == 1 else map(Earlier, parts)
     return found

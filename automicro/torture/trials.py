@@ -382,7 +382,9 @@ def _can_stay(trials: Trials, mode: FaultMode) -> bool:
 def _is_in_slice(stack: Sequence[str]) -> bool:
     """Whether an operation was one of the slice of a part, which can be cut smaller."""
     following = itertools.pairwise(stack)
-    return any(name == "run_slices" and inner in _OF_A_SLICE for name, inner in following)
+    return "_through_stages" in stack or any(
+        name == "run_slices" and inner in _OF_A_SLICE for name, inner in following
+    )
 
 
 def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> TrialVerdict:

@@ -65,6 +65,7 @@ class Recorder:
             "train/is_measuring": result.is_measuring,
             "train/attempts": result.attempts,
             "train/ooms": state.train.ooms,
+            "train/nested_ooms": state.train.nested_ooms if result.nested_sizes else None,
             "train/global_batch": result.num_global_samples,
             "train/peak_memory_bytes": peak_bytes(device),
             **_explored(result.exploration),

@@ -197,7 +197,7 @@ class Evaluation:
             The values, or None for a pass that was broken off.
         """
         start = time.perf_counter()
-        ooms, cut = phase.ooms, phase.cut
+        before = phase.ooms, phase.nested_ooms, phase.cut
         values = None
         try:
             context.tell("eval_start")
@@ -210,7 +210,7 @@ class Evaluation:
         finally:
             self.release()
             if values is None:
-                phase.ooms, phase.cut = ooms, cut
+                phase.ooms, phase.nested_ooms, phase.cut = before
         others = (name for name in phase.metrics if not name.startswith(self._prefix))
         phase.metrics = {name: phase.metrics[name] for name in others}
         phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}

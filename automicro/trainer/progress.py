@@ -432,6 +432,20 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     )
 
 
+def parts_line(phase: str, result: StepResult | EvalResult) -> str:
+    """That memory ran out inside of parts with sizes of their own, and what these are now.
+
+    >>> result = StepResult(loss=torch.tensor(0.5), rank_loss=torch.tensor(0.5), num_samples=512,
+    ...     num_global_samples=512, microbatch_size=512, num_microbatches=1, attempts=1,
+    ...     nested_sizes={"tail": 64}, nested_ooms=3)
+    >>> parts_line("train", result)
+    'train: out of memory 3 times inside of parts, tail 64 at a time'
+    """
+    sizes = [f"{name} {size} at a time" for name, size in result.nested_sizes.items()]
+    times = count_of(result.nested_ooms, "time")
+    return f"{phase}: {', '.join([f'out of memory {times} inside of parts', *sizes])}"
+
+
 def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | None) -> list[str]:
     """All that is out of the ordinary about the microbatch size of a batch.
 
@@ -444,6 +458,8 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
     lines = []
     if result.recalled_size is not None:
         lines.append(remembered_line(phase, result.recalled_size))
+    if result.nested_ooms:
+        lines.append(parts_line(phase, result))
     if result.ooms:
         lines.append(recovery_line(phase, result))
     elif result.is_measuring and result.exploration is None:

@@ -33,6 +33,8 @@ class FitSummary:
             the largest, and the average.
         train_ooms: attempts in training that ran out of memory and were rolled back.
         eval_ooms: the same in evaluation.
+        nested_ooms: how often memory ran out inside of parts with sizes of their own, which then
+            had smaller slices, in both; no attempt was lost for it, or one that counts as none.
         microbatch_size: settled on: that of the last of the largest batches, and not of one that
             was cut smaller to measure.
         microbatch_unit: what it is counted in.
@@ -70,6 +72,7 @@ class FitSummary:
     microbatch_unit: str = "rows"
     level: str = "plain"
     nested_sizes: Mapping[str, int] = field(default_factory=dict)
+    nested_ooms: int = 0
     train_loss: float
     stop_reason: str | None = None
     loss_average_is: str = "unchecked"
@@ -155,8 +158,10 @@ class FitSummary:
         final = f"{self.microbatch_size} {word} ({self.cut}{share}) in train"
         if self.eval_microbatch_size is not None:
             final += f", {self.eval_microbatch_size} in eval"
+        inside = f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""
         return (
-            f"OOMs survived: {self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)",
+            f"OOMs survived: {self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
+            f"{inside}",
             f"final microbatch size: {final}",
         )
 
@@ -202,6 +207,7 @@ def summarize(
         global_batch=GlobalBatch.of(state, num_devices),
         train_ooms=state.train.ooms,
         eval_ooms=state.eval.ooms,
+        nested_ooms=state.train.nested_ooms + state.eval.nested_ooms,
         microbatch_size=cut.microbatch_size,
         num_microbatches=cut.num_microbatches,
         microbatch_unit=cut.unit,

@@ -122,6 +122,32 @@ class RandomState:
             self._set(now)
 
 
+class NothingDrawn(RandomState):
+    """Of tensors without data, for which no generator draws.
+
+    >>> state = NothingDrawn([])
+    >>> state.begin()
+    >>> state.has_moved
+    False
+    """
+
+    def begin(self) -> None:
+        self._state = ()
+
+    def put_back(self) -> None:
+        """There is nothing."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Never."""
+        return False
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Nothing is drawn meanwhile, either."""
+        yield
+
+
 class OwnGenerators:
     """Generators of the caller's alone. A part of a transaction."""
 

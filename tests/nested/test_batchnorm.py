@@ -1,6 +1,7 @@
 """A part with BatchNorm in slices: statistics, outputs and gradients are those of all its rows."""
 
 import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -8,12 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from automicro import MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
+from automicro.torture.faults import Fault, FaultMode
+from automicro.torture.subject import climb_to
 
 ROWS, CHANNELS, CLASSES = 7, 4, 5
 
@@ -514,3 +518,207 @@ def test_one_value_per_channel_is_refused_as_torch_does() -> None:
     model(torch.ones(2, 3))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         model(torch.ones(1, 3))
+
+
+class Normalized(nn.Module):
+    """A residual block."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(torch.relu(self.norm(self.linear(x))))
+        return out
+
+
+def combined(freezes: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(5, 6),
+        nn.Sequential(*(Normalized() for _ in range(3))),
+        nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)),
+        nn.Linear(6, 3),
+    ).double()
+    if freezes:
+        model.get_submodule("1.1.norm").eval()
+    return model
+
+
+def some_rows(num_rows: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(num_rows)
+    return torch.randn(num_rows, 5, dtype=torch.double), torch.randint(3, (num_rows,))
+
+
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: each.clone() for name, each in model.named_buffers()}
+    return found | {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
+
+
+def of_whole_batches(model: nn.Module, *sizes: int) -> dict[str, Tensor]:
+    for size in sizes:
+        rows, targets = some_rows(size)
+        (F.cross_entropy(model(rows), targets) * size / sum(sizes)).backward()
+    return everything(model)
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-9, atol=1e-12, msg=name)
+
+
+LEVELS = ["recompute", "offload"]
+COMBINED: dict[str, dict[str, Any]] = {
+    "a part": {"nested": {"2": 3}},
+    "a part, all rows first": {"nested": {"2": "auto"}, "microbatch_size": None},
+    "several batches": {"sizes": (13, 7)},
+    "frozen": {"freezes": True},
+    "frozen, a part, several batches": {
+        "nested": {"2": 2},
+        "freezes": True,
+        "sizes": (9, 13),
+    },
+    "recompute": {"when_too_large": LEVELS, "level": 1, "microbatch_size": None},
+    "both": {"when_too_large": LEVELS, "level": 2, "microbatch_size": None},
+    "offload in slices": {"when_too_large": "offload", "level": 1},
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_together_with_others_it_is_the_whole_batch(name: str) -> None:
+    options = {"microbatch_size": 4, **COMBINED[name]}
+    sizes, freezes = options.pop("sizes", (13,)), options.pop("freezes", False)
+    level = options.pop("level", 0)
+    model = combined(freezes)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", probe=False, **options
+    )
+    climb_to(microbatcher, level)
+    metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+    result = microbatcher.accumulate([some_rows(size) for size in sizes], metrics=metric)
+    assert result.level in ("plain" if level == 0 else " + ".join(LEVELS[:level]), "offload")
+    assert metric._update_count == len(sizes)
+    assert_equal(everything(model), of_whole_batches(combined(freezes), *sizes))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_it_is_the_whole_batch_but_for_rounding(precision: Any) -> None:
+    model, whole = combined().float(), combined().float()
+    rows, targets = some_rows(13)
+    scale = 1024.0 if precision == "fp16" else 1.0
+    Microbatcher(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        batchnorm="exact",
+        microbatch_size=4,
+        precision=precision,
+        backward=lambda loss: (loss * scale).backward(),
+        probe=False,
+    ).backward((rows.float(), targets))
+    with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        loss = F.cross_entropy(whole(rows.float()), targets)
+    (loss * scale).backward()
+    found, wanted = (
+        torch.cat([each.flatten() for each in everything(one).values()]) for one in (model, whole)
+    )
+    rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    assert (found - wanted).norm() < 4 * rounding * wanted.norm()
+
+
+@pytest.mark.parametrize("options", [3, {"microbatch_size": 3, "batchnorm": "exact"}])
+def test_a_part_with_batchnorm_inside_of_such_a_model_is_refused(options: Any) -> None:
+    microbatcher = Microbatcher(
+        combined(), loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", nested={"1": options}
+    )
+    with pytest.raises(UnsplittableModelError, match=r"'1' has a size of its own, and BatchNorm"):
+        microbatcher.backward(some_rows(13))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("nested", [{}, {"2": "auto"}])
+def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested: Any) -> None:
+    wanted = of_whole_batches(combined(), 13)
+
+    def run(*failing: int) -> tuple[nn.Module, FaultMode, Any]:
+        model = combined()
+        microbatcher = Microbatcher(
+            model,
+            loss_fn=nn.CrossEntropyLoss(),
+            batchnorm="exact",
+            microbatch_size="auto",
+            nested=nested,
+            memory_limit="1GiB",
+            probe=False,
+        )
+        with FaultMode([Fault(each) for each in failing]) as mode:
+            try:
+                return model, mode, microbatcher.backward(some_rows(13))
+            except torch.OutOfMemoryError:
+                return model, mode, None
+
+    _, mode, _ = run()
+    outcomes: set[object] = set()
+    for seed in range(24):
+        numbers = random.Random(seed).sample(range(mode.num_operations), 1 + seed % 2)
+        model, _, result = run(*sorted(numbers))
+        if result is None:
+            assert_equal(everything(model), everything(combined()))
+        else:
+            assert_equal(everything(model), wanted)
+        outcomes.add(None if result is None else result.nested_sizes["model"])
+    assert len(outcomes) > 2
+
+
+def test_levels_are_for_whole_batches_too() -> None:
+    """Layers that average over the batch keep it whole; what is recomputed changes nothing."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8), nn.BatchNorm1d(8))
+        for _ in range(4)
+    ]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 3)).double()
+    whole = copy.deepcopy(model)
+    rows = torch.randn(256, 8, dtype=torch.double), torch.randint(3, (256,))
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        batchnorm="disable",
+        when_too_large=["recompute", "offload"],
+        memory_limit="4MiB",
+        probe=False,
+    )
+    for _ in range(2):
+        result = microbatcher.backward(rows)
+        assert (result.num_microbatches, result.level) == (1, "recompute")
+        F.cross_entropy(whole(rows[0]), rows[1]).backward()
+    assert result.attempts == 1
+    assert_equal(everything(model), everything(whole))
+
+
+def test_what_ran_in_one_piece_has_slices_where_memory_runs_out_behind_it() -> None:
+    """It kept its activations until then."""
+
+    class Hungry(nn.Module):
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            if part.forward.nested.sizes == [32]:
+                raise torch.OutOfMemoryError("beside the activations of the part")
+            return F.cross_entropy(logits, targets)
+
+    model = combined()
+    part: Any = model.get_submodule("1")
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=Hungry(),
+        microbatch_size=None,
+        nested={"1": {"microbatch_size": "auto", "batchnorm": "exact"}},
+        loss_average="samples",
+        probe=False,
+    )
+    result = microbatcher.backward(some_rows(32))
+    assert (result.attempts, result.ooms, result.nested_ooms) == (2, 1, 1)
+    assert result.nested_sizes == {"1": 16}
+    assert_equal(everything(model), of_whole_batches(combined(), 32))

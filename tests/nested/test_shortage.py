@@ -1,17 +1,23 @@
 """Memory that runs out inside of a part: one slice is undone, and one part has a smaller size."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from automicro import Fixed, Microbatcher, NestedSplit, SampleTooLargeError, split
+from automicro import Fixed, Microbatcher, NestedSplit, SampleTooLargeError, Trainer, split
 from automicro.nested import slices
+from automicro.rungs.levels import make_levels
+from automicro.torch_private import in_backward
+from automicro.torture.subject import climb_to
 from tests.nested.parts_in_slices import CASES, gradients, made, same, twin
+
+CPU = torch.device("cpu")
 
 
 class FailingAt(TorchDispatchMode):
@@ -167,3 +173,208 @@ def test_a_policy_that_is_fixed_lets_the_shortage_out() -> None:
         NestedSplit(tail, microbatch_size=4)(hidden, torch.randint(4, (16,)))
     NestedSplit(tail, microbatch_size=3)(hidden, torch.randint(4, (16,))).backward()
     assert hidden.grad is not None
+
+
+class Changing(Fixed):
+    """Another size in a backward than in the forward before."""
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return 2 if in_backward() else super().propose(num_rows, cost)
+
+
+class Drawing(nn.Module):
+    """A block whose part draws random numbers."""
+
+    def __init__(self, most: int = 1000) -> None:
+        super().__init__()
+        # Two, so that slices draw in turns.
+        self.part = nn.Sequential(
+            nn.Linear(4, 8), nn.Dropout(0.5), Refusing(most), nn.Dropout(0.5), nn.Linear(8, 4)
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(x + self.part(x))
+
+
+class Refusing(nn.Module):
+    """Has no memory for more rows with a graph."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Tensor) -> Any:
+        if torch.is_grad_enabled() and len(x) > self.most:
+            raise torch.OutOfMemoryError("too many rows")
+        return x
+
+
+@pytest.mark.parametrize("around", ["recompute", "part", "recompute, part"])
+def test_a_part_in_what_is_computed_again_is_cut_as_it_was(around: str) -> None:
+    """Other slices would draw other numbers, and the gradient would be that of another loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Drawing(), Drawing()).double()
+    first, second = (cast(Drawing, each) for each in model)
+    hidden = torch.randn(12, 4, dtype=torch.double, requires_grad=True)
+
+    def by_hand(x: Tensor) -> Any:
+        rows = 6 if "part" in around else 12
+        return second(torch.cat([first(each) for each in x.split(rows)]))
+
+    def run(forward: Any, policy: Fixed) -> Any:
+        blocks: list[Any] = [first, second]
+        parts = [split(each.part, microbatch_size=policy) for each in blocks]
+        torch.manual_seed(7)
+        found = gradients(forward, model, [hidden])
+        for part in parts:
+            part.remove()
+        return found
+
+    wanted = run(by_hand, Fixed(3))
+    if "part" in around:
+        split(first, microbatch_size=6)
+    level = make_levels("recompute" if "recompute" in around else "error", [model], CPU)[-1]
+    with level.applied():
+        same(run(model, Changing(3)), wanted)
+
+
+def test_a_part_that_does_not_fit_in_one_piece_in_a_block_that_is_computed_again() -> None:
+    """What was saved before it failed would be missed when the block runs again."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(Drawing(most=3), Drawing(most=3)).double()
+    model = nn.Sequential(blocks, nn.Linear(4, 2).double())
+    batch = torch.randn(12, 4, dtype=torch.double), torch.randn(12, 2, dtype=torch.double)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(),
+        nested={"0.0.part": "auto", "0.1.part": "auto"},
+        when_too_large="recompute",
+        probe=False,
+    )
+    climb_to(microbatcher, 1)
+    result = microbatcher.backward(batch)
+    assert (result.level, result.microbatch_size) == ("recompute", 12)
+    assert max(result.nested_sizes.values()) <= 3
+    # Each part loses an attempt with all 12 rows, and slices of 6 within it or in another one.
+    assert (result.ooms, result.nested_ooms, result.attempts) == (0, 4, 5)
+
+
+def test_what_parts_survived_is_counted_and_told() -> None:
+    def trained(most: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(Drawing(most), nn.Linear(4, 2))
+        data = [(torch.randn(12, 4), torch.randn(12, 2)) for _ in range(3)]
+        return Trainer(
+            model,
+            data,
+            loss_fn=nn.MSELoss(),
+            optimizer=torch.optim.SGD,
+            nested={"0.part": "auto"},
+            probe=False,
+            max_duration="1ep",
+            microbatch_size=None,
+            progress=False,
+        ).fit()
+
+    assert trained(1000).nested_ooms == 0
+    summary = trained(3)
+    assert (summary.ooms, summary.nested_ooms) == (0, 2)
+    assert "OOMs survived: 0 (0 in train, 0 in eval), and 2 inside of parts" in str(summary)
+
+
+class Scarce(nn.Module):
+    """Dropout between two layers, for which a backward around it has less memory than a forward."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16).double(), nn.Linear(16, 6).double()
+        self.most = most
+        self.masks: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if in_backward() and len(hidden) > self.most:
+            raise torch.OutOfMemoryError
+        mask = torch.rand(len(hidden), 16) > (0.4 if self.training else -1.0)
+        self.masks.append(mask)
+        output: Tensor = self.second(torch.tanh(self.first(hidden)) * mask)
+        return output
+
+
+class Held(nn.Module):
+    """A block that holds a part."""
+
+    def __init__(self, most: int = 99) -> None:
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(6).double(), Scarce(most)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = hidden + self.part(self.norm(hidden))
+        return output
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_part_that_is_computed_again_with_what_is_around_it_has_the_same_slices(
+    use_reentrant: bool,
+) -> None:
+    block = Held(most=4)
+    nested = split(block.part, microbatch_size="auto")
+    hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
+    block(hidden)  # a look at a few rows
+
+    def step() -> Any:
+        torch.manual_seed(0)
+        block.part.masks.clear()
+        return checkpoint(block, hidden, use_reentrant=use_reentrant)
+
+    output = step()
+    with pytest.raises(torch.OutOfMemoryError):  # other slices would draw other numbers
+        output.sum().backward()
+    block.zero_grad()
+    step().sum().backward()
+    assert nested.sizes == [4, 4]
+    drawn = block.part.masks
+    assert len(drawn) > 2
+    for index, mask in enumerate(drawn):
+        assert torch.equal(mask, drawn[index % 2])
+
+
+def test_a_shortage_in_a_checkpointed_forward_is_raised_and_the_next_call_fits() -> None:
+    block = Held()
+    nested = split(block.part, microbatch_size="auto")
+    hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
+    block(hidden)
+    forward, failures = block.part.first.forward, [1]
+
+    def fails_once(rows: Tensor) -> Tensor:
+        if len(rows) == 8 and failures:
+            failures.pop()
+            raise torch.OutOfMemoryError
+        return forward(rows)
+
+    block.part.first.forward = fails_once  # type: ignore[method-assign, assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        checkpoint(block, hidden, use_reentrant=False)
+    checkpoint(block, hidden, use_reentrant=False).sum().backward()
+    assert nested.sizes == [4, 4]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_tail_may_stand_inside_of_what_is_checkpointed(use_reentrant: bool) -> None:
+    head = nn.Linear(6, 3).double()
+    encoder = nn.Linear(6, 6).double()
+    tail = split(lambda x, targets: F.cross_entropy(head(x), targets), microbatch_size=3)
+
+    def loss(tail: Any, hidden: Tensor) -> Tensor:
+        found: Tensor = tail(torch.tanh(encoder(hidden)), targets)
+        return found
+
+    targets = torch.randint(3, (8,))
+    hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
+    for _ in range(2):
+        found = torch.autograd.grad(loss(tail, hidden), [encoder.weight, head.weight])
+        checkpointed = checkpoint(loss, tail, hidden, use_reentrant=use_reentrant)
+        encoder.zero_grad()
+        head.zero_grad()
+        checkpointed.backward()
+        torch.testing.assert_close(encoder.weight.grad, found[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(head.weight.grad, found[1], rtol=1e-12, atol=0)

@@ -8,7 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, NestedSplit, split
-from automicro.errors import BatchError, LossAverageError, UnsplittableModelError
+from automicro.errors import (
+    BatchError,
+    GradientWarning,
+    LossAverageError,
+    UnsplittableModelError,
+)
 
 ROWS, WIDTH, CLASSES = 10, 8, 50
 
@@ -177,3 +182,384 @@ def test_what_cannot_be_cut_is_refused() -> None:
     split(part, microbatch_size=2)
     with pytest.raises(BatchError, match="'cache' is of type Cache"):
         part(inputs()[0], Cache())
+
+
+class Weighted(nn.Module):
+    """A tail whose mean is over more than its targets."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3).double()
+        self.kind = kind
+
+    def forward(self, hidden: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        if self.kind == "classes":
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=counts.double())
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        if self.kind == "chosen":
+            return losses[counts].mean()
+        if self.kind == "lengths":
+            there = torch.arange(losses.shape[1]) < counts[:, None]
+            return (losses * there).sum() / counts.sum()
+        return (losses * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("mask", torch.ones(ROWS, 4)),
+        ("chosen", torch.ones(ROWS, 4, dtype=torch.bool)),
+        ("lengths", torch.full((ROWS,), 4)),
+        ("rows", torch.ones(ROWS, 1)),
+    ],
+)
+def test_a_mean_over_a_mask_is_seen_where_all_rows_of_the_first_batch_are_alike(
+    kind: str, counts: Tensor
+) -> None:
+    tail = Weighted(kind)
+    hidden = torch.randn(ROWS, 4, WIDTH, dtype=torch.double)
+    targets = torch.randint(3, (ROWS, 4))
+    with pytest.raises(LossAverageError, match="pass loss_average="):
+        NestedSplit(tail, microbatch_size=3)(hidden, targets, counts)
+    counts = counts.clone()
+    counts[1:3] = counts[1:3] // 2 if kind == "lengths" else 0
+    if kind == "chosen":
+        counts[1:3, 0] = True
+    declared = NestedSplit(
+        tail, microbatch_size=3, loss_average=lambda batch: batch["counts"].sum()
+    )
+    hidden.requires_grad_()
+    wanted = torch.autograd.grad(tail(hidden, targets, counts), hidden)
+    found = torch.autograd.grad(declared(hidden, targets, counts), hidden)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["classes", "smoothed"])
+def test_class_weights_are_seen_before_a_class_has_come(kind: str) -> None:
+    weight = torch.tensor([1.0, 1.0, 5.0], dtype=torch.double)
+    head = nn.Linear(WIDTH, 3).double()
+    smoothing = 0.1 if kind == "smoothed" else 0.0
+
+    def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden), targets, weight=weight, label_smoothing=smoothing)
+
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.double)
+    for targets in (torch.zeros(ROWS, dtype=torch.long), torch.randint(2, (ROWS,))):
+        with pytest.raises(LossAverageError, match="pass loss_average="):
+            split(tail, microbatch_size=3)(hidden, targets)
+    found = split(
+        tail, microbatch_size=3, loss_average=lambda batch: weight[batch["targets"]].sum()
+    )
+    targets = torch.randint(3, (ROWS,))
+    torch.testing.assert_close(found(hidden, targets), tail(hidden, targets), rtol=1e-9, atol=0)
+
+
+def test_connectionist_temporal_classification_is_a_mean_over_rows() -> None:
+    head = nn.Linear(WIDTH, 5).double()
+
+    def tail(hidden: Tensor, targets: Tensor, times: Tensor, lengths: Tensor) -> Tensor:
+        scores = head(hidden).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets, times, lengths)
+
+    hidden = torch.randn(ROWS, 9, WIDTH, dtype=torch.double, requires_grad=True)
+    targets = torch.randint(1, 5, (ROWS, 4))
+    part = split(tail, microbatch_size=3)
+    for lengths in (torch.full((ROWS,), 4), torch.randint(1, 5, (ROWS,))):
+        given = (targets, torch.full((ROWS,), 9), lengths)
+        wanted = torch.autograd.grad(tail(hidden, *given), [hidden, head.weight])
+        found = torch.autograd.grad(part(hidden, *given), [hidden, head.weight])
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+class Remembering(nn.Module):
+    """A middle that leaves something behind, or reads what it left."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        if kind == "spectral norm":
+            torch.nn.utils.parametrizations.spectral_norm(self.layer)
+        if kind == "old spectral norm":
+            torch.nn.utils.spectral_norm(self.layer)
+        self.kind = kind
+        self.losses: list[Tensor] = []
+        self.total: Tensor
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.double))
+
+    def forward(self, hidden: Tensor) -> Any:
+        hidden = self.layer(hidden)
+        if self.kind == "attribute":
+            self.loss = hidden.square().mean()
+        if self.kind == "list":
+            self.losses.append(hidden.square().mean())
+        if self.kind == "count":
+            self.calls += self.training
+            hidden = hidden * self.calls
+        if self.kind == "codebook":
+            if self.training:
+                self.total.lerp_(hidden.detach().mean(0), 0.1)
+            hidden = hidden - self.total
+        return hidden.tanh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("attribute", r"leaves a tensor with a gradient behind, in the attribute 'loss' of itself"),
+        ("list", r"leaves a tensor with a gradient behind, in the attribute 'losses'"),
+        (
+            "spectral norm",
+            r"reads buffers or numbers that its own forward changes \(layer\.param.*\.eval\(\)",
+        ),
+        (
+            "old spectral norm",
+            r"reads buffers or numbers that its own forward changes \(layer\.weight_u",
+        ),
+        ("count", r"reads buffers or numbers that its own forward changes \(calls\)"),
+        ("codebook", r"reads buffers or numbers that its own forward changes \(total\)"),
+    ],
+)
+def test_what_a_part_leaves_behind_is_refused(kind: str, message: str) -> None:
+    part = Remembering(kind)
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
+    nested = split(part, microbatch_size=3)
+    part.eval()
+    if kind != "list":
+        with torch.no_grad():
+            assert part(hidden).shape == hidden.shape  # an evaluation before the first step
+    part.train()
+    with pytest.raises(UnsplittableModelError, match=message):
+        part(hidden).sum().backward()
+    nested.remove()
+    part(hidden).sum().backward()
+
+
+def test_a_tensor_that_needs_a_gradient_later_is_seen_then() -> None:
+    embedding = nn.Embedding(11, WIDTH).double().requires_grad_(False)
+    norm = nn.LayerNorm(WIDTH).double()
+    table = [embedding]
+
+    def head(hidden: Tensor) -> Any:
+        return norm(hidden) @ table[0].weight.T
+
+    part = split(head, modules=[norm], microbatch_size=3)
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
+    part(hidden).sum().backward()
+    embedding.requires_grad_(True)
+    with pytest.raises(UnsplittableModelError, match=r"a tensor of shape \(11, 8\) that needs"):
+        part(hidden).sum().backward()
+
+
+@pytest.mark.parametrize("gives_loss", [True, False])
+def test_no_rows_are_computed_as_without_a_part(gives_loss: bool) -> None:
+    head = nn.Linear(WIDTH, 3).double()  # an expert that no token goes to
+    expert = split(lambda x: head(x).sum() if gives_loss else head(x), microbatch_size=3)
+    for rows in (0, ROWS, 0):
+        output = expert(torch.randn(rows, WIDTH, dtype=torch.double))
+        assert output.shape == (() if gives_loss else (rows, 3))
+        output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + x.roll(1, 1),
+        lambda x: x - x.mean(1, keepdim=True),
+        lambda x: x.cumsum(1),
+        lambda x: x * x.shape[1] ** -0.5,
+        lambda x: x.mean(1),
+        lambda x: (x.cumsum(1)).square().mean(),
+    ],
+)
+def test_a_part_that_computes_along_positions_has_no_tokens(compute: Any) -> None:
+    part = split(compute, microbatch_size=4, microbatch_unit="tokens")
+    with pytest.raises(UnsplittableModelError, match="it computes along positions"):
+        part(torch.randn(ROWS, 5, WIDTH, requires_grad=True))
+
+
+def test_a_part_of_tokens_alone_is_none_of_rows() -> None:
+    head = nn.Linear(WIDTH, 7).double()
+
+    def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden), targets)  # of rows and positions it makes nothing
+
+    part = split(tail, microbatch_size=4, microbatch_unit="tokens")
+    hidden = torch.randn(ROWS, 5, WIDTH, dtype=torch.double)
+    targets = torch.randint(7, (ROWS, 5))
+    wanted = tail(hidden.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(part(hidden, targets), wanted, rtol=1e-12, atol=0)
+
+
+def test_hooks_inside_that_see_slices_are_named() -> None:
+    part = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh())
+    seen: list[Tensor] = []
+    part[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    split(part, microbatch_size=3)
+    with pytest.warns(GradientWarning, match=r"forward hooks inside of Sequential.* \(0\)"):
+        part(torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_transforms_of_functions_are_refused_by_name_and_traces_see_the_whole() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
+    split(model[1], microbatch_size=3)
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, weights, torch.ones(ROWS, WIDTH))
+        return found.sum()
+
+    with pytest.raises(UnsplittableModelError, match=r"torch\.func.*\.remove\(\)"):
+        torch.func.grad(loss)(weights)
+    traced: Any = torch.jit.trace(model.eval(), torch.randn(ROWS, WIDTH))
+    rows = torch.randn(4, WIDTH)
+    torch.testing.assert_close(traced(rows), model(rows))
+
+
+class Boxes(nn.Module):
+    """A loss divided by the boxes of all rows, as detection has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4).double()
+
+    def forward(self, hidden: Tensor, targets: list[dict[str, Tensor]]) -> Any:
+        found = self.head(hidden).sigmoid()
+        losses = [(each - row["boxes"]).abs().sum() for each, row in zip(found, targets)]  # noqa: B905
+        return torch.stack(losses).sum() / sum(len(row["boxes"]) for row in targets)
+
+
+def test_rows_with_as_many_boxes_do_not_settle_what_a_loss_averages_over() -> None:
+    part = split(tail := Boxes(), microbatch_size=3)
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.double)
+
+    def boxes(*counts: int) -> list[dict[str, Tensor]]:
+        return [{"boxes": torch.rand(each, 4).double()} for each in counts]
+
+    alike = boxes(*[2] * ROWS)
+    found = tail(hidden, alike)
+    part.remove()
+    torch.testing.assert_close(found, tail(hidden, alike))
+    part.attach()
+    with pytest.raises(LossAverageError, match="pass loss_average="):
+        tail(hidden, boxes(2, 2, 2, 2, 2, 2, 2, 2, 2, 3))
+
+
+def test_an_argument_without_rows_that_looks_like_them_is_hinted_at() -> None:
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    class Masked(nn.Module):
+        def forward(self, hidden: Tensor, mask: Tensor) -> Any:
+            return attention(hidden, hidden, hidden, attn_mask=mask)[0]
+
+    part = split(Masked(), microbatch_size=3, modules=[attention])
+    with pytest.raises(RuntimeError) as raised:
+        part(torch.randn(5, 5, WIDTH), torch.zeros(5, 5))
+    assert "batch_layout={'mask': 'shared'}" in raised.value.__notes__[0]
+
+
+def test_a_size_that_was_given_before_is_not_silently_another_one() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
+    for _ in range(2):
+        Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": 2})
+    with pytest.raises(ValueError, match=r"nested gives '1' .*5.*already.*\.remove\(\)"):
+        Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": 5})
+    wrongs: list[Any] = ["1", model[1]]
+    for wrong in wrongs:
+        with pytest.raises(TypeError, match="names no size; give sizes by the names of modules"):
+            Microbatcher(model, loss_fn=nn.MSELoss(), nested=wrong)
+
+
+def test_sizes_that_were_found_leave_a_size_that_is_fixed() -> None:
+    def made(size: Any) -> Microbatcher:
+        model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
+        return Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": size})
+
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 2)
+    adapting = made("auto")
+    adapting.backward(batch)
+    for size in (2, None):
+        fixed = made(size)
+        fixed.load_state_dict(adapting.state_dict())
+        assert fixed.backward(batch).nested_sizes == {"1": size or ROWS}
+        made("auto").load_state_dict(fixed.state_dict())
+
+
+class Joint(nn.Module):
+    """Of a transducer: every time with every label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(32, 128)
+
+    def forward(self, times: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+        joined = torch.tanh(times[:, :, None] + words[:, None])
+        return F.cross_entropy(self.out(joined).mean((1, 2)), targets)
+
+
+def heavy(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A part that needs nearly all of the memory, and what it is given."""
+    if kind == "joint":
+        words = torch.randn(32, 10, 32, requires_grad=True)
+        times = torch.randn(32, 20, 32, requires_grad=True)
+        return Joint(), (times, words, torch.randint(128, (32,)))
+    if kind == "convolutions":
+        layers = nn.Conv2d(4, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 4, 3, padding=1)
+        return nn.Sequential(*layers), (torch.randn(32, 4, 16, 16, requires_grad=True),)
+    wide = nn.Sequential(nn.Linear(32, 1024), nn.GELU(), nn.Linear(1024, 32))
+    hidden = torch.randn(256, 32, requires_grad=True)
+    if kind == "middle":
+        return wide, (hidden,)
+
+    class WideTail(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = wide
+
+        def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.wide(hidden), targets)
+
+    return WideTail(), (hidden, torch.randint(32, (256,)))
+
+
+@pytest.mark.parametrize("kind", ["tail", "middle", "joint", "convolutions"])
+def test_the_peak_is_that_of_a_slice_where_the_part_needs_the_most(kind: str) -> None:
+    part, given = heavy(kind)
+
+    def peak() -> int:
+        with MemoryBudget(None) as budget:
+            part(*given).sum().backward()
+        part.zero_grad()
+        return budget.peak_bytes
+
+    whole = peak()
+    rows = len(given[0])
+    peaks = []
+    for size in (rows // 2, rows // 4, rows // 8):
+        nested = split(part, microbatch_size=size)
+        part(*given).sum().backward()  # a look
+        part.zero_grad()
+        peaks.append(peak())
+        nested.remove()
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert peaks[1] < whole / 2
+    assert peaks[2] < whole / 2.5
+
+
+def test_a_view_of_an_input_that_a_forward_marks_loses_no_gradient() -> None:
+    layer = nn.Linear(WIDTH, 3).double()
+
+    def features(waves: Tensor) -> Any:
+        hidden = waves[:, None]
+        if torch.is_grad_enabled():
+            hidden.requires_grad = True  # as some models do, for the sake of checkpointing
+        return layer(hidden)
+
+    waves = torch.randn(ROWS, WIDTH, dtype=torch.double)
+    wanted = torch.autograd.grad(features(waves).square().sum(), layer.weight)
+    found = torch.autograd.grad(
+        split(features, microbatch_size=3)(waves).square().sum(), layer.weight
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)

@@ -300,6 +300,24 @@ def test_one_level_is_explored_as_ever() -> None:
     assert "32 rows, 1.00x base" in str(job.told[-1])
 
 
+@pytest.mark.parametrize(("room", "expected"), [(200, 1), (90, 8)])
+def test_a_whole_batch_runs_with_the_coarsest_parts_that_fit(room: int, expected: int) -> None:
+    """Which are asked for first; a whole batch needs no finer ones."""
+
+    def more(chosen: Mapping[str, Any]) -> float:
+        return float({8: 0, 2: 50, 1: 100}[chosen["nested"]])
+
+    policy = fastest(["plain", "recompute"], choices={"nested": [8, 2, 1]})
+    job = Job(policy, [0.5, 0.1], overhead(1, [1, 1.3]), capacity=room, more=more)
+    job.run(20)
+    assert job.failures == (expected != 1)
+    assert {level for level, *_ in job.plans} == {0}
+    assert job.plans[-1][2] == {"nested": expected}
+    again = fastest(["plain", "recompute"], choices={"nested": [8, 2, 1]})
+    again.load_state_dict(policy.state_dict())
+    assert again.settings == policy.settings
+
+
 @pytest.mark.parametrize("make", [Explore().with_levels, fastest])
 def test_further_coordinates_are_searched_together(make: Any) -> None:
     """Gradients are synced with the last microbatch only, and the part runs in two slices."""
@@ -314,7 +332,10 @@ def test_further_coordinates_are_searched_together(make: Any) -> None:
 
     choices = {"sync": ["each", "last"], "nested": [8, 2, 1]}
     policy = make(["plain"], choices=choices)
-    assert policy.settings == {"sync": "each", "nested": 8}
+    if isinstance(policy, FastestLevel):  # whole batches may fit with all that takes no time
+        assert policy.settings == {"sync": "last", "nested": 1}
+    else:
+        assert policy.settings == {"sync": "each", "nested": 8}
     job = Job(policy, [8], seconds, capacity=17, more=more)
     job.run(150).batch()
     assert job.plans[-1] == (0, 2, {"sync": "last", "nested": 2})

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import MemoryBudget, Microbatcher
 from automicro.contrastive import Contrastive, InfoNCE, gather_rows
+from automicro.errors import UnsplittableModelError
 
 
 def make_model(size: Any, width: int = 8) -> Contrastive:
@@ -34,7 +37,13 @@ def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
     """Loss and whole gradient; of a "plain" loop on ranks with as many rows each, or not."""
     model = make_model(size)
     batch = share(rows, 0 if kind == "alone" else dist.get_rank())
-    wrapped: nn.Module = model if kind == "alone" else DistributedDataParallel(model)
+    wrapped: nn.Module = model
+    if kind.startswith("fsdp"):
+        for encoder in model.encoders.values() if kind == "fsdp, encoders" else ():
+            fully_shard(encoder)
+        fully_shard(model)
+    elif kind != "alone":
+        wrapped = DistributedDataParallel(model)
     if kind == "plain":
         loss = wrapped(**batch)["loss"]
         loss.backward()
@@ -46,7 +55,23 @@ def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
             wrapped, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
         )
         total = torch.as_tensor(float(microbatcher.backward(batch).loss), dtype=torch.double)
-    return [total, *(each.grad for each in model.parameters() if each.grad is not None)]
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return [total, *(each.full_tensor() if isinstance(each, DTensor) else each for each in found)]
+
+
+def step_with_shards_inside(rows: Sequence[int]) -> str:
+    """What is said where each slice of an encoder would communicate."""
+    model = make_model(3)
+    for encoder in model.encoders.values():
+        fully_shard(encoder.get_submodule("0"))
+    fully_shard(model)
+    try:
+        Microbatcher(
+            model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+        ).backward(share(rows, dist.get_rank()))
+    except UnsplittableModelError as error:
+        return str(error)
+    return ""
 
 
 def step_with_little_memory_on_one(rows: Sequence[int]) -> tuple[dict[str, list[int]], Tensor]:

@@ -1,14 +1,17 @@
 """Steps of several ranks with parts that have sizes of their own, and at several levels."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automicro import Halving, Microbatcher
+from automicro.rungs import offload
 from automicro.torture.cuts import Cut, Noting
 from automicro.torture.subject import climb_to
 from automicro.torture.trials import Scripted
@@ -34,18 +37,26 @@ def options_of(what: str, draw: random.Random) -> dict[str, Any]:
     if what == "nested tail and levels":
         return {"tail": True, "size": draw.choice([1, 4]), "nested": {"tail": 4}, "levels": LEVELS}
     levels = LEVELS if what == "both" else [what]
-    return {"size": draw.choice([1, 1, 2]), "levels": levels}
+    return {
+        "size": draw.choice([1, 1, 2]),
+        "levels": levels,
+        "fsdp": {"reshard_after_forward": draw.choice([True, False])},
+        "bf16": draw.choice([True, False]),
+        "prefetch": draw.choice([True, False]),
+    }
 
 
-def plan_of(seed: int, what: str) -> list[Fault]:
-    """One to three faults on one rank, anywhere in three steps."""
+def plan_of(seed: int, what: str, kind: str) -> list[Fault]:
+    """One to three faults on one rank, or where no part shrinks alone on both, in three steps."""
     draw = random.Random(f"{seed} {what}")
-    rank = draw.randrange(2)
+    ranks = [draw.randrange(2)] if "nested" in what else draw.choice([[0], [1], [0, 1]])
     kinds = ["before", "forward", "forward", "again", "backward", "backward", "between", "end"]
+    if kind == "fsdp" and "nested" not in what:
+        kinds += ["gather", "scatter"]
     layers = [3, 3, 3, 0, 1, 2] if "tail" in what else [1, 1, 0, 2]
     return [
         Fault(
-            rank,
+            draw.choice(ranks),
             draw.choice(kinds),
             step=draw.randrange(STEPS),
             microbatch=draw.choice([0, 0, 0, 1]),
@@ -66,6 +77,13 @@ def run_cut(
     kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut] = ()
 ) -> dict[str, Any]:
     """Some steps, with faults or cut as told: how each was cut, and all state at the end."""
+    with mock.patch.object(offload, "SMALL_BYTES", 1):  # else nothing of them would be offloaded
+        return _run_cut(kind, plan, options, cuts)
+
+
+def _run_cut(
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut]
+) -> dict[str, Any]:
     faults = Faults(plan)
     model = build(kind, [faults], {**options, "norm": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -119,13 +137,22 @@ def run_cut(
 
 
 def compare_cut(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
-    """Whether a run with faults ends as one without, at the same sizes, slices and levels."""
+    """Whether a run with faults ends as one without, at the same sizes and slices.
+
+    That has the same levels, and where there are no slices another one is at the plain level.
+    """
     one = run_cut(kind, plan, options)
     clean = run_cut(kind, (), options, one["cuts"])
-    expected = clean["state"]
+    expected = [clean["state"]]
+    if not options.get("nested") and any(each.level for each in one["cuts"]):
+        plain = [dataclasses.replace(each, level=0) for each in one["cuts"]]
+        expected.append(run_cut(kind, (), options, plain)["state"])
     return {
         "differing": [
-            name for name in expected if not torch.equal(one["state"][name], expected[name])
+            name
+            for each in expected
+            for name, value in each.items()
+            if not torch.equal(one["state"][name], value)
         ],
         "same cuts": clean["cuts"] == one["cuts"],
         "outer": [(each.size, each.level) for each in one["cuts"]],

@@ -10,13 +10,20 @@ from tests.ranks.contrastive_jobs import (
     contrastive_step,
     gathered,
     step_with_little_memory_on_one,
+    step_with_shards_inside,
 )
 from tests.ranks.world import World
 
 
 @pytest.mark.parametrize(
     ("kind", "rows", "size"),
-    [("plain", [7, 7], 3), ("microbatcher", [7, 7], 3), ("microbatcher", [9, 4], "auto")],
+    [
+        ("plain", [7, 7], 3),
+        ("microbatcher", [7, 7], 3),
+        ("microbatcher", [9, 4], "auto"),
+        ("fsdp", [7, 7], 3),
+        ("fsdp, encoders", [9, 4], 3),
+    ],
 )
 def test_loss_and_gradients_are_those_of_one_process(
     world2: World, kind: str, rows: Sequence[int], size: Any
@@ -26,6 +33,11 @@ def test_loss_and_gradients_are_those_of_one_process(
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert (one - other).abs().max() <= 1e-9
+
+
+def test_shards_inside_of_an_encoder_are_refused_with_what_helps(world2: World) -> None:
+    for said in world2.run(step_with_shards_inside, [7, 6]):
+        assert "apply fully_shard to the part itself" in said
 
 
 def test_rows_of_all_ranks_come_with_the_gradients_of_all(world2: World) -> None:

@@ -2,9 +2,11 @@
 
 import os
 import random
+from typing import Any
 
 import pytest
 
+from tests.ranks.family_jobs import compare_levels
 from tests.ranks.faulty_models import Fault
 from tests.ranks.smaller_jobs import KINDS, compare_cut, options_of, plan_of
 from tests.ranks.world import World
@@ -26,7 +28,7 @@ def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
     for seed in seeds:
         options = options_of(what, random.Random(seed))
         # No more faults than there are smaller sizes, or levels to go up to.
-        plan = plan_of(seed, what)[: len(options.get("levels", (2, 1)))]
+        plan = plan_of(seed, what, kind)[: len(options.get("levels", (2, 1)))]
         case = f"seed {seed}: {kind}, {what} {options} {plan}"
         try:
             results = world.run(compare_cut, kind, plan, options)
@@ -81,3 +83,39 @@ def test_a_few_random_plans(world2: World, kind: str, what: str) -> None:
 @pytest.mark.parametrize("what", WHAT)
 def test_many_random_plans(world2: World, kind: str, what: str) -> None:
     require_survived(world2, kind, what, range(SEED + 1000, SEED + 1000 + MANY))
+
+
+WRAPPINGS: list[tuple[str, dict[str, Any]]] = [
+    ("fsdp", {"reshard": True}),
+    ("fsdp", {"reshard": False, "bf16": True}),
+    ("fsdp", {"sync": "auto"}),
+    ("ddp", {}),
+    ("ddp", {"unused": True}),
+]
+FAMILIES = (
+    *("bert", "convnext", "funnel", "gemma3n", "gpt2", "llama", "mamba", "mistral", "mixtral"),
+    *("swin", "t5", "vit", "wav2vec2"),
+)
+
+
+def require_no_bit_changes(world: World, name: str, kind: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    for found in world.run(compare_levels, kind, name, options):
+        assert found == {"recompute": [], "offload": [], "both": []}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "wrapping"), [("mistral", 0), ("wav2vec2", 1), ("mixtral", 2), ("t5", 3), ("swin", 0)]
+)
+def test_models_of_others_lose_no_bit_at_a_level(world2: World, name: str, wrapping: int) -> None:
+    require_no_bit_changes(world2, name, *WRAPPINGS[wrapping])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "options"), WRAPPINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_more_models_of_others_lose_no_bit_at_a_level(
+    world2: World, name: str, kind: str, options: dict[str, Any]
+) -> None:
+    require_no_bit_changes(world2, name, kind, options)

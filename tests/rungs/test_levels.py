@@ -57,6 +57,11 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
         ({"auto": None, "offload": True}, ValueError, "further rungs beside 'auto'"),
         ({"recompute": ["encoder.layer.*"]}, ValueError, r"did you mean 'encoder.layers.\*'\?"),
         ({"auto": ["haed"]}, ValueError, r"did you mean 'head'\?"),
+        (
+            {"recompute": ["encoder.layers"]},
+            ValueError,
+            r"never called .* as in 'encoder.layers.\*'",
+        ),
     ],
 )
 def test_wrong_values_are_told_what_is_right(given: Any, kind: type, message: str) -> None:
@@ -123,6 +128,10 @@ class Inverted(nn.Module):
         ),
         (nn.ModuleList([Experts(), Experts()]), "0 1"),
         (nn.Sequential(Inverted(2), Inverted(4), Inverted(6)), "0 1 2"),
+        (
+            nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2)),  # never called
+            "0.0 0.1 1.0 1.1",
+        ),
         (
             nn.Transformer(8, 2, 2, 2, 8, batch_first=True),
             "encoder.layers.0 encoder.layers.1 decoder.layers.0 decoder.layers.1",

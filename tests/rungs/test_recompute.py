@@ -273,3 +273,194 @@ def test_what_recomputes_already_is_left_alone() -> None:
         block.gradient_checkpointing = True
     with pytest.raises(ValueError, match="compute again in the backward already"):
         level_of("recompute", model, when_too_large="recompute")
+
+
+def test_blocks_that_are_never_called_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Reaching(nn.Module):
+        """Calls what is inside of its blocks, and not these."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(10, WIDTH)
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def forward(self, rows: Tensor) -> Tensor:
+            rows = self.first(rows)
+            for layer in self.layers:
+                rows = layer.down(torch.relu(layer.up(rows)))  # type: ignore[operator]
+            return rows
+
+    model = Reaching()
+    level = level_of("recompute", model)
+    for _ in range(2):
+        take_step(model, mean_square(batch_for("plain")), level)
+    told = [each for each in caplog.messages if "brought nothing" in each]
+    assert len(told) == 1
+    assert "layers.* (2) were not called" in told[0]
+
+
+class Silent(nn.Module):
+    """Adds noise in training, of which nothing is saved for the backward."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + torch.randn_like(rows) if self.training else rows
+
+
+class Around(nn.Module):
+    """Blocks, with something that holds for their forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList(Block(Silent()) for _ in range(3))
+
+    def through(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+
+class OtherParameters(Around):
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.first(rows)
+        for block in self.blocks:
+            twice = {name: 2 * each for name, each in block.named_parameters()}
+            rows = torch.func.functional_call(block, twice, (rows,))
+        return rows
+
+
+class OtherMode(Around):
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.first(rows)
+        self.eval()
+        quiet = self.through(rows)
+        self.train()
+        return quiet + self.through(rows)
+
+
+class Frozen(Around):
+    def forward(self, rows: Tensor) -> Tensor:
+        self.blocks[1].requires_grad_(False)
+        rows = self.through(self.first(rows))
+        self.blocks[1].requires_grad_(True)
+        return rows
+
+
+class Thawed(Around):
+    def forward(self, rows: Tensor) -> Tensor:
+        self.blocks[1].requires_grad_(True)
+        rows = self.through(self.first(rows))
+        self.blocks[1].requires_grad_(False)
+        return rows
+
+
+@pytest.mark.parametrize("kind", [OtherParameters, OtherMode, Frozen, Thawed])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_holds_for_the_forward_alone_holds_again(kind: type[Around], level: str) -> None:
+    plain, left = steps_at(level, kind(), mean_square(batch_for("plain")))
+    assert differences(plain, left) == []
+    assert left.peak_bytes < 0.9 * plain.peak_bytes
+
+
+def test_parameters_of_a_model_in_the_place_of_its_own() -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        twice = {name: 2 * each for name, each in model.named_parameters()}
+        output = torch.func.functional_call(model, twice, (batch_for("dropout"),))
+        found: Tensor = output.double().square().mean()
+        return found
+
+    for level in LEVELS:
+        assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
+
+
+def test_parameters_are_in_place_again_afterwards() -> None:
+    model = Frozen()
+    before = [(each, each.requires_grad) for each in model.parameters()]
+    take_step(model, mean_square(batch_for("plain")), level_of("recompute", model))
+    assert all(
+        each is now and is_trained == now.requires_grad
+        for (each, is_trained), now in zip(before, model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_of_the_models_own(
+    is_reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(nn.Module):
+        """Computes pairs of blocks again, and so moves their running means twice."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(10, WIDTH)
+            self.blocks = nn.Sequential(*[Block(nn.BatchNorm1d(WIDTH)) for _ in range(4)])
+
+        def forward(self, rows: Tensor) -> Tensor:
+            rows = self.first(rows)
+            for pair in (self.blocks[:2], self.blocks[2:]):
+                rows = checkpoint(pair, rows, use_reentrant=is_reentrant)
+            return rows
+
+    for level in LEVELS:
+        assert differences(*steps_at(level, Own(), mean_square(batch_for("plain")))) == []
+    told = [each for each in caplog.messages if "in a checkpoint of the model's own" in each]
+    assert len(told) == (0 if is_reentrant else 8)
+
+
+class Transforming(Block):
+    def forward(self, rows: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.grad(lambda row: self.up(row).sin().sum()))(rows)
+        found: Tensor = super().forward(rows) + slopes
+        return found
+
+
+class Shifted(nn.Module):
+    """Keeps nothing of what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Tanh()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.act(self.act(rows + 1) + 1)
+        return found
+
+
+class Adding(nn.Module):
+    """Adds in place to what its blocks were called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList(Shifted() for _ in range(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.first(rows)
+        for block in self.blocks:
+            rows += block(rows)
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("make", "levels", "why"),
+    [
+        (lambda: stack(Transforming, 2), ["recompute"], "runs transforms of torch.func"),
+        (Adding, ["recompute", "recompute + offload"], "with a tensor that is written to after"),
+    ],
+)
+def test_what_a_checkpoint_refuses_is_left_out(
+    make: Any, levels: list[str], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loss_of = make(), mean_square(batch_for("plain"))
+    plain = take_step(copy.deepcopy(model), loss_of, Level())
+    for level in levels:
+        caplog.clear()
+        other = copy.deepcopy(model)
+        assert differences(plain, retrying(other, loss_of, level_of(level, other))) == []
+        assert why in caplog.text
+
+
+def test_transforms_cannot_be_offloaded() -> None:
+    model = stack(Transforming, 2)
+    with pytest.raises(RuntimeError, match="leave 'offload' out of when_too_large"):
+        take_step(model, mean_square(batch_for("plain")), level_of("offload", model))

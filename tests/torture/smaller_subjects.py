@@ -266,6 +266,42 @@ def nested_and_recompute() -> Subject:
     )
 
 
+class Drawing(nn.Module):
+    """A block whose part draws more than once, and whose backward needs what the part gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(
+            nn.Linear(WIDTH, 6), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.part(x))
+
+
+def drawing_inside_recompute(size: Any) -> Subject:
+    subject = classify(residual(Drawing), WIDTH, first_size=ROWS)
+    return with_options(
+        subject,
+        nested={"1.0.part": size, "1.1.part": size},
+        when_too_large=LEVELS,
+        level=1,
+    )
+
+
+def drawing_in_slices() -> Subject:
+    return drawing_inside_recompute(halving(2))
+
+
+def drawing_as_it_comes() -> Subject:
+    return drawing_inside_recompute("auto")
+
+
+def nested_inside_nested() -> Subject:
+    subject = classify(residual(Drawing), WIDTH, first_size=ROWS)
+    return with_options(subject, nested={"1": halving(2), "1.1.part": "auto"})
+
+
 def nested_tail_and_levels() -> Subject:
     model = WithTail()
     model.body = nn.Sequential(
@@ -275,6 +311,18 @@ def nested_tail_and_levels() -> Subject:
         with_loss(model, classes(), nested={"tail": halving(2)}, when_too_large=LEVELS),
         first_level=2,
     )
+
+
+def exact_batchnorm_as_it_comes() -> Subject:
+    subject = classify(residual(NormalizedBlock), WIDTH, first_size=ROWS)
+    return with_options(subject, nested={"1": {"batchnorm": "exact"}})
+
+
+def exact_batchnorm_of_a_part() -> Subject:
+    """In slices from the first one on, and at a further level."""
+    subject = classify(residual(NormalizedBlock), WIDTH, first_size=ROWS)
+    part = {"microbatch_size": halving(2), "batchnorm": "exact"}
+    return with_options(subject, nested={"1": part}, when_too_large=LEVELS, level=2)
 
 
 SUBJECTS: dict[str, MakeSubject] = {
@@ -293,5 +341,10 @@ SUBJECTS: dict[str, MakeSubject] = {
     "recompute + offload": both,
     "every level": levels,
     "nested inside recompute": nested_and_recompute,
+    "nested dropout inside recompute": drawing_in_slices,
+    "nested, whole at first, inside recompute": drawing_as_it_comes,
+    "nested inside nested": nested_inside_nested,
+    "exact BatchNorm of a part, whole at first": exact_batchnorm_as_it_comes,
+    "exact BatchNorm of a part, recompute + offload": exact_batchnorm_of_a_part,
     "nested tail, recompute + offload": nested_tail_and_levels,
 }

@@ -148,7 +148,15 @@ KEYS = (
 
 # What checkpoints of earlier versions lack: counted from where the run goes on.
 _ADDED = frozenset(
-    f"progress.{name}" for name in ("most_rows", "most_loaded", "num_smaller", "data_seconds")
+    f"progress.{name}"
+    for name in (
+        "most_rows",
+        "most_loaded",
+        "num_smaller",
+        "data_seconds",
+        "train.nested_ooms",
+        "eval.nested_ooms",
+    )
 )
 
 _REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
