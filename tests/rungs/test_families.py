@@ -1,0 +1,284 @@
+"""Levels on models that nobody here wrote: no bit changes, and each level brings something."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Microbatcher
+from automicro.errors import UnsplittableModelError
+from automicro.memory.budget import MemoryBudget
+from automicro.rungs import offload
+from automicro.rungs.levels import Recompute
+from automicro.torture.subject import climb_to
+from tests.rungs.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
+
+pytest.importorskip("transformers")
+
+FEW = ("mamba", "mistral", "mixtral", "funnel", "swin", "t5", "wav2vec2")
+LEVELS = {"recompute": 1, "offload": 1, "recompute + offload": 2}
+EVERY = LANGUAGE | OTHERS | OF_TORCHVISION
+
+
+class Left(NamedTuple):
+    """What two steps left."""
+
+    losses: list[Any]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    generators: list[Any]
+    peak_bytes: int  # without parameters and gradients
+    microbatcher: Microbatcher
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing of such small models would be."""
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1 << 10)
+
+
+def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> Left:
+    """Two optimization batches of two microbatches at a level."""
+    model = family.make()
+    options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
+    microbatcher = Microbatcher(model, when_too_large=when, **options)
+    if level:
+        climb_to(microbatcher, level)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    losses, peaks = [], [0]
+    for _ in range(2):
+        with MemoryBudget(None).track(model) if is_measured else contextlib.nullcontext() as budget:
+            result = microbatcher.backward(family.batch())
+        losses.append(result.loss)
+        if budget is not None:
+            peaks.append(budget.peak_bytes)
+    # Gradients are there in the second batch from its beginning.
+    kept = 2 * sum(each.nbytes for each in model.parameters())
+    return Left(
+        losses,
+        {name: each.grad for name, each in model.named_parameters()},
+        dict(model.named_buffers()),
+        [torch.get_rng_state(), random.getstate(), np.random.random()],
+        peaks[-1] - kept,
+        microbatcher,
+    )
+
+
+def differing(one: Left, other: Left) -> list[str]:
+    """What differs by a bit."""
+    found = [
+        name
+        for name, gradient in one.gradients.items()
+        if not same(gradient, other.gradients[name])
+    ]
+    found += [name for name, each in one.buffers.items() if not same(each, other.buffers[name])]
+    found += ["loss"] * (not all(map(same, one.losses, other.losses)))
+    found += ["torch's generator"] * (not same(one.generators[0], other.generators[0]))
+    return found + ["other generators"] * (one.generators[1:] != other.generators[1:])
+
+
+def same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def asked(level: str) -> Any:
+    return level.split(" + ")
+
+
+def require_no_bit_changes(family: Family, least: float | None = 0.96, **options: Any) -> None:
+    """And that peaks at a level are less than a share of the plain one."""
+    plain = trained(family, "error", 0, **options)
+    assert any(each is not None and each.any() for each in plain.gradients.values())
+    for level, index in LEVELS.items():
+        found = trained(family, asked(level), index, **options)
+        assert differing(plain, found) == [], level
+        share = found.peak_bytes / plain.peak_bytes
+        assert least is None or share < least, (level, share)
+
+
+def require_tail_in_slices(family: Family) -> None:
+    if family.refusal:
+        with pytest.raises(UnsplittableModelError, match=family.refusal):
+            trained(family, "nested", 1)
+        return
+    plain, found = trained(family, "error", 0), trained(family, "nested", 1)
+    for one, other in zip(plain.losses, found.losses, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=0)
+    largest = max(float(each.abs().max()) for each in plain.gradients.values() if each is not None)
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' models, and of BatchNorm in two rows
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FEW else pytest.param(name, marks=pytest.mark.sweep)
+        for name in LANGUAGE | OTHERS
+    ]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
+)
+def test_levels_change_no_bit_and_bring_something(name: str) -> None:
+    # Of torchvision's models most memory is that of parameters, which are of their full size.
+    require_no_bit_changes(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
+    if EVERY[name].has_tail:
+        require_tail_in_slices(EVERY[name])
+
+
+def then(name: str, change: Callable[[Any], Any], **options: Any) -> Family:
+    family = EVERY[name]
+    return dataclasses.replace(family, make=lambda: change(family.make()), options=options)
+
+
+def with_adapters(model: Any) -> Any:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(4)
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False
+    )
+    return peft.get_peft_model(model, config).train()
+
+
+def with_prefix(model: Any) -> Any:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(4)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(model, config).train()
+
+
+def with_frozen_ends(model: Any) -> Any:
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    model.model.layers[-1].requires_grad_(False)
+    return model
+
+
+def with_cache(model: Any) -> Any:
+    model.config.use_cache = True
+    return model
+
+
+def with_tied_head(model: Any) -> Any:
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+def unchanged(model: Any) -> Any:
+    return model
+
+
+VARIANTS: dict[str, Callable[[], Family]] = {
+    "frozen ends": lambda: then("mistral", with_frozen_ends),
+    "a cache": lambda: then("mistral", with_cache),
+    "a tied head": lambda: then("llama", with_tied_head),
+    "adapters, llama": lambda: then("llama", with_adapters),
+    "adapters, gpt2": lambda: then("gpt2", with_adapters),
+    "adapters, t5": lambda: then("t5", with_adapters),
+    "adapters, bert": lambda: then("bert", with_adapters),
+    "adapters, vit, bf16": lambda: then("vit", with_adapters, precision="bf16"),
+    **{
+        f"{name}, bf16": functools.partial(then, name, unchanged, precision="bf16")
+        for name in ("convnext", "gpt2", "llama", "mamba", "mixtral", "resnet", "wav2vec2")
+    },
+    "outputs in tuples": lambda: then(
+        "gpt2",
+        unchanged,
+        forward=lambda model, batch: model(**batch, output_hidden_states=True, return_dict=False)[
+            0
+        ],
+    ),
+    "a loss of the second layer": lambda: then(
+        "llama",
+        unchanged,
+        forward=lambda model, batch: (
+            model(**batch, output_hidden_states=True).hidden_states[1].square().mean()
+        ),
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_as_people_change_them(name: str) -> None:
+    require_no_bit_changes(VARIANTS[name]())
+
+
+@contextlib.contextmanager
+def uncompiled_afterwards() -> Iterator[None]:
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def compiled_blocks(model: Any) -> Any:
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def compiled_in_place(model: Any) -> Any:
+    blocks: Any = [torch.compile(each, backend="aot_eager") for each in model.model.layers]
+    model.model.layers = nn.ModuleList(blocks)
+    return model
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", [compiled_blocks, compiled_in_place])
+def test_blocks_that_are_compiled(change: Callable[[Any], Any]) -> None:
+    with uncompiled_afterwards():
+        # A budget that only measures switches the compiler off.
+        require_no_bit_changes(then("mistral", change), least=None, is_measured=False)
+
+
+def checkpointed(model: Any) -> Any:
+    """As older versions of transformers know it as well."""
+    model.gradient_checkpointing_enable()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("name", ["bart", "gpt2", "mistral"])
+def test_gradient_checkpointing_that_is_on_is_named(name: str) -> None:
+    family = then(name, checkpointed)
+    with pytest.raises(ValueError, match=r"\(gradient checkpointing is on\).*switch that off"):
+        trained(family, "recompute", 1)
+    plain, found = trained(family, "error", 0), trained(family, "offload", 1)
+    assert differing(plain, found) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_a_prefix_in_the_cache_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("peft")
+    family = then("mistral", with_prefix)
+    plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
+    assert differing(plain, found) == []
+    told = [each for each in caplog.messages if "called with a cache that holds something" in each]
+    assert len(told) == 3  # one for each layer, once
+
+
+@pytest.mark.parametrize("which", ["[02]", "[12]"])
+def test_layers_that_are_not_named_fill_the_cache_of_their_own(which: str) -> None:
+    family = EVERY["llama"]
+    plain = trained(family, "error", 0)
+    found = trained(family, {"recompute": [f"model.layers.{which}"]}, 1)
+    assert differing(plain, found) == []
+    (rung,) = found.microbatcher._levels[1].rungs
+    assert isinstance(rung, Recompute)
+    assert [block.is_used for block in rung.blocks] == [True, True]
