@@ -1,13 +1,16 @@
 """Planned peaks beside real ones: torch's CPU allocator with a count, and the figures of peers.
 
     OMP_NUM_THREADS=1 python -m benchmarks.plan [--unseen] [--quick | --peers] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.plan --ranks N [--only MODEL]
 
 Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
 the backward, with four optimizers. Each case is planned on tensors without data, then trained for
 real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
 that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
 with its margin is below the real one. ``--unseen`` takes twelve other models, on which neither what
-a plan knows of kernels nor its margin was set. It needs a C++ compiler, transformers, torchvision.
+a plan knows of kernels nor its margin was set. With ``--ranks`` the models are sharded over so many
+processes, blocks and the rest by ``fully_shard``, and the first one's allocator counts. It needs a
+C++ compiler, transformers, torchvision.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from benchmarks.sizes_of_peers import repair_torchvision
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fp32", "bf16", "checkpointed")
 OPTIMIZERS = ("SGD", "SGD momentum", "AdamW", "Adafactor")
+SYNCS = ("each", "auto")
 
 
 @dataclass(frozen=True)
@@ -435,6 +439,92 @@ def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def sharded(library: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
+    """All cases of a subject on several ranks: planned, then measured on the first of them."""
+    from torch.multiprocessing.spawn import spawn
+
+    import automicro
+
+    subject, found = subjects()[name], []
+    for sync in SYNCS:
+        rows = subject.sizes[0]
+        planned = automicro.plan(
+            subject.make(),
+            subject.batch(2 * rows),
+            loss_fn=subject.loss_fn,
+            optimizer=torch.optim.AdamW,
+            device="cpu",
+            microbatch_size=rows,
+            ranks=num_ranks,
+            sync=sync,
+            remedies=False,
+        )
+        needed_bytes = planned.levels[0].deferred_bytes or planned.needed_bytes
+        with tempfile.TemporaryDirectory() as folder:
+            given = (library, name, rows, sync, num_ranks, Path(folder))
+            spawn(_measure_shard, given, nprocs=num_ranks)  # type: ignore[no-untyped-call]
+            real_bytes = int((Path(folder) / "peak").read_text())
+        found.append(
+            {
+                "model": name,
+                "way": f"{num_ranks} ranks, sync={sync!r}",
+                "rows": rows,
+                "real_bytes": real_bytes,
+                "planned_bytes": needed_bytes - planned.margin_bytes,
+                "margin_bytes": planned.margin_bytes,
+            }
+        )
+    return found
+
+
+def _measure_shard(
+    rank: int, library: Path, name: str, rows: int, sync: str, num_ranks: int, folder: Path
+) -> None:
+    """Write what the first rank held at most in a batch of two microbatches."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from automicro import Microbatcher
+    from automicro.batch.tensors import tensor_leaves
+    from automicro.rungs.blocks import repeated_blocks
+    from tests.real_memory.allocator import CappedAllocator
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    allocator, subject = CappedAllocator(library), subjects()[name]
+    torch.manual_seed(0)
+    batch = subject.batch(2 * rows)
+    gc.collect()
+    base_bytes = allocator.used_bytes
+    model = subject.make()
+    for block in repeated_blocks(model).values():
+        fully_shard(block)
+    fully_shard(model)
+    step = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=subject.loss_fn,
+        optimizer=step,
+        microbatch_size=rows,
+        batchnorm="ignore",
+        probe=False,
+        sync=sync,
+    )
+    for _ in range(3):
+        gc.collect()
+        allocator.reset_peak()
+        microbatcher.backward(batch)
+        step.step()
+        step.zero_grad()
+    if rank == 0:
+        copied = {id(tensor): tensor for _, tensor in tensor_leaves(batch)}.values()
+        peak_bytes = allocator.peak_bytes - base_bytes + sum(each.nbytes // 2 for each in copied)
+        (folder / "peak").write_text(str(peak_bytes))
+    dist.destroy_process_group()
+
+
 def peers(library: Path, name: str) -> list[dict[str, Any]]:
     """A whole batch in fp32 with AdamW, as others predict it, and as it was."""
     from tests.real_memory.allocator import CappedAllocator
@@ -539,6 +629,7 @@ def main() -> None:
     parser.add_argument("--unseen", action="store_true", help="models that nothing was set on")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--peers", action="store_true", help="beside what others predict")
+    parser.add_argument("--ranks", type=int, help="sharded over so many processes, by fully_shard")
     parser.add_argument("--only", help="one model")
     parser.add_argument("--child", nargs=2, metavar=("LIBRARY", "REPORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -546,6 +637,9 @@ def main() -> None:
         library, report = map(Path, arguments.child)
         if arguments.peers:
             report.write_text(json.dumps(peers(library, arguments.only)))
+        elif arguments.ranks:
+            found = sharded(library, arguments.only, arguments.ranks)
+            report.write_text(json.dumps(found))
         else:
             report.write_text(json.dumps(compare(library, arguments.only, quick=arguments.quick)))
         return
@@ -564,6 +658,7 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.plan", "--only", name]
             command += ["--quick"] if arguments.quick else []
             command += ["--peers"] if arguments.peers else []
+            command += ["--ranks", str(arguments.ranks)] if arguments.ranks else []
             subprocess.run([*command, "--child", str(library), str(report)], cwd=ROOT, check=True)
             rows += json.loads(report.read_text())
             if not arguments.peers:

@@ -1,6 +1,7 @@
 """Where not even the smallest microbatch fits: levels, in training, up to the bit."""
 
 import copy
+import re
 import time
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError, Trainer
+from automicro.step.run import what_helps
+from automicro.units import parse_bytes
 
 WIDTH, BLOCKS, LENGTH = 32, 16, 512
 
@@ -213,3 +216,96 @@ def test_where_runs_are_to_be_repeatable_no_clock_decides() -> None:
     results, told = level_found(8, when_too_large="auto", repeatable=True)
     assert {result.level for result in results} == {"plain"}
     assert not told
+
+
+def refusal(model: nn.Module, batch: Any, limit: int | str, **options: Any) -> str:
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, probe=False, **options
+    )
+    with pytest.raises(SampleTooLargeError) as caught:
+        microbatcher.backward(batch)
+    return str(caught.value)
+
+
+def planned_in(text: str, option: str) -> int:
+    """Bytes that a message promises for an option."""
+    found = re.search(rf"\({re.escape(option)}: ([\d.]+ .iB)", text)
+    assert found is not None, text
+    return parse_bytes(found[1].replace(" ", ""))
+
+
+def test_what_a_row_would_need_at_each_level_is_told_and_fits_then() -> None:
+    limit = needed() // 3
+    text = refusal(Model(), batches(1)[0], limit)
+    planned = re.search(r"planned, in place of ([\d.]+ .iB)", text)
+    assert planned is not None
+    assert parse_bytes(planned[1].replace(" ", "")) == pytest.approx(needed(), rel=0.15)
+    recompute = planned_in(text, "when_too_large='recompute'")
+    offload = planned_in(text, "when_too_large='offload'")
+    for when, promised in (("recompute", recompute), ("offload", offload)):
+        assert promised < limit
+        trained(memory_limit=promised, when_too_large=when)  # it does as it says
+    assert planned_in(text, "precision='bf16'") < needed()
+
+
+def test_a_message_of_a_level_names_what_helps_beside_it() -> None:
+    text = refusal(Model(), batches(1)[0], needed() // 4, when_too_large="recompute")
+    assert "not even with recompute" in text
+    assert "activation checkpointing" not in text
+    assert planned_in(text, "precision='bf16'") < needed() // 3
+    assert what_helps({"": 3 << 20, "offload": 1 << 20}, "recompute") == (
+        "host memory for what waits for the backward (when_too_large=['recompute', 'offload']: "
+        "1.00 MiB planned, in place of 3.00 MiB), "
+    )
+
+
+def test_what_does_not_help_a_model_is_not_advised() -> None:
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 2))
+    text = refusal(model, (torch.randn(1, 8), torch.zeros(1, dtype=torch.long)), "40KiB")
+    assert "checkpointing" not in text  # there are no repeated blocks
+
+
+def test_of_an_evaluation_no_level_is_advised() -> None:
+    microbatcher = Microbatcher(Model(), loss_fn=nn.CrossEntropyLoss(), memory_limit="1200KiB")
+    with pytest.raises(SampleTooLargeError) as caught:
+        microbatcher.evaluate(batches(1)[0])
+    text = str(caught.value)
+    assert "when_too_large" not in text
+    assert "precision='bf16'" in text
+
+
+def test_a_model_that_cannot_be_planned_is_told_the_options_without_bytes() -> None:
+    class ReadsData(Model):
+        calls = 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            type(self).calls += 1
+            assert float(hidden.sum()) != 0.5
+            return super().forward(hidden)
+
+    text = refusal(ReadsData(), batches(1)[0], needed() // 3)
+    assert "activation checkpointing (when_too_large='recompute')" in text
+    assert "host memory for what waits for the backward (when_too_large='offload')" in text
+    assert "planned" not in text
+
+
+def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    batch, limit = batches(1)[0], needed() // 3
+    state = torch.get_rng_state()
+    refusal(model, batch, limit)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_where_all_fits_a_part_runs_in_one_piece() -> None:
+    model, batch = Model(), batches(1, rows=64)[0]
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), when_too_large="auto", nested={"head": "auto"}
+    )
+    for _ in range(3):
+        result = microbatcher.backward(batch)
+    assert (result.microbatch_size, result.level) == (64, "plain")
+    assert result.nested_sizes == {"head": 64}

@@ -13,6 +13,7 @@ from typing import Any
 
 from automicro.memory.timeline import ACTIVATIONS
 from automicro.planning.report import PlanReport
+from automicro.rungs.levels import PLAIN
 from automicro.units import format_bytes
 from automicro.version import __version__
 
@@ -116,7 +117,11 @@ def _conditions(report: PlanReport) -> str:
 
     rows = f"{report.microbatch_size} of {report.num_rows} rows"
     words = [rows, "training" if report.train else "evaluation", report.precision]
-    words += ["blocks computed again"] if report.recompute else []
+    if report.level != PLAIN:
+        words.append(report.level)
+    elif report.recompute:
+        words.append("blocks computed again")
+    words += [f"{name} {size} at a time" for name, size in report.nested_sizes.items()]
     words += [f"{report.ranks} ranks"] if report.ranks > 1 else []
     words += ["measured"] if report.is_measured else []
     versions = f"torch {torch.__version__.partition('+')[0]}", f"automicro {__version__}"

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
@@ -29,21 +28,30 @@ from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.passes import extra_pass
 from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Trace
 from automicro.modules import evaluation_mode
+from automicro.nested.parts import NestedSizes
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
 from automicro.planning.kernels import STEP, TAIL, StepRecorder
 from automicro.reach import captured_modules
-from automicro.rungs.blocks import repeated_blocks
+from automicro.rungs.levels import (
+    Level,
+    NestedTail,
+    Offload,
+    Recompute,
+    Rung,
+    WhenTooLarge,
+    make_levels,
+)
+from automicro.rungs.offload import offloading
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
 from automicro.transaction.parameters import LARGE_BYTES
+from automicro.transaction.rng import NothingDrawn
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEP = "optimizer step"
 """What the trace's mark is called where it begins."""
-
-_SMALL_BYTES = 1 << 16  # saved tensors below it are not worth a copy to the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +62,16 @@ class Conditions:
         precision: as `Microbatcher`.
         gradient_sums: as `Microbatcher`.
         train: forward and backward; else the forward of an evaluation.
-        recompute: whether repeated blocks are computed again in the backward.
-        offload: whether what is saved for the backward waits in host memory.
+        rungs: that are switched on, as ``when_too_large`` names them.
+        finer: into how many each slice of a part is cut that has a size of its own, if that
+            adapts.
     """
 
     precision: str = "fp32"
     gradient_sums: str = "fp32"
     train: bool = True
-    recompute: bool = False
-    offload: bool = False
+    rungs: tuple[str, ...] = ()
+    finer: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,8 @@ class Job:
         optimizer: one of the model's parameters, or a function (a class) from parameters to one.
         on_accelerator: whether the step is to run on one.
         before_ampere: whether that is an older one; see `Device`.
+        when_too_large: as `Microbatcher`, like the next.
+        nested: see there.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -90,6 +101,8 @@ class Job:
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
     on_accelerator: bool = True
     before_ampere: bool = False
+    when_too_large: WhenTooLarge = "error"
+    nested: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -120,6 +133,11 @@ class DryRun:
     _without_gradient: set[int] | None = field(default=None, init=False)
     assumptions: set[str] = field(default_factory=set, init=False)
     _traces: dict[tuple[int, bool, Conditions], Trace] = field(default_factory=dict, init=False)
+    _slices: dict[tuple[int, bool, Conditions], dict[str, int]] = field(
+        default_factory=dict, init=False
+    )
+    _rungs: dict[str, Rung] = field(default_factory=dict, init=False)
+    levels: list[Level] = field(init=False)
 
     def __post_init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -133,6 +151,45 @@ class DryRun:
         self._modules, loss_fn, forward = self._copied(roots, job.loss_fn, job.forward)
         self._convention = choose_convention(self._modules[0], forward=forward, loss_fn=loss_fn)
         self.num_rows = job.layout.num_rows(job.batch)
+        self._nested = NestedSizes(job.nested, model=self.model, modules=self._modules)
+        self.levels = self._levels_of(job.when_too_large)
+
+    def _levels_of(self, when_too_large: WhenTooLarge) -> list[Level]:
+        """Those of the copy. Their rungs are what `Conditions` name from then on.
+
+        Raises:
+            TypeError, ValueError: as `make_levels`.
+        """
+        levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
+        for rung in (rung for level in levels for rung in level.rungs):
+            if isinstance(rung, Recompute) and self.is_fake:
+                rung.random = functools.partial(NothingDrawn, ())
+            if isinstance(rung, NestedTail):
+                self._nested.add(rung.tail)
+            self._rungs[rung.name] = rung
+        return levels
+
+    def rung(self, name: str) -> Rung | None:
+        """That of ``when_too_large``; None where it has nothing to do for this model."""
+        if name not in self._rungs:
+            with contextlib.suppress(ValueError):  # no repeated blocks, no language model
+                self._levels_of(name)
+        return self._rungs.get(name)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether any part has a size of its own."""
+        return bool(list(self._nested.parts()))
+
+    @property
+    def has_adapting_parts(self) -> bool:
+        """Whether any part has a size of its own that may change."""
+        return self._nested.adapts
+
+    def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
+        """Rows of the largest slice of each part with a size of its own, by its name, in a step."""
+        self.step(rows, splits=splits, conditions=conditions)
+        return self._slices[rows, splits, conditions]
 
     @property
     def model(self) -> nn.Module:
@@ -253,6 +310,7 @@ class DryRun:
             self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
         self.step_memory()
+        self._nested.begin_anew(conditions.finer)
         recorder = StepRecorder(
             on_accelerator=self.job.on_accelerator, before_ampere=self.job.before_ampere
         )
@@ -277,6 +335,8 @@ class DryRun:
                     f"{_where(error)}"
                 ) from error
         self.assumptions |= recorder.assumptions
+        sizes = self._nested.sizes()
+        self._slices[rows, splits, conditions] = {name: max(each) for name, each in sizes.items()}
         return recorder.trace()
 
     def _rows(self, rows: int) -> Any:
@@ -311,7 +371,7 @@ class DryRun:
                 self._forward(recorder, rows, conditions)
             return
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._at_level(recorder, conditions):
                 self._train(recorder, rows, splits, conditions)
         finally:
             del rows
@@ -362,10 +422,6 @@ class DryRun:
         with contextlib.ExitStack() as stack:
             if dtype is not None:
                 stack.enter_context(torch.autocast("cpu", dtype))
-            if conditions.recompute:
-                stack.enter_context(_recomputing(repeated_blocks(self.model)))
-            if conditions.offload:
-                stack.enter_context(_offloading(recorder, self.parameters))
             if conditions.train:
                 output = self._convention.train(self.model, rows)
                 loss = check_loss(output.loss)
@@ -376,6 +432,21 @@ class DryRun:
         found = [tensor for _, tensor in tensor_leaves(output.outputs)]
         recorder.forward_ended([*found, *output.losses.values()])
         return output, loss
+
+    @contextlib.contextmanager
+    def _at_level(self, recorder: StepRecorder, conditions: Conditions) -> Iterator[None]:
+        """Around forward and backward."""
+        with contextlib.ExitStack() as stack:
+            for name in conditions.rungs:
+                rung = self.rung(name)
+                if isinstance(rung, Offload):
+                    stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
+                    self._mode.cache_enabled = False  # it keeps the storages of tensors.set_()
+                    host = functools.partial(recorder.ledger.placing, on_host=True)
+                    stack.enter_context(offloading(self._modules, host))
+                elif rung is not None:
+                    stack.enter_context(rung.applied())
+            yield
 
     def _moved(self, recorder: StepRecorder, tensor: Tensor) -> Tensor:
         if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
@@ -396,48 +467,6 @@ class DryRun:
             parameter.grad = None
             if parameter.grad_dtype is not parameter.dtype:
                 parameter.grad_dtype = parameter.dtype
-
-
-@contextlib.contextmanager
-def _recomputing(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let these modules save their inputs alone, and compute again in the backward."""
-
-    def again(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            return checkpoint(
-                forward, *args, use_reentrant=False, preserve_rng_state=False, **options
-            )
-
-        return run
-
-    before = {name: vars(block).get("forward") for name, block in blocks.items()}
-    for block in blocks.values():
-        vars(block)["forward"] = again(block.forward)
-    try:
-        yield
-    finally:
-        for name, block in blocks.items():
-            del vars(block)["forward"]
-            if before[name] is not None:
-                vars(block)["forward"] = before[name]
-
-
-@contextlib.contextmanager
-def _offloading(recorder: StepRecorder, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let what is saved for the backward wait in host memory."""
-    staying = {id(parameter.untyped_storage()) for parameter in parameters}
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.nbytes < _SMALL_BYTES or id(tensor.untyped_storage()) in staying:
-            return tensor
-        with recorder.ledger.placing(on_host=True):
-            return (torch.empty_like(tensor),)
-
-    def unpack(saved: Any) -> Tensor:
-        return saved if isinstance(saved, Tensor) else torch.empty_like(saved[0])
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 def _refuse_others(roots: Sequence[nn.Module], functions: Mapping[str, Any]) -> None:
@@ -462,11 +491,16 @@ def _refuse_others(roots: Sequence[nn.Module], functions: Mapping[str, Any]) -> 
 
 
 _OURS, _TORCHS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_DEMOS = str(Path(__file__).parents[1] / "demo")
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of an error that is neither torch's nor ours: the model's own."""
+    """The innermost line of an error that is neither torch's nor ours: the model's own.
+
+    The models of our demos are models.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OURS, _TORCHS, "<")):
+        is_demo = frame.filename.startswith(_DEMOS)
+        if is_demo or not frame.filename.startswith((_OURS, _TORCHS, "<")):
             return f"in {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}"
     return "in a line that nobody knows"

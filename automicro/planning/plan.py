@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,11 @@ from automicro.errors import (
     text_of,
 )
 from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
+from automicro.nested.parts import check_nested
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
+    SYNCS,
     check_choice,
     check_model,
     check_modules,
@@ -30,21 +32,42 @@ from automicro.options import (
 from automicro.planning.devices import find_device, read_memory
 from automicro.planning.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job
 from automicro.planning.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
-from automicro.planning.report import PlanReport, Remedy, by_kind, by_module, parts_of, samples_of
-from automicro.rungs.blocks import repeated_blocks, shown_blocks
+from automicro.planning.report import (
+    LevelPlan,
+    PlanReport,
+    Remedy,
+    by_kind,
+    by_module,
+    parts_of,
+    samples_of,
+)
+from automicro.rungs.blocks import repeated_blocks
+from automicro.rungs.levels import (
+    NESTED,
+    OFFLOAD,
+    RECOMPUTE,
+    Level,
+    WhenTooLarge,
+    check_levels,
+)
+from automicro.torch_private import without_modes
 
 # Of what comes and goes in a step, and of an accelerator's all, what a plan may be wrong by.
 _ERROR = 0.03
+_ERROR_OF_LEVELS = 0.06  # less comes and goes there, and what is not known stays the same
 _FRAGMENTATION = 0.03
 _MEASURED_ERROR = 0.10
 _LEAST_BYTES = 256 << 10
 _FEW = (2, 8)  # rows that are measured
 _SLICES = 8  # of a tail computed in slices
+_FINEST = 1 << 40  # slices of one row each, however many rows there are
 _RANKS = (2, 8)  # for a model that is not sharded
 _SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
 
 
-def margin_bytes(trace: Trace, *, on_accelerator: bool, is_measured: bool) -> int:
+def margin_bytes(
+    trace: Trace, *, on_accelerator: bool, is_measured: bool, is_plain: bool = True
+) -> int:
     """What is added to a peak, so that at most one plan in fifty promises too much.
 
     Parameters, gradients and state are known to the byte. What comes and goes is not: kernels take
@@ -52,7 +75,7 @@ def margin_bytes(trace: Trace, *, on_accelerator: bool, is_measured: bool) -> in
     """
     held = trace.breakdown()
     moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
-    share = _MEASURED_ERROR if is_measured else _ERROR
+    share = _MEASURED_ERROR if is_measured else _ERROR if is_plain else _ERROR_OF_LEVELS
     lost = _FRAGMENTATION * trace.peak_bytes if on_accelerator else 0
     return int(share * moving + lost) + _LEAST_BYTES
 
@@ -62,12 +85,12 @@ class _Shards:
     """One rank's part of a model of which each rank holds a share, as ``fully_shard`` has it.
 
     Repeated blocks are gathered one after the other, the next one while one computes; what is left
-    of the model stays gathered. In half precision they are gathered as such
-    (``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``).
+    of the model stays gathered. What is gathered lies there twice for a while, as it came and as
+    parameters, and so do gradients before they are reduced: how much at most was measured. In half
+    precision they are gathered as such (``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``).
     """
 
     num_ranks: int
-    whole_bytes: int
     block_bytes: int
     rest_bytes: int
     gathered_share: float
@@ -83,24 +106,32 @@ class _Shards:
         widest = max((parameter.itemsize for parameter in model.parameters()), default=4)
         return cls(
             num_ranks=num_ranks,
-            whole_bytes=whole,
             block_bytes=max(blocks, default=0),
             rest_bytes=max(whole - sum(blocks), 0),
             gathered_share=1.0 if dtype is None else min(dtype.itemsize / widest, 1.0),
         )
 
-    def of_rank(self, trace: Trace, *, train: bool) -> Trace:
-        """What one rank holds of what one process would."""
+    def of_rank(self, trace: Trace, *, train: bool, defers: bool = False) -> Trace:
+        """What one rank holds of what one process would.
+
+        Args:
+            trace: of one process.
+            train: whether there is a backward.
+            defers: whether gradients of whole parameters wait for the last microbatch.
+        """
         if self.num_ranks == 1:
             return trace
-        gathered = self.rest_bytes + 2 * self.block_bytes
-        if train:  # a block's gradient, before each rank has its share of it
-            gathered += self.rest_bytes + self.block_bytes
-        gathered = min(gathered, self.whole_bytes * (2 if train else 1))
+        rest, block = self.rest_bytes, self.block_bytes
+        if train:
+            gathered = 2 * rest + 5 * block if block else 3 * rest
+        else:
+            gathered = max(rest + 3 * block, 2 * rest + 2 * block)
 
         def share(owner: Owner) -> float:
             if owner.kind == CASTS:  # gathered as such
                 return 0.0
+            if defers and owner.kind == GRADIENTS:
+                return 1.0
             return 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
 
         held = {Owner(GATHERED): int(gathered * self.gathered_share)}
@@ -116,6 +147,22 @@ class _FewRows:
         self.assumptions = self._dry_run.assumptions
         self.step_memory = self._dry_run.step_memory
         self._run = self._dry_run.step
+        self.levels, self.rung = self._dry_run.levels, self._dry_run.rung
+
+    @property
+    def has_parts(self) -> bool:
+        """As `DryRun`, like the next."""
+        return self._dry_run.has_parts
+
+    @property
+    def has_adapting_parts(self) -> bool:
+        return self._dry_run.has_adapting_parts
+
+    def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
+        """As `DryRun.slices`; not known of many rows, which do not run."""
+        if rows > _FEW[1]:
+            return {}
+        return self._dry_run.slices(rows, splits=splits, conditions=conditions)
 
     def step(self, rows: int, *, splits: bool, conditions: Conditions) -> Trace:
         """As `DryRun.step`; of many rows on lines through the steps of two smaller sizes."""
@@ -152,6 +199,11 @@ class Planner:
         self.shards = _Shards.of(steps.model, num_ranks, conditions.precision)
         self.points: dict[int, tuple[int, int]] = {}  # peak and margin by size
 
+    def otherwise(self, **changes: Any) -> "Planner":
+        """Of the same steps under other conditions."""
+        conditions = dataclasses.replace(self.conditions, **changes)
+        return Planner(self.steps, conditions, self.shards.num_ranks, self.rows)
+
     def whole(self, size: int, conditions: Conditions) -> Trace:
         """The same of all shards together."""
         return self.steps.step(size, splits=size < self.rows, conditions=conditions)
@@ -165,6 +217,7 @@ class Planner:
             trace,
             on_accelerator=self.steps.job.on_accelerator,
             is_measured=not self.steps.is_fake,
+            is_plain=not self.conditions.rungs,
         )
 
     def need(self, size: int) -> int:
@@ -173,6 +226,16 @@ class Planner:
             trace = self.trace(size)
             self.points[size] = trace.peak_bytes, self.margin(trace)
         return sum(self.points[size])
+
+    def deferred_bytes(self, size: int) -> int | None:
+        """The same where gradients of whole parameters wait for the last microbatch.
+
+        None where nothing waits: on one rank, with one microbatch, without a backward.
+        """
+        if self.shards.num_ranks == 1 or size >= self.rows or not self.conditions.train:
+            return None
+        trace = self.shards.of_rank(self.whole(size, self.conditions), train=True, defers=True)
+        return trace.peak_bytes + self.margin(trace)
 
     def largest(self, limit_bytes: int) -> int:
         """The most rows that fit; 0 where one does not.
@@ -184,6 +247,11 @@ class Planner:
         if self.need(1) > limit_bytes:
             return 0
         fits, fails, size = 1, self.rows + 1, min(2, self.rows)
+        if self.steps.has_parts:  # beyond the rows of one slice a peak grows slower
+            while fails - fits > 1:
+                size = (fits + fails) // 2
+                fits, fails = (fits, size) if self.need(size) > limit_bytes else (size, fails)
+            return fits
         while fits < size < fails:
             if self.need(size) > limit_bytes:
                 fails = size
@@ -201,17 +269,49 @@ class Planner:
                 size = fails - 1
         return fits
 
+    def told(self, size: int) -> int:
+        """Rows of the largest microbatch, where sizes are balanced. 0 is that one row is too many.
+
+        It is looked at.
+        """
+        told = balanced_sizes(self.rows, size or 1)[0]
+        self.need(told)
+        return told
+
+    def with_coarsest_slices(self, size: int, limit_bytes: int | None) -> "Planner":
+        """The same with the largest slices of parts with which a microbatch fits.
+
+        They halve, as where memory runs out.
+        """
+        if not self.steps.has_adapting_parts or (self.steps.is_fake and not self.slices(size)):
+            return self
+        finest = 0 if limit_bytes is None else (_FINEST - 1).bit_length()
+        coarsest = 0
+        found = self.otherwise(finer=1 << finest)
+        while coarsest < finest:
+            middle = (coarsest + finest) // 2
+            tried = self.otherwise(finer=1 << middle)
+            if limit_bytes is not None and tried.need(size) > limit_bytes:
+                coarsest = middle + 1
+            else:
+                finest, found = middle, tried
+        return found
+
+    def slices(self, size: int) -> dict[str, int]:
+        """Rows of the largest slice of each part with a size of its own, by its name."""
+        return self.steps.slices(size, splits=size < self.rows, conditions=self.conditions)
+
     def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
         """What the same size would need otherwise, the most helpful first."""
         now = self.need(size)
         found: list[Remedy] = []
 
-        def add(name: str, how: str, predict: Callable[[], Trace]) -> None:
+        def add(name: str, how: str, predict: Callable[[], Trace], **changes: Any) -> None:
             try:
                 trace = predict()
             except UntraceableModelError:
                 return
-            needed = trace.peak_bytes + self.margin(trace)
+            needed = trace.peak_bytes + self.otherwise(**changes).margin(trace)
             if needed < now:
                 found.append(
                     Remedy(
@@ -224,36 +324,33 @@ class Planner:
                 )
 
         def otherwise(**changes: Any) -> Trace:
-            conditions = dataclasses.replace(self.conditions, **changes)
-            shards = _Shards.of(self.steps.model, self.shards.num_ranks, conditions.precision)
-            return shards.of_rank(self.whole(size, conditions), train=conditions.train)
+            return self.otherwise(**changes).trace(size)
+
+        rungs = self.conditions.rungs
 
         def sharded(num_ranks: int) -> Trace:
             shards = _Shards.of(self.steps.model, num_ranks, self.conditions.precision)
             return shards.of_rank(self.whole(size, self.conditions), train=self.conditions.train)
 
         if self.conditions.train and self.steps.is_fake:
-            blocks = list(repeated_blocks(self.steps.model))
-            if blocks and not self.conditions.recompute:
-                add(
-                    "recompute",
-                    f"compute {shown_blocks(blocks)} again in the backward "
-                    "(torch.utils.checkpoint)",
-                    lambda: otherwise(recompute=True),
-                )
-            add(
-                "offload",
-                "let what is saved for the backward wait in host memory "
-                "(torch.autograd.graph.save_on_cpu)",
-                lambda: otherwise(offload=True),
-            )
+            for name in (RECOMPUTE, OFFLOAD):
+                rung = self.steps.rung(name)
+                if rung is not None and name not in rungs:
+                    how = f"{rung.describe()} (when_too_large={name!r})"
+                    with_it: dict[str, Any] = {"rungs": (*rungs, name)}
+                    add(name, how, functools.partial(otherwise, **with_it), **with_it)
             if self.conditions.precision == "fp32":
                 add("bf16", "precision='bf16'", lambda: otherwise(precision="bf16"))
-            add(
-                "tail",
-                f"compute the outputs and their loss in {_SLICES} slices",
-                lambda: self.trace(size).scaled(_slices_of_tail),
-            )
+            how = f"compute the outputs and their loss in {_SLICES} slices"
+            if self.slices(size):
+                pass  # some part is in slices already
+            elif self.steps.rung(NESTED) is not None:
+                with_it = {"rungs": (*rungs, NESTED), "finer": _SLICES}
+                how = f"{how} (nested={{'tail': 'auto'}})"
+                add("tail", how, functools.partial(otherwise, **with_it), **with_it)
+            else:
+                how += " (a function of their own, with a size of its own by automicro.split)"
+                add("tail", how, lambda: self.trace(size).scaled(_slices_of_tail))
         for factor in _RANKS:
             num_ranks = factor * self.shards.num_ranks
             add(
@@ -284,6 +381,9 @@ def plan(
     precision: str = "fp32",
     gradient_sums: str = "fp32",
     recompute: bool = False,
+    when_too_large: WhenTooLarge = "error",
+    nested: Mapping[str, Any] | None = None,
+    sync: str = "each",
     train: bool = True,
     modules: Iterable[nn.Module] = (),
     batch_layout: int | Mapping[str, Any] = 0,
@@ -317,7 +417,13 @@ def plan(
             all figures are then of one of them.
         precision: as in `Microbatcher`, and so ``gradient_sums``.
         gradient_sums: see there.
-        recompute: whether repeated blocks are computed again in the backward.
+        recompute: whether repeated blocks are computed again in the backward, at every level.
+        when_too_large: as in `Microbatcher`: the report has the largest microbatch of each level,
+            and tells of the first at which one fits.
+        nested: sizes of parts, as a mapping in `Microbatcher`. Where they adapt, a microbatch fits
+            that does with slices of one row; told are the largest slices that fit then.
+        sync: as in `Microbatcher`: with ``"auto"`` each level says what it needs where shards are
+            reduced with the last microbatch alone. It is no reason for a smaller microbatch.
         train: a training step; False for the forward of an evaluation.
         modules: see there.
         batch_layout: see there.
@@ -352,8 +458,12 @@ def plan(
         precision=check_choice("precision", precision, PRECISIONS),
         gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
         train=train,
-        recompute=recompute,
+        rungs=(RECOMPUTE,) if recompute else (),
+        finer=_FINEST,
     )
+    check_levels(when_too_large)
+    check_nested(nested)
+    check_choice("sync", sync, SYNCS)
     num_ranks = read_count("ranks", ranks)
     job = Job(
         model=model,
@@ -365,63 +475,143 @@ def plan(
         optimizer=optimizer,
         on_accelerator=on_accelerator,
         before_ampere=device not in ("cpu", "cuda") and find_device(device).is_before_ampere,
+        when_too_large=when_too_large if train else "error",
+        nested=nested,
     )
     num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
     given = None if microbatch_size is None else check_microbatch_size(microbatch_size)
     why = ""
 
-    def planned(steps: DryRun | _FewRows) -> tuple[Planner, int]:
-        planner = Planner(steps, conditions, num_ranks, num_rows)
-        if given is not None or limit_bytes is None:
-            size = min(given or num_rows, num_rows)
-        else:
-            size = planner.largest(limit_bytes)
-        planner.need(balanced_sizes(num_rows, size or 1)[0])
-        return planner, size
+    def planned(steps: DryRun | _FewRows) -> list[_Planned]:
+        found = []
+        for level in steps.levels:
+            rungs = (*conditions.rungs, *(each.name for each in level.rungs))
+            at_level = dataclasses.replace(conditions, rungs=tuple(dict.fromkeys(rungs)))
+            planner = Planner(steps, at_level, num_ranks, num_rows)
+            if given is not None or limit_bytes is None:
+                size = min(given or num_rows, num_rows)
+            else:
+                size = planner.largest(limit_bytes)
+            told = planner.told(size)
+            planner = planner.with_coarsest_slices(told, limit_bytes)
+            planner.told(size)
+            found.append(_Planned(planner, level, size, told, may_defer=sync == "auto"))
+        return found
 
     try:
-        planner, size = planned(DryRun(job))
+        found = planned(DryRun(job))
     except UntraceableModelError as error:
         why = text_of(error)
         try:
-            planner, size = planned(_FewRows(job))
+            found = planned(_FewRows(job))
         except (BatchError, LossError):
             raise
         except Exception as second:
             raise UntraceableModelError(
                 f"{why}. On the CPU a few rows fail, too: {describe_error(second)}"
             ) from second
-    return _report(planner, size, limit_bytes, device=device, why=why, remedies=remedies)
+    return _report(found, limit_bytes, device=device, why=why, remedies=remedies)
+
+
+def needs_otherwise(job: Job, conditions: Conditions, *, microbatch_size: int) -> Mapping[str, int]:
+    """What a microbatch that does not fit would need, margin included, by what would help.
+
+    Parts with sizes of their own are in slices of one row. Nothing is known of a model that needs
+    data, as nothing but a dry run is worth its time here.
+
+    Args:
+        job: that does not fit.
+        conditions: under which it does not.
+        microbatch_size: rows.
+
+    Returns:
+        Bytes, by the names of remedies as a `PlanReport` has them; by ``""`` those of the
+        microbatch as it is.
+
+    Raises:
+        Exception: the model cannot be planned.
+
+    >>> blocks = [nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64)) for _ in range(4)]
+    >>> batch = torch.zeros(512, 64), torch.zeros(512, 64)
+    >>> job = Job(model=nn.Sequential(*blocks), batch=batch, layout=BatchLayout(),
+    ...           loss_fn=nn.MSELoss())
+    >>> needs = needs_otherwise(job, Conditions(), microbatch_size=512)
+    >>> needs["recompute"] < needs[""] / 2
+    True
+    """
+    with without_modes():
+        steps = DryRun(job)
+        conditions = dataclasses.replace(conditions, finer=_FINEST)
+        planner = Planner(steps, conditions, 1, job.layout.num_rows(job.batch))
+        found = {"": planner.need(microbatch_size)}
+        for remedy in planner.remedies(microbatch_size, None):
+            found[remedy.name] = found[""] - remedy.saved_bytes
+    return found
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What was found of a level.
+
+    Attributes:
+        planner: of it, with the slices that are told.
+        level: itself.
+        size: the most rows that fit; 0 where one does not.
+        told: rows of the largest microbatch of balanced ones.
+        may_defer: whether gradients may be reduced with the last microbatch alone.
+    """
+
+    planner: Planner
+    level: Level
+    size: int
+    told: int
+    may_defer: bool
+
+    def summary(self, limit_bytes: int | None) -> LevelPlan:
+        """In bytes and words."""
+        planner, told = self.planner, self.told
+        peak_bytes, margin = planner.points[told]
+        fits = self.size > 0 and (limit_bytes is None or peak_bytes + margin <= limit_bytes)
+        return LevelPlan(
+            name=self.level.name,
+            how=self.level.describe(),
+            largest_size=self.size,
+            microbatch_size=told,
+            num_microbatches=-(-planner.rows // told),
+            fits=fits,
+            peak_bytes=peak_bytes,
+            margin_bytes=margin,
+            nested_sizes=planner.slices(told),
+            deferred_bytes=planner.deferred_bytes(told) if self.may_defer else None,
+        )
 
 
 def _report(
-    planner: Planner,
-    size: int,
+    found: Sequence[_Planned],
     limit_bytes: int | None,
     *,
     device: str,
     why: str,
     remedies: bool,
 ) -> PlanReport:
-    """What was found, in bytes and words. A size of 0 is that not even one row fits."""
-    rows = planner.rows
-    told = balanced_sizes(rows, size or 1)[0]
-    needed = planner.need(told)
+    """What was found, in bytes and words: of the first level that fits."""
+    levels = [each.summary(limit_bytes) for each in found]
+    index = next((index for index, level in enumerate(levels) if level.fits), 0)
+    planner, level = found[index].planner, levels[index]
+    told, conditions = level.microbatch_size, planner.conditions
     trace = planner.trace(told)
-    peak_bytes, margin = planner.points[told]
-    conditions = planner.conditions
     assumptions = tuple(sorted(planner.steps.assumptions))  # remedies may need others
     return PlanReport(
         model=type(planner.steps.model).__name__,
         device=device,
         limit_bytes=limit_bytes,
-        num_rows=rows,
+        num_rows=planner.rows,
         microbatch_size=told,
-        num_microbatches=-(-rows // told),
-        largest_size=size,
-        fits=size > 0 and (limit_bytes is None or needed <= limit_bytes),
-        peak_bytes=peak_bytes,
-        margin_bytes=margin,
+        num_microbatches=level.num_microbatches,
+        largest_size=level.largest_size,
+        fits=level.fits,
+        peak_bytes=level.peak_bytes,
+        margin_bytes=level.margin_bytes,
         breakdown=by_kind(trace.breakdown()),
         modules=by_module(trace.breakdown()),
         parts=parts_of(trace, planner.steps.model),
@@ -431,7 +621,10 @@ def _report(
         ranks=planner.shards.num_ranks,
         precision=conditions.precision,
         train=conditions.train,
-        recompute=conditions.recompute,
+        recompute=RECOMPUTE in conditions.rungs,
+        level=level.name,
+        levels=tuple(levels),
+        nested_sizes=level.nested_sizes,
         is_measured=not planner.steps.is_fake,
         why_measured=why,
         assumptions=assumptions,

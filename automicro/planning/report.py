@@ -14,6 +14,7 @@ from automicro.pictures import Picture, speed_and_memory, timeline
 from automicro.planning.devices import find_device
 from automicro.planning.kernels import KINDS
 from automicro.policy.halving import Halving
+from automicro.rungs.levels import PLAIN
 from automicro.units import format_bytes
 
 _PLACES = {"cpu": "on the CPU", "cuda": "as on a GPU"}
@@ -39,6 +40,41 @@ class Remedy:
     peak_bytes: int
     saved_bytes: int
     fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelPlan:
+    """The largest microbatch of one level of ``when_too_large``.
+
+    Attributes:
+        name: as `StepResult.level` has it.
+        how: microbatches are computed, in half a sentence.
+        largest_size: the most rows that fit, 0 where one does not.
+        microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
+        num_microbatches: into which the batch is cut.
+        fits: whether that microbatch fits, with the margin.
+        peak_bytes: the most that its step holds.
+        margin_bytes: what is left free above the peak.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
+        deferred_bytes: what it needs, with the margin, where shards are reduced with the last
+            microbatch alone; None where nothing is deferred.
+    """
+
+    name: str
+    how: str
+    largest_size: int
+    microbatch_size: int
+    num_microbatches: int
+    fits: bool
+    peak_bytes: int
+    margin_bytes: int
+    nested_sizes: Mapping[str, int]
+    deferred_bytes: int | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with the margin."""
+        return self.peak_bytes + self.margin_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +122,10 @@ class PlanReport:
         precision: of autocast.
         train: whether it is a training step.
         recompute: whether repeated blocks are computed again in the backward.
+        level: of ``when_too_large`` that all of this is told of: the first at which a microbatch
+            fits, or the plain one.
+        levels: all of them, the plain one first.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
         is_measured: whether a few rows ran on the CPU, because the model needs data.
         why_measured: in that case, with the model's own line.
         assumptions: about the device's kernels, in sentences.
@@ -113,6 +153,9 @@ class PlanReport:
     precision: str
     train: bool
     recompute: bool
+    level: str
+    levels: Sequence[LevelPlan]
+    nested_sizes: Mapping[str, int]
     is_measured: bool
     why_measured: str
     assumptions: Sequence[str]
@@ -140,6 +183,8 @@ class PlanReport:
         """All of it as plain values, for JSON."""
         found = dataclasses.asdict(self)
         found["needed_bytes"] = self.needed_bytes
+        for planned, level in zip(found["levels"], self.levels, strict=True):
+            planned["needed_bytes"] = level.needed_bytes
         found["points"] = [list(point) for point in self.points]
         found["samples"] = [[step, dict(held)] for step, held in self.samples]
         return found
@@ -167,6 +212,13 @@ class PlanReport:
                 lines += [f"    {format_bytes(n):>26}  {name}" for name, n in most.items() if n]
         if self.margin_bytes:
             lines.append(f"    {format_bytes(self.margin_bytes):>12}  margin, to be left free")
+        if len(self.levels) > 1:
+            lines.append("  at each level of when_too_large:")
+            width = max(len(level.name) for level in self.levels)
+            lines += [f"    {each.name:<{width}}  {self._at(each)}" for each in self.levels]
+        deferred = self._deferred()
+        if deferred:
+            lines.append(deferred)
         if self.remedies:
             lines.append("  what would help most, for the same microbatch:")
         for remedy in self.remedies:
@@ -197,14 +249,40 @@ class PlanReport:
         what = "not even one row fits" if self.largest_size == 0 else f"{cut} do not fit"
         return f"{self.model} does not fit: {what}, it needs {need} ({how})"
 
+    def _deferred(self) -> str:
+        """What there is to say of gradients that wait; empty where none do."""
+        level = next(each for each in self.levels if each.name == self.level)
+        if level.deferred_bytes is None:
+            return ""
+        fits = self.limit_bytes is None or level.deferred_bytes <= self.limit_bytes
+        does = "" if self.limit_bytes is None else ", and fits" if fits else ", and does not fit"
+        return (
+            "  reducing gradients with the last microbatch alone (sync='auto') needs "
+            f"{format_bytes(level.deferred_bytes)}{does}"
+        )
+
+    def _at(self, level: LevelPlan) -> str:
+        """What there is to say of one level."""
+        need = format_bytes(level.needed_bytes)
+        if level.largest_size == 0:
+            return f"not even one row fits, it needs {need}"
+        cut = describe_cut(self.num_rows, level.microbatch_size, level.num_microbatches)
+        words = [f"{cut} rows need {need}" + ("" if level.fits else ", and do not fit")]
+        return ", ".join(
+            [*words, *(f"{name} {size} at a time" for name, size in level.nested_sizes.items())]
+        )
+
     def _conditions(self) -> str:
         words = [
             f"  {_shown_number(self.num_parameters)} parameters",
             "training" if self.train else "evaluation",
             self.precision,
         ]
-        if self.recompute:
+        if self.level != PLAIN:
+            words.append(f"at the level {self.level}")
+        elif self.recompute:
             words.append("blocks computed again")
+        words += [f"{name} {size} at a time" for name, size in self.nested_sizes.items()]
         if self.ranks > 1:
             words.append(f"sharded over {self.ranks} ranks (all figures are of one)")
         return ", ".join([*words, self._place()])

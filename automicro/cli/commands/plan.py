@@ -19,7 +19,8 @@ DESCRIPTION = """\
 Tell the largest microbatch of a config's model that will fit a device, into how
 many microbatches a batch is cut then, what fills the device, and what would help.
 Takes the first batch of its training data, and runs a step on tensors that have
-shapes but no data: no GPU, and no memory for the model.
+shapes but no data: no GPU, and no memory for the model. With when_too_large in the
+config, every level is told; with nested, the slices of parts that fit.
 """
 
 # What a step's memory does not depend on.
@@ -124,6 +125,9 @@ def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], Plan
         "precision": config.precision,
         "gradient_sums": config.gradient_sums,
         "recompute": arguments.recompute,
+        "when_too_large": config.when_too_large,
+        "nested": config.nested,
+        "sync": config.sync,
         "train": not arguments.eval,
         "batch_layout": config.batch_layout,
     }
