@@ -149,6 +149,12 @@ PARTS = [
         tests="test_training_gpu.py",
     ),
     Part(
+        name="smaller",
+        asks="levels and parts with sizes of their own, on a full device",
+        seconds=60,
+        tests="test_smaller_gpu.py",
+    ),
+    Part(
         name="memory_limit",
         asks="a limit holds",
         seconds=40,

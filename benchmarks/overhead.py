@@ -10,6 +10,7 @@ caches as other work of a step does.
 """
 
 import argparse
+import atexit
 import dataclasses
 import datetime
 import functools
@@ -184,7 +185,12 @@ def open_device(name: str) -> torch.device:
     """A device by name; the tests' stand-in for one is made first."""
     if name.startswith("standin"):
         importlib.import_module("tests.standin.device").install()
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type != "cpu":
+        # The device's thread of torch lets go of the last backward when that has returned, and
+        # needs the interpreter for it: a process that is ending by then aborts (pytorch#190489).
+        atexit.register(time.sleep, 0.5)
+    return device
 
 
 def wait_for_device() -> None:
