@@ -29,7 +29,9 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree in the sdist."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 has it
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
     (tree,) = folder.iterdir()
     return tree
 
