@@ -42,6 +42,7 @@ from automicro.modules import evaluation_mode, runs_collectives
 from automicro.nested.slices import Call, Unwritten, aliases_of, marked
 from automicro.reach import OF_EVERY_MODULE
 from automicro.torch_private import AnyBatchNorm, all_versions, uncheckpointed
+from automicro.transaction.leaves import nodes_of
 from automicro.values import same_values
 
 ROWS = (4, 2)
@@ -245,7 +246,7 @@ class _Look:
             before.roll_back()
             for name, module in modules.items():
                 vars(module).update(numbers[name])
-        with _put_back_after(self._call):
+        with self._call.leaving_no_trace():
             again = self._compute(self._rows)
         for name, module in modules.items():
             vars(module).update(numbers[name])
@@ -271,7 +272,7 @@ class _Look:
             output = call.compute(rows, aliases_of(call.parameters))
         if not _is_loss(output):
             return
-        for node in _nodes_of(output):
+        for node in nodes_of(output):
             weight = getattr(node, "_saved_weight", None)
             if node.name().startswith("NllLoss") and isinstance(weight, Tensor):
                 self._class_weights.append(weight)
@@ -606,27 +607,6 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
         for key, value in vars(module).items()
         if type(value) in (int, float) and key not in OF_EVERY_MODULE
     }
-
-
-@contextlib.contextmanager
-def _put_back_after(call: Call) -> Iterator[None]:
-    undo = call.undoing()
-    undo.begin()
-    try:
-        yield
-    finally:
-        undo.roll_back()
-
-
-def _nodes_of(loss: Tensor) -> Iterator[Any]:
-    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen: set[Any] = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        waiting.extend(following)
 
 
 def _in_place_of(before: Tensor, after: Tensor, leaf: Tensor) -> Tensor:

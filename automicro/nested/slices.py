@@ -182,6 +182,16 @@ class Call:
         """What undoes all that a slice changes."""
         return Transaction([self.buffers(), self.random()])
 
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Put back afterwards what is changed meanwhile."""
+        undo = self.undoing()
+        undo.begin()
+        try:
+            yield
+        finally:
+            undo.roll_back()
+
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Slices of a batch, those that are computed."""
         if not self.is_dry:
@@ -660,7 +670,7 @@ class _Recomputed(torch.autograd.Function):
                 return [None] * len(wanted)
             return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
 
-        with _leaving_no_trace(call):
+        with call.leaving_no_trace():  # the first time has changed the buffers already
             for each, gradients in run_slices(call, walk, gradients_of):
                 sums.add(each, gradients)
                 del gradients
@@ -673,17 +683,6 @@ def _gradients(
     if not loss.requires_grad:
         return [None] * len(wanted)
     return torch.autograd.grad(loss, wanted, gradient, allow_unused=True)
-
-
-@contextlib.contextmanager
-def _leaving_no_trace(call: Call) -> Iterator[None]:
-    """What is computed again has changed the buffers of the part already."""
-    undo = call.undoing()
-    undo.begin()
-    try:
-        yield
-    finally:
-        undo.roll_back()
 
 
 class Autocast:

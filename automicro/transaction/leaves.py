@@ -132,17 +132,26 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     """
     if loss.grad_fn is None:
         return [loss]
-    seen, found = {loss.grad_fn}, []
-    waiting = [loss.grad_fn]
+    return [node.variable for node in nodes_of(loss) if is_accumulation(node)]
+
+
+def nodes_of(loss: Tensor) -> Iterator[Any]:
+    """The operations that a backward of a tensor would run, each once.
+
+    >>> import torch
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> [node.name() for node in nodes_of(weight.exp().sum())]
+    ['SumBackward0', 'ExpBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if is_accumulation(node):
-            found.append(node.variable)  # type: ignore[attr-defined]
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return found
 
 
 class OutsideLeaves:
