@@ -254,7 +254,7 @@ class _Call:
                 self._before.put_back()
                 args, kwargs = _filled(self._structure, tensors)
                 with self._before.parameters(), self._parts.repeating():
-                    return self._forward(*args, **kwargs)
+                    return _with_copies(self._block.module, self._forward, args, kwargs)
             finally:
                 now.put_back()
 
@@ -265,9 +265,9 @@ class _Call:
         watched = [tensor for tensor in tensors if not tensor.is_inference()]
         versions = all_versions(watched)
         attributes = _attributes_of(args, kwargs)
-        with self._parts.noting():
-            output = self._forward(*args, **kwargs)
         block = self._block
+        with self._parts.noting():
+            output = _with_copies(block.module, self._forward, args, kwargs)
         written = before.written()
         if written:
             block.changing.update({id(tensor): tensor for tensor in written})
@@ -332,26 +332,62 @@ def _attributes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, t
     }
 
 
-def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments without the cache that a layer of transformers fills; None where it is in use.
+def _caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Caches of transformers, which a layer fills when it is called."""
+    return [each for each in [*args, *kwargs.values()] if comes_from(each, *_CACHES)]
 
-    A layer that runs twice would fill it twice. In training nobody reads what it would hold, unless
-    something of this layer was in it before.
+
+def _with_copies(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a layer with copies of the empty caches among its arguments.
+
+    It runs twice, and would fill them twice. In training nobody reads what they would hold. Without
+    any cache its tensors would lie otherwise in memory, and be multiplied with other rounding.
     """
+    caches = _caches_in(args, kwargs)
+    if not caches or getattr(module, "_can_checkpoint_with_cache", False):
+        return forward(*args, **kwargs)
+    layer = _layer_index(module)
+    copies = {id(each): _copy_of(each, layer) for each in caches}
+    originals = {id(copies[id(each)]): each for each in caches}
+    output = forward(
+        *(copies.get(id(each), each) for each in args),
+        **{key: copies.get(id(each), each) for key, each in kwargs.items()},
+    )
+    if type(output) is tuple:
+        return tuple(originals.get(id(each), each) for each in output)
+    return originals.get(id(output), output)
+
+
+def _copy_of(cache: Any, layer: int | None) -> Any:
+    """A cache that a layer may fill, or any layer where it is not known which, beside another."""
+    twin = _shallow_copy(cache)
+    own = vars(twin)
+    for name, value in own.items():
+        if comes_from(value, *_CACHES):
+            own[name] = _copy_of(value, layer)
+    layers = own.get("layers")
+    if isinstance(layers, list):
+        wanted = range(len(layers)) if layer is None else [layer] if layer < len(layers) else []
+        for index in wanted:
+            layers[index] = _shallow_copy(layers[index])
+    return twin
+
+
+def _shallow_copy(value: Any) -> Any:
+    twin = copy.copy(value)
+    own = vars(twin)
+    own.update({key: copy.copy(e) for key, e in own.items() if type(e) in (list, dict, set)})
+    return twin
+
+
+def _fills_what_is_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a layer is called with a cache that something of this layer was in before."""
     if getattr(module, "_can_checkpoint_with_cache", False):
-        return args, kwargs
-    caches = [each for each in [*args, *kwargs.values()] if comes_from(each, *_CACHES)]
-    if not caches:
-        return args, kwargs
-    if any(_is_in_use(cache, _layer_index(module)) for cache in caches):
-        return None
-    numbers = set(map(id, caches))
-    kwargs = {key: None if id(each) in numbers else each for key, each in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return tuple(None if id(each) in numbers else each for each in args), kwargs
+        return False
+    layer = _layer_index(module)
+    return any(_is_in_use(cache, layer) for cache in _caches_in(args, kwargs))
 
 
 def _layer_index(module: nn.Module) -> int | None:
@@ -454,14 +490,13 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
         if is_in_checkpoint():
             block.leave_out("runs in a checkpoint of the model's own already")
             return forward(*args, **kwargs)
-        reduced = _without_cache(block.module, args, kwargs)
-        if reduced is None:
+        if _fills_what_is_in_use(block.module, args, kwargs):
             block.leave_out(
                 "is called with a cache that holds something, and would add to it twice"
             )
             return forward(*args, **kwargs)
         block.is_used = True
-        return _Call(block, modules, forward, random).run(*reduced)
+        return _Call(block, modules, forward, random).run(args, kwargs)
 
     table[name] = run
     try:

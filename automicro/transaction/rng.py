@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 
 from automicro.reach import Reach
 from automicro.values import same_values
-
-_Words = ctypes.c_char * 2500  # of a Mersenne Twister: 624 numbers, and where in them it stands
 
 
 def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
@@ -52,7 +51,7 @@ class RandomState:
         given = self._generators
         own = given() if callable(given) else given
         self._state = (
-            random.getstate(),
+            _PYTHON.state(),
             _NUMPY.state(),
             torch.get_rng_state(),
             self._devices
@@ -170,31 +169,65 @@ class OwnGenerators:
         self._states = []
 
 
-class _GlobalNumpy:
-    """NumPy's global generator. Asking for its state is slow: its memory is compared first."""
+class _Global:
+    """A generator of the whole process. Asking for its state is slow: its memory is compared first.
 
-    def __init__(self) -> None:
-        self._bits: Any = None
-        self._words: Any = None  # its memory, as it is
-        self._memory = b""  # as it was
+    Args:
+        ask: for its state.
+        find: gives the objects that make it up, and those of its values that lie elsewhere; no
+            objects where its memory is not known.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Any], find: Callable[[], tuple[tuple[object, ...], object]]
+    ) -> None:
+        self._ask, self._find = ask, find
+        self._objects: tuple[object, ...] = ()
+        self._memory: list[Any] = []  # as it is
+        self._seen: object = None
         self._state: Any = None
 
     def state(self) -> Any:
-        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if type(bits) is not np.random.MT19937:
-            return np.random.get_state(legacy=False)
-        if bits is not self._bits:
-            self._bits, self._memory = bits, b""
-            self._words = _Words.from_address(bits.ctypes.state_address)
-        memory = self._words.raw
-        # A normal number that is kept for later is used up without a change of this memory.
-        if memory != self._memory or self._state["has_gauss"]:
-            self._memory = memory
-            self._state = np.random.get_state(legacy=False)
+        objects, values = self._find()
+        if not objects:
+            return self._ask()
+        if objects != self._objects:
+            self._objects, self._memory = objects, [_memory_of(each) for each in objects]
+        seen = [values]
+        seen += [each.raw for each in self._memory]
+        if seen != self._seen:
+            self._seen, self._state = seen, self._ask()
         return self._state
 
 
-_NUMPY = _GlobalNumpy()
+_MT19937_BYTES = 2500  # 624 numbers, and where in them it stands
+
+
+def _memory_of(generator: object) -> Any:
+    """Where the numbers lie: for CPython's objects, behind the head that all have."""
+    if isinstance(generator, np.random.MT19937):
+        return (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
+    head = object.__basicsize__
+    size = type(generator).__basicsize__ - head
+    return (ctypes.c_char * size).from_address(id(generator) + head)
+
+
+def _find_pythons() -> tuple[tuple[object, ...], object]:
+    generator: Any = random._inst
+    return (generator,) if _IS_CPYTHON else (), generator.gauss_next
+
+
+def _find_numpys() -> tuple[tuple[object, ...], object]:
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(bits) is not np.random.MT19937 or not _IS_CPYTHON:
+        return (), None
+    # The other one holds a normal number for later, which may be used up without drawing.
+    return (bits, np.random.mtrand._rand), None
+
+
+_IS_CPYTHON = sys.implementation.name == "cpython"
+_PYTHON = _Global(random.getstate, _find_pythons)
+_NUMPY = _Global(lambda: np.random.get_state(legacy=False), _find_numpys)
 
 
 def state_of(generator: Any) -> Any:
