@@ -30,7 +30,7 @@ def test_every_epoch_may_have_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
+def test_a_checkpoint_of_an_earlier_version_goes_on_as_that_did(
     world2: World, kind: str, tmp_path: Path
 ) -> None:
     shutil.copytree(EARLIER / kind / "checkpoints", tmp_path / "run")

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from automicro.memory.budget import MemoryBudget
 from automicro.ranks.interface import StrayedError
 from automicro.reach import Reach
 from automicro.rungs.levels import Level
-from automicro.rungs.recompute import LeftOutError
+from automicro.rungs.recompute import Block as Recomputed
+from automicro.rungs.recompute import LeftOutError, recomputing
+from automicro.transaction.rng import RandomState
 from tests.rungs.models import MODELS, WIDTH, Block, Codebook, batch_for, stack
 from tests.rungs.steps import LEVELS, differences, level_of, steps_at, take_step
 
@@ -464,3 +466,47 @@ def test_transforms_cannot_be_offloaded() -> None:
     model = stack(Transforming, 2)
     with pytest.raises(RuntimeError, match="leave 'offload' out of when_too_large"):
         take_step(model, mean_square(batch_for("plain")), level_of("offload", model))
+
+
+class CachingLayer(nn.Module):
+    """As those of transformers': what attention multiplies has been in a cache."""
+
+    seen: ClassVar[list[tuple[int, tuple[int, ...], int]]] = []  # an own one would be put back
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_idx = 1
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> tuple[Tensor, Any]:
+        keys = self.linear(x).view(len(x), 3, 2, 3).transpose(1, 2)
+        keys, _ = past_key_values.update(keys, keys, self.layer_idx)
+        num_cached = past_key_values.get_seq_length(self.layer_idx)
+        self.seen.append((id(past_key_values), keys.stride(), num_cached))
+        return x + keys.exp().transpose(1, 2).reshape(x.shape), past_key_values
+
+
+def test_a_layer_finds_an_empty_cache_each_time_and_leaves_the_callers_empty() -> None:
+    transformers = pytest.importorskip("transformers")
+    layer = CachingLayer()
+    layer.seen.clear()
+    x = torch.randn(4, 3, 6)
+    cache = transformers.DynamicCache()
+    layer(x, past_key_values=cache)
+    [(_, stride, num_cached)] = layer.seen
+    assert num_cached == 3
+    layer.seen.clear()
+    cache = transformers.DynamicCache()
+
+    def random_state() -> RandomState:
+        state = RandomState([])
+        state.begin()
+        return state
+
+    with recomputing([Recomputed("layer", layer)], random_state):
+        out, given_back = layer(x, past_key_values=cache)
+        out.sum().backward()
+    assert given_back is cache
+    assert cache.get_seq_length(1) == 0
+    assert [each[1:] for each in layer.seen] == [(stride, 3), (stride, 3)]
+    assert id(cache) not in {each[0] for each in layer.seen}

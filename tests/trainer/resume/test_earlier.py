@@ -9,9 +9,7 @@ from tests.trainer.resume.earlier_runs import EARLIER, compare, train_with_remem
 
 
 @pytest.mark.parametrize("kind", ["alone", "averaged"])
-def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_goes_on_as_that_did(kind: str, tmp_path: Path) -> None:
     shutil.copytree(EARLIER / kind / "checkpoints", tmp_path / "run")
     assert compare(kind, tmp_path / "run") == []
 
