@@ -52,6 +52,7 @@ ROWS = (4, 2)
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
 _MOST_ENDS = 8
+_FACTOR = 1024.0  # of gradients, which rounds nothing
 _MORE_DRAWS = 6  # of numbers that may make no difference
 _MOST_VARIED = 8  # masks and lengths
 _TOO_FEW = 2  # rows, of which none may count for nothing
@@ -67,11 +68,14 @@ class Looked:
         averages: what its loss averages over; None where it gives outputs and no loss.
         is_sure: whether another look would show nothing new.
         ends: last targets of rows that were seen: one of them may stand for no target.
+        is_proportional: whether its gradient grows as that from behind does. A hook that clamps
+            gradients, or half precision inside of the part, has to know what comes from there.
     """
 
     averages: Mapping[str, Average] | None
     is_sure: bool
     ends: frozenset[int] = frozenset()
+    is_proportional: bool = True
 
 
 def look(
@@ -119,7 +123,12 @@ def look(
                 looking = _Look(call, modules, rows, declared, ends)
                 found = looking.judge(differentiates=differentiates)
                 has_seen = lengths is None or len({lengths[row] for row in rows}) > 1
-                return replace(found, ends=ends, is_sure=found.is_sure and has_seen)
+                return replace(
+                    found,
+                    ends=ends,
+                    is_sure=found.is_sure and has_seen,
+                    is_proportional=looking.is_proportional,
+                )
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 if not isinstance(error, AutomicroError):
@@ -174,6 +183,7 @@ class _Look:
     ) -> None:
         self._call, self._modules, self._declared = call, modules, declared
         self._ends = ends
+        self.is_proportional = True
         self._class_weights: list[Tensor] = []
         self._knows_targets = True
         self._rows = call.layout.take_rows(call.batch, indices)
@@ -272,10 +282,14 @@ class _Look:
         call = self._call
         with torch.inference_mode(False), torch.enable_grad():
             given = map_tensors(self._rows, lambda leaf: leaf.detach().clone())
-            rows, _ = marked(given, list(call.inputs()))
-            output = call.compute(rows, aliases_of(call.parameters))
+            rows, leaves = marked(given, list(call.inputs()))
+            aliases = aliases_of(call.parameters)
+            output = call.compute(rows, aliases)
         if not _is_loss(output):
             return
+        if output.requires_grad:
+            wanted = leaves or [min(aliases, key=lambda each: each.numel())]
+            self.is_proportional = _is_proportional(output, wanted)
         for node in _nodes_of(output):
             weight = getattr(node, "_saved_weight", None)
             if node.name().startswith("NllLoss") and isinstance(weight, Tensor):
@@ -684,6 +698,24 @@ def _put_back_after(call: Call) -> Iterator[None]:
         yield
     finally:
         undo.roll_back()
+
+
+def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
+    found = []
+    try:
+        for factor in (1.0, _FACTOR):
+            gradient = torch.full_like(loss, factor)
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, wanted, gradient, retain_graph=True, allow_unused=True
+            )
+            found.append([each / factor for each in gradients if each is not None])
+    except Exception as error:
+        if classify(error) is Failure.RETRYABLE:
+            raise
+        return True  # it has one backward alone
+    one, other = found
+    tolerance = max((_tolerance(each) for each in one), default=0.0)
+    return _is_same(one, other, tolerance=tolerance)
 
 
 def _nodes_of(loss: Tensor) -> Iterator[Any]:

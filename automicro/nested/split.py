@@ -391,7 +391,8 @@ class NestedSplit:
             if looked.averages is not None:
                 if stages is not None:
                     self._refuse("it gives a loss, which is there before all rows have arrived")
-                return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
+                recompute = _is_half(call) or not looked.is_proportional
+                return split_loss(replace(call, averages=looked.averages), recompute=recompute)
             is_tried = call.earlier is None and sizer.begin() >= num_rows
             found = self._if_it_fits(call, sizer) if is_tried else None
             if found is not None:

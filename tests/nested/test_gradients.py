@@ -523,3 +523,20 @@ def test_sparse_gradients_stay_sparse() -> None:
         found.append(part.table.weight.grad.to_dense())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
     optimizer.step()
+
+
+def test_a_hook_that_clamps_gradients_inside_of_a_tail_sees_those_from_behind() -> None:
+    head = nn.Linear(6, 5).double()
+
+    def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits: Tensor = head(hidden)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        return F.cross_entropy(logits, targets)
+
+    x, targets = floats(ROWS, 6), torch.randint(5, (ROWS,))
+    part = split(tail, microbatch_size=2)
+    for factor in (0.01, 1.0):
+        wanted = torch.autograd.grad(tail(x, targets) * factor, [x, head.weight])
+        found = torch.autograd.grad(part(x, targets) * factor, [x, head.weight])
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
