@@ -579,6 +579,7 @@ class Microbatcher:
                 loss=nothing, rank_loss=nothing, is_committed=False, **finished.counts
             )
         loss, losses = finished.result
+        self._nested.notice_step()
         return StepResult(
             loss=loss,
             losses=losses,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import checkpoint
@@ -470,6 +471,22 @@ def is_transformed() -> bool:
     False
     """
     return bool(torch._C._are_functorch_transforms_active())
+
+
+@contextlib.contextmanager
+def without_parametrization_cache() -> Iterator[None]:
+    """Let parametrized weights be computed anew, in spite of ``parametrize.cached()`` around it.
+
+    >>> with without_parametrization_cache():
+    ...     torch.nn.utils.parametrize._cache_enabled
+    0
+    """
+    before = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 @contextlib.contextmanager

@@ -511,7 +511,9 @@ class _InStages(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        ctx.standing = call.standing()
         done.joined = joined = done.forward(batch)
+        ctx.standing.settle()
         leaves = dict(tensor_leaves(call.batch))
         ctx.others = [path for path in leaves if path not in inputs]
         ctx.num_tensors = len(tensors)
@@ -548,7 +550,7 @@ class _InStages(torch.autograd.Function):
         batch = with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
         try:
             sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
-            with ctx.autocast.again():
+            with ctx.standing.again(), ctx.autocast.again():
                 done.backward(batch, paths, given, parameters, sums)
         except Exception as error:
             if classify(error) is Failure.RETRYABLE:

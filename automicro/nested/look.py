@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automicro.batch.device import on_host
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import (
@@ -52,8 +53,11 @@ ROWS = (4, 2)
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
 _MOST_ENDS = 8
+_FACTOR = 1024.0  # of gradients, which rounds nothing
+_MORE_DRAWS = 6  # of numbers that may make no difference
 _MOST_VARIED = 8  # masks and lengths
 _TOO_FEW = 2  # rows, of which none may count for nothing
+_ABSENT = (0.0, -1.0, -100.0, -999.0, float("nan"))  # what stands for a value that is not there
 _NAMES = ("samples", "tokens", "none")
 
 
@@ -65,11 +69,14 @@ class Looked:
         averages: what its loss averages over; None where it gives outputs and no loss.
         is_sure: whether another look would show nothing new.
         ends: last targets of rows that were seen: one of them may stand for no target.
+        is_proportional: whether its gradient grows as that from behind does. A hook that clamps
+            gradients, or half precision inside of the part, has to know what comes from there.
     """
 
     averages: Mapping[str, Average] | None
     is_sure: bool
     ends: frozenset[int] = frozenset()
+    is_proportional: bool = True
 
 
 def look(
@@ -117,7 +124,12 @@ def look(
                 looking = _Look(call, modules, rows, declared, ends)
                 found = looking.judge(differentiates=differentiates)
                 has_seen = lengths is None or len({lengths[row] for row in rows}) > 1
-                return replace(found, ends=ends, is_sure=found.is_sure and has_seen)
+                return replace(
+                    found,
+                    ends=ends,
+                    is_sure=found.is_sure and has_seen,
+                    is_proportional=looking.is_proportional,
+                )
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 if not isinstance(error, AutomicroError):
@@ -172,9 +184,11 @@ class _Look:
     ) -> None:
         self._call, self._modules, self._declared = call, modules, declared
         self._ends = ends
+        self.is_proportional = True
         self._class_weights: list[Tensor] = []
         self._knows_targets = True
         self._rows = call.layout.take_rows(call.batch, indices)
+        self._needing = set(call.inputs())  # such are computed, and hold no absent values
         self._sizes = [1, len(indices) - 1]
 
     def judge(self, *, differentiates: bool) -> Looked:
@@ -195,16 +209,17 @@ class _Look:
         self._refuse_memory()
         if differentiates:
             self._read_graph()
-        first = self._compute(self._rows)
-        again = self._compute(self._rows)
+        first, again, has_drawn = self._compute_twice()
         is_tail = _is_loss(first)
         averages_over_rows = any(isinstance(each, AnyBatchNorm) for each in self._all_modules())
-        if averages_over_rows or not _is_same(first, again, tolerance=0.0):
+        if averages_over_rows or has_drawn or not _is_same(first, again, tolerance=0.0):
             with evaluation_mode(self._modules), self._with_statistics():
-                first, again = self._compute(self._rows), self._compute(self._rows)
+                first, again, has_drawn = self._compute_twice()
+                more = [self._compute(self._rows) for _ in range(_MORE_DRAWS * has_drawn)]
                 # Parts inside may be cut otherwise the second time, which rounds otherwise.
                 coarse = max((_tolerance(leaf) for _, leaf in tensor_leaves(first)), default=0.0)
-                if _is_loss(first) != is_tail or not _is_same(first, again, tolerance=coarse):
+                is_same = all(_is_same(first, each, tolerance=coarse) for each in (again, *more))
+                if _is_loss(first) != is_tail or not is_same:
                     return self._unseen(is_tail)
                 return self._judge_loss(first) if is_tail else self._judge_outputs(first)
         return self._judge_loss(first) if is_tail else self._judge_outputs(first)
@@ -268,10 +283,14 @@ class _Look:
         call = self._call
         with torch.inference_mode(False), torch.enable_grad():
             given = map_tensors(self._rows, lambda leaf: leaf.detach().clone())
-            rows, _ = marked(given, list(call.inputs()))
-            output = call.compute(rows, aliases_of(call.parameters))
+            rows, leaves = marked(given, list(call.inputs()))
+            aliases = aliases_of(call.parameters)
+            output = call.compute(rows, aliases)
         if not _is_loss(output):
             return
+        if output.requires_grad:
+            wanted = leaves or [min(aliases, key=lambda each: each.numel())]
+            self.is_proportional = _is_proportional(output, wanted)
         for node in nodes_of(output):
             weight = getattr(node, "_saved_weight", None)
             if node.name().startswith("NllLoss") and isinstance(weight, Tensor):
@@ -304,6 +323,16 @@ class _Look:
         output = self._call.compute(given, ())
         inputs.check()
         return output
+
+    def _compute_twice(self) -> tuple[Any, Any, bool]:
+        """Two outputs, and whether numbers were drawn: they may be the same by chance."""
+        random = self._call.random()
+        with on_host():
+            random.begin()
+        first = self._compute(self._rows)
+        with on_host():
+            has_drawn = random.has_moved
+        return first, self._compute(self._rows), has_drawn
 
     def _averages(self, declared: LossAverage) -> Mapping[str, Average]:
         return read_average(
@@ -368,7 +397,7 @@ class _Look:
 
     def _judge_loss(self, whole: Tensor) -> Looked:
         losses = [(self._rows, whole, [self._compute(part) for part in self._split(self._rows)])]
-        variants = list(_with_other_counts(self._rows))
+        variants = [*_with_other_counts(self._rows), *_with_other_weights(self._rows)]
         if self._knows_targets:
             extremes = {int(at) for w in self._class_weights for at in (w.argmin(), w.argmax())}
             variants += _with_fewer_targets(self._rows, {*self._ends, *extremes})
@@ -380,10 +409,11 @@ class _Look:
             declared = self._declared if is_declared(self._declared) else "tokens"
             return Looked(averages=self._averages(declared), is_sure=False)
         losses = [each for each in losses if bool(torch.isfinite(each[1]))]
+        more = [] if callable(self._declared) else self._with_absent_values()
         if is_declared(self._declared):
             averages = self._averages(self._declared)
-            if not self._adds_up(averages, losses):
-                found = self._which(losses)
+            if not self._adds_up(averages, [*losses, *more]):
+                found = self._which(losses) if not self._adds_up(averages, losses) else None
                 hint = f"; it is {found}" if found else f"; {REMEDY}"
                 raise LossAverageError(
                     f"the losses of slices of a part do not add up to its loss with "
@@ -395,15 +425,32 @@ class _Look:
             for name in _NAMES
             if self._can(name) and self._adds_up(self._averages(name), losses)
         ]
+        found = None if matching else self._which(losses)
+        matching = [name for name in matching if self._adds_up(self._averages(name), more)]
         if not matching:
-            found = self._which(losses)
             hint = f"pass loss_average={found}" if found else REMEDY
+            if more and not found:
+                hint += " (it may leave values such as 0, -1 or NaN out of its mean)"
             raise LossAverageError(
                 "the losses of slices of a part add up to its loss neither as a mean over samples "
                 f"or targets nor as a sum, so that it cannot be cut as it is; {hint}"
             )
         name = "tokens" if "tokens" in matching else matching[0]
         return Looked(averages=self._averages(name), is_sure=len(matching) == 1)
+
+    def _with_absent_values(self) -> list[tuple[Any, Tensor, Sequence[Tensor]]]:
+        """Losses of rows of which one has numbers that often stand for a value that is not there.
+
+        A loss may leave these out of its mean, and a batch without any does not show it.
+        """
+        losses: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
+        for changed in _with_absent(self._rows, self._needing):
+            with contextlib.suppress(Exception):  # values that it does not know
+                whole = self._compute(changed)
+                if bool(torch.isfinite(whole)):
+                    parts = [self._compute(part) for part in self._split(changed)]
+                    losses.append((changed, whole, parts))
+        return losses
 
     def _can(self, name: str) -> bool:
         return name != "tokens" or _integers(self._rows) is not None
@@ -537,6 +584,41 @@ def _with_other_counts(rows: Any) -> Iterator[Any]:
             yield map_tensors(rows, functools.partial(_in_place_of, leaf, changed))
 
 
+def _with_other_weights(rows: Any) -> Iterator[Any]:
+    """The same rows, of which one has smaller weights, where all rows have the same.
+
+    A loss may be divided by the sum of them.
+    """
+    for _, leaf in tensor_leaves(rows):
+        if not leaf.dim() or not leaf.is_floating_point() or len(leaf) <= _TOO_FEW:
+            continue
+        if bool((leaf == leaf.reshape(-1)[:1]).all()):
+            changed = leaf.detach().clone()
+            changed[-1] *= 0.5
+            yield map_tensors(rows, functools.partial(_in_place_of, leaf, changed))
+
+
+def _with_absent(rows: Any, needing: set[str]) -> Iterator[Any]:
+    """The same rows, of which one has absent values in a tensor of numbers."""
+    leaves = [
+        leaf
+        for path, leaf in tensor_leaves(rows)
+        if leaf.dim() and leaf.is_floating_point() and leaf.numel() and path not in needing
+    ]
+    for leaf in leaves[:_MOST_VARIED]:
+        for value in _ABSENT:
+            changed = leaf.detach().clone()
+            if leaf[0].numel() > 1:
+                first = changed[0].reshape(-1)
+                first[first.numel() // 2 :] = value
+                changed[0] = first.reshape(changed[0].shape)
+            elif len(leaf) > _TOO_FEW:
+                changed[-1] = value
+            else:
+                break
+            yield map_tensors(rows, functools.partial(_in_place_of, leaf, changed))
+
+
 def _fewer(leaf: Tensor) -> Tensor | None:
     """A mask or lengths, with fewer for one row; None for what is neither."""
     if leaf.is_complex() or not leaf.numel():
@@ -609,16 +691,39 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
+    found = []
+    try:
+        for factor in (1.0, _FACTOR):
+            gradient = torch.full_like(loss, factor)
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, wanted, gradient, retain_graph=True, allow_unused=True
+            )
+            found.append([each / factor for each in gradients if each is not None])
+    except Exception as error:
+        if classify(error) is Failure.RETRYABLE:
+            raise
+        return True  # it has one backward alone
+    one, other = found
+    tolerance = max((_tolerance(each) for each in one), default=0.0)
+    return _is_same(one, other, tolerance=tolerance)
+
+
 def _in_place_of(before: Tensor, after: Tensor, leaf: Tensor) -> Tensor:
     return after if leaf is before else leaf
 
 
 def _ends(batch: Any) -> frozenset[int]:
-    """The last targets of rows, a few of them: padding lies there."""
+    """Targets that may stand for none, a few of them.
+
+    Padding lies last in a row. Other marks (-1, 255) are less or more than all classes.
+    """
     targets = targets_of(batch)
     last = targets.flatten(1)[:, -1] if targets.dim() > 1 else targets
-    values: list[int] = torch.unique(last)[:_MOST_ENDS].tolist()
-    return frozenset(values)
+    values: list[int] = torch.unique(last).tolist()
+    few = _MOST_ENDS // 2
+    extremes: list[int] = torch.stack(targets.aminmax()).tolist() if targets.numel() else []
+    return frozenset([*values[:few], *values[-few:], *extremes])
 
 
 def _has_other_ranks() -> bool:

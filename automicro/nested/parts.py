@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
-from automicro.errors import UnsplittableModelError
+from automicro.errors import AutomicroWarning, UnsplittableModelError, warn
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
 from automicro.nested.split import NestedSplit, attached_parts, attached_to, num_attachments, split
-from automicro.torch_private import FakeTensor
+from automicro.torch_private import FakeTensor, uncompiled
 
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 
@@ -27,6 +27,7 @@ TAIL = "tail"
 # How far apart the loss of a language model may be with its tail in one piece and apart.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
+_PATIENCE = 8  # steps until a part that nothing calls is named
 _LARGEST = 1000.0  # in the place of logits, when a look is taken at what is done to them
 
 
@@ -49,7 +50,9 @@ class NestedSizes:
         self._given: dict[str, NestedSplit] = {}
         self._tails: list[LanguageTail] = []
         self._own: list[NestedSplit | LanguageTail] = []  # that were attached here
+        self._unseen: list[NestedSplit | LanguageTail] = []  # of these, that have not run yet
         self._attached: tuple[int, dict[str, NestedSplit]] | None = None
+        self._unseen_steps: int | None = 0  # None: all that was named here has run
         if isinstance(nested, str | nn.Module):
             raise TypeError(
                 f"nested={nested!r} names no size; give sizes by the names of modules: "
@@ -58,6 +61,7 @@ class NestedSizes:
         if isinstance(nested, Mapping):
             for name, options in nested.items():
                 self._attach(model, name, read_options(name, options))
+            self._unseen = list(self._own)
         else:
             for index, each in enumerate(nested or ()):
                 if not isinstance(each, NestedSplit):
@@ -125,6 +129,29 @@ class NestedSizes:
         if self._attached is None or self._attached[0] != num_attachments():
             self._attached = num_attachments(), attached_parts(self._modules)
         return {**self._given, **tails, **self._attached[1]}
+
+    def notice_step(self) -> None:
+        """Name the parts that no step has called so far: their sizes do nothing.
+
+        Warns:
+            AutomicroWarning: once, after some steps.
+        """
+        if self._unseen_steps is None:
+            return
+        self._unseen = [each for each in self._unseen if not each.has_run]
+        self._unseen_steps += 1
+        if not self._unseen:
+            self._unseen_steps = None
+        elif self._unseen_steps == _PATIENCE:
+            self._unseen_steps = None
+            names = ", ".join(repr(each.name) for each in self._unseen)
+            warn(
+                f"nested gives sizes to {names}, and {_PATIENCE} steps have not called it: the "
+                "size does nothing. Name a module that is called (a list of modules, or a "
+                "layer whose weight alone is used, is not; the tail of a language model runs where "
+                "the model itself is given labels)",
+                AutomicroWarning,
+            )
 
     def begin_anew(self, finer: int) -> None:
         """Let all whose sizes adapt forget what they found, and be cut so much finer."""
@@ -242,6 +269,16 @@ class LanguageTail:
         forward = vars(model).get("forward")
         return forward.tail if isinstance(forward, _TailForward) else None
 
+    @property
+    def name(self) -> str:
+        """As it is named."""
+        return TAIL
+
+    @property
+    def has_run(self) -> bool:
+        """Whether anybody has called it."""
+        return any(each.has_run for each in self.splits.values())
+
     def attach(self) -> None:
         """Let the model's forward take its head and loss apart, until `remove`."""
         self._earlier, self._forward = vars(self._model).get("forward"), self._model.forward
@@ -337,7 +374,10 @@ class LanguageTail:
             return compute_loss(head(hidden.to(dtype)), **each, **given)
 
         part = self._split(is_sum=is_sum, head=head).of(tail)
-        return cast(Tensor, part(hidden, targets.to(hidden.device)))
+        try:
+            return cast(Tensor, part(hidden, targets.to(hidden.device)))
+        finally:
+            part.of(_nothing)  # a copy, or a file, of the model has nothing of this call
 
     def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
         name = f"{TAIL} (sum)" if is_sum else TAIL
@@ -346,6 +386,7 @@ class LanguageTail:
             part = NestedSplit(_nothing, modules=[head], **{**average, **self._options})
             part.name = name
             self.splits[name] = part
+        self.splits[name].use([head])
         return self.splits[name]
 
     def _check(self, bound: Mapping[str, Any]) -> None:
@@ -431,6 +472,10 @@ class _TailForward:
     def __init__(self, tail: LanguageTail) -> None:
         self.tail = tail
 
+    @uncompiled(
+        "head and loss of a language model are cut while its forward runs (nested={'tail': …}); "
+        "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tail.run(args, kwargs)
 

@@ -33,9 +33,11 @@ from automicro.torch_private import all_versions, uncheckpointed
 from automicro.transaction.buffers import Buffers
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
+from automicro.values import same_values
 
 T = TypeVar("T")
 
+_NOTHING = torch.empty(0)  # in the places of tensors
 _OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
 
 
@@ -50,6 +52,16 @@ class Sizer(Protocol):
 
     def end(self, sizes: Sequence[int]) -> None:
         """All slices went through."""
+
+
+class Standing(Protocol):
+    """What a part computes with besides its inputs and trained parameters, as it stood."""
+
+    def settle(self) -> None:
+        """Leave out what the part itself has changed since."""
+
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        """As it stood, for a while."""
 
 
 class Calls:
@@ -146,6 +158,7 @@ class Call:
         device: that it computes on.
         buffers: gives what puts buffers of the part back.
         random: gives what remembers where random numbers stand.
+        standing: gives what remembers modes, buffers and frozen parameters.
         min_rows: that a slice needs, where there are as many.
         is_exact: whether BatchNorm sees the rows of all slices.
         is_dry: whether tensors are without data. Then two slices stand for all.
@@ -164,6 +177,7 @@ class Call:
     device: torch.device
     buffers: Callable[[], Buffers]
     random: Callable[[], RandomState]
+    standing: Callable[[], Standing]
     min_rows: int = 1
     is_exact: bool = False
     is_dry: bool = False
@@ -173,6 +187,27 @@ class Call:
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the batch that need a gradient, by their paths."""
         return {path: leaf for path, leaf in tensor_leaves(self.batch) if leaf.requires_grad}
+
+    def check_inputs(self) -> None:
+        """Refuse gradients of tensors that are rows of a list: slices do not have all of them.
+
+        Raises:
+            UnsplittableModelError: there are some.
+        """
+        inputs = self.inputs()
+        inside = [path for path in inputs if "." in path]
+        if not inside:
+            return
+        rows = self.layout.row_dims(self.batch)
+        last = self.layout.num_rows(self.batch) - 1
+        few = dict(tensor_leaves(self.layout.take_rows(self.batch, [last])))
+        for path in inside:
+            if path not in rows and few.get(path) is not inputs[path]:
+                raise UnsplittableModelError(
+                    f"a part with a size of its own is given {path!r}, which needs a gradient, in "
+                    "a list of rows: lists of such tensors cannot be cut; give it one padded "
+                    "tensor with the rows in dimension 0, and their lengths"
+                )
 
     def cut(self, num_rows: int, size: int) -> list[int]:
         """Sizes of slices of at most so many rows."""
@@ -435,6 +470,7 @@ class Joined:
             BatchError: it has no rows, or other shapes than that of the slices before.
         """
         leaves = [leaf for _, leaf in tensor_leaves(output)]
+        form = map_tensors(output, lambda leaf: _NOTHING)
         for leaf in leaves:
             if leaf.dim() == 0 or leaf.shape[0] != each.num_rows:
                 raise BatchError(
@@ -444,7 +480,14 @@ class Joined:
                 )
         if not self.tensors:
             self.tensors = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-            self._form = map_tensors(output, lambda leaf: leaf.new_empty(0))
+            self._form = form
+        elif not same_values(self._form, form):
+            raise UnsplittableModelError(
+                "a part with a size of its own gives beside tensors something that is another one "
+                "for each slice (a number, a text, None in place of a tensor): that of all rows is "
+                "not known; give it as a tensor with the rows in dimension 0, or compute it "
+                "outside of the part"
+            )
         for whole, leaf in zip(self.tensors, leaves, strict=True):
             if whole.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
@@ -497,8 +540,14 @@ class Gradients:
             if gradient is None:
                 continue
             whole, dim = self._sums[index], self._dims[index]
+            is_first = not self._is_reached[index]
             self._is_reached[index] = True
-            if dim is None:
+            if dim is None and gradient.is_sparse and (is_first or whole.is_sparse):
+                wide = gradient.to(whole.dtype)
+                self._sums[index] = wide if is_first else (whole + wide).coalesce()
+            elif dim is None and whole.is_sparse:
+                self._sums[index] = gradient.to(whole.dtype) + whole
+            elif dim is None:
                 whole += gradient
             else:
                 whole.narrow(dim, each.start, each.num_rows).copy_(gradient)
@@ -601,6 +650,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> Any:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        ctx.standing = call.standing()
         walk = Walk(call, batch, call.earlier)
         ran: list[Earlier] = [] if call.ran is None else call.ran
         total: tuple[Tensor, torch.dtype] | None = None
@@ -614,6 +664,7 @@ class _Recomputed(torch.autograd.Function):
             else:
                 total = _added(total, walk.weights.apply(each.index, found, {})[0])
             del found
+        ctx.standing.settle()
         # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
         leaves = dict(tensor_leaves(call.batch))
         ctx.others = [path for path in leaves if path not in inputs]
@@ -670,7 +721,8 @@ class _Recomputed(torch.autograd.Function):
                 return [None] * len(wanted)
             return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
 
-        with call.leaving_no_trace():  # the first time has changed the buffers already
+        # The first time has changed the buffers already.
+        with ctx.standing.again(), call.leaving_no_trace():
             for each, gradients in run_slices(call, walk, gradients_of):
                 sums.add(each, gradients)
                 del gradients

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
@@ -44,6 +45,8 @@ from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.torch_private import (
     FakeTensor,
+    all_versions,
+    buffer_table,
     has_forward_hooks,
     in_backward,
     is_in_checkpoint,
@@ -51,6 +54,7 @@ from automicro.torch_private import (
     is_transformed,
     parameter_table,
     uncompiled,
+    without_parametrization_cache,
 )
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import leaves_of
@@ -164,6 +168,11 @@ class NestedSplit:
             raise TypeError(
                 f"a part is a module or a function, and not {part!r}; give model.joint, say"
             )
+        if type(part).__call__ is nn.Module.__call__ and not _has_forward(part):
+            raise TypeError(
+                f"{type(part).__name__} has no forward that could be cut; give sizes to the "
+                "modules in it"
+            )
         if attached_to(part) is not None:
             raise ValueError(
                 f"{type(part).__name__} has a size of its own already; give it once, or take the "
@@ -209,6 +218,8 @@ class NestedSplit:
         self._names: tuple[Any, list[str], str | None] | None = None
         self._has_warned = False
         self._is_inside = False
+        self._thread: int | None = None  # that computes a slice
+        self.has_run = False
         self._in_backward = False
         self.has_shrunk = False
         self.name = getattr(part, "__name__", type(part).__name__)
@@ -264,6 +275,12 @@ class NestedSplit:
         """The same sizes for another function, which computes the same."""
         self._part = part
         return self
+
+    def use(self, modules: Sequence[nn.Module]) -> None:
+        """Compute with the parameters of these modules, in the place of those before."""
+        if [*map(id, modules)] != [*map(id, self._modules)]:
+            self._modules, self._about = list(modules), None
+            self._looked.clear()
 
     def attach(self) -> "NestedSplit":
         """Let the module run in slices wherever it is called. Its class and its names stay.
@@ -336,6 +353,8 @@ class NestedSplit:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         forward = self._forward()
+        self.has_run = True
+        self._refuse_threads()
         if self._is_inside or is_traced():
             return forward(*args, **kwargs)
         if is_transformed():
@@ -366,12 +385,14 @@ class NestedSplit:
         if num_rows == 1 or call.earlier == []:
             outputs = self._whole(call, sizer)
         else:
+            call.check_inputs()
             stages = self._stages(batch)  # before any size is tried
             looked = self._look(call, given)
             if looked.averages is not None:
                 if stages is not None:
                     self._refuse("it gives a loss, which is there before all rows have arrived")
-                return split_loss(replace(call, averages=looked.averages), recompute=_is_half(call))
+                recompute = _is_half(call) or not looked.is_proportional
+                return split_loss(replace(call, averages=looked.averages), recompute=recompute)
             is_tried = call.earlier is None and sizer.begin() >= num_rows
             found = self._if_it_fits(call, sizer) if is_tried else None
             if found is not None:
@@ -396,6 +417,19 @@ class NestedSplit:
             f"BatchNorm before any go on, and they cannot: {why}; give it to a module that ends "
             "before the loss, or leave it out"
         )
+
+    def _refuse_threads(self) -> None:
+        """Refuse a call while another thread computes a slice, with other parameters in place.
+
+        Raises:
+            UnsplittableModelError: there is one.
+        """
+        if self._is_inside and self._thread != threading.get_ident() and torch.is_grad_enabled():
+            raise UnsplittableModelError(
+                f"{self.name} has a size of its own, and two threads call it at a time: one would "
+                "have the gradients of the other; give each thread a copy, or let them wait for "
+                "each other"
+            )
 
     def _names_of(self, forward: Callable[..., Any], num_given: int) -> list[str]:
         """The names of arguments that are given by their places."""
@@ -422,7 +456,7 @@ class NestedSplit:
 
         @contextlib.contextmanager
         def holding(tensors: Sequence[Tensor] | None) -> Iterator[None]:
-            with places.holding(tensors), _no_autocast_cache():
+            with places.holding(tensors), _no_autocast_cache(), without_parametrization_cache():
                 yield
 
         is_new = True
@@ -431,15 +465,17 @@ class NestedSplit:
             nonlocal is_new
             args = [rows[name] for name in names]
             kwargs = {name: value for name, value in rows.items() if name not in names}
-            self._is_inside = True
+            self._refuse_threads()
+            self._is_inside, self._thread = True, threading.get_ident()
             try:
                 with holding(tensors):
                     output = forward(*args, **kwargs)
             finally:
                 self._is_inside = False
-            if tensors is not None and is_new and torch.is_grad_enabled():
-                _refuse_strangers(output, rows, tensors)
-                _refuse_left_behind(known.index)
+            if tensors is not None and torch.is_grad_enabled():
+                _refuse_strangers(output, rows, [*tensors, *places.frozen])
+                if is_new:
+                    _refuse_left_behind(known.index)
                 is_new = False
             return output
 
@@ -456,6 +492,7 @@ class NestedSplit:
             device=next((leaf.device for leaf in leaves), torch.device("cpu")),
             buffers=lambda: Buffers(known.history),
             random=functools.partial(NothingDrawn, ()) if is_dry else known.random,
+            standing=functools.partial(Standing, known.index),
             min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
             is_exact=self._is_exact,
             is_dry=is_dry,
@@ -573,7 +610,11 @@ class NestedSplit:
         if len(sizes) < 2 or self._has_warned:
             return
         self._has_warned = True
-        hooked = [name for name, each in self._known.index.owners if self._sees_slices(each)]
+        hooked = [
+            name or type(each).__name__
+            for name, each in self._known.index.owners
+            if self._sees_slices(each)
+        ]
         if hooked:
             warn(
                 f"forward hooks inside of {self.name}, a part with a size of its own, see slices, "
@@ -689,16 +730,21 @@ class Places:
 
     Attributes:
         parameters: each once.
+        frozen: those that need none now; they may by the time of the backward.
     """
 
     def __init__(self, index: ModuleIndex) -> None:
         self._found: list[tuple[dict[str, Any], str, int]] = []
         by_id: dict[int, int] = {}
         self.parameters: list[Tensor] = []
+        self.frozen: list[Tensor] = []
         for _, module in index.owners:
             table = parameter_table(module)
             for name, parameter in table.items():
-                if parameter is None or not parameter.requires_grad:
+                if parameter is None:
+                    continue
+                if not parameter.requires_grad:
+                    self.frozen.append(parameter)
                     continue
                 if id(parameter) not in by_id:
                     by_id[id(parameter)] = len(self.parameters)
@@ -735,6 +781,73 @@ class Places:
                 )
 
 
+class Standing:
+    """Modes, buffers and frozen parameters of modules as they stand now.
+
+    A part is computed again in the backward, and its mode may be another one by then, or what
+    ``torch.func.functional_call`` put there may be gone.
+
+    Args:
+        index: of the modules.
+    """
+
+    def __init__(self, index: ModuleIndex) -> None:
+        self._modes = [(module, module.training) for _, module in index.owners]
+        self._found: list[tuple[dict[str, Any], str, Tensor]] = [
+            (table, name, tensor)
+            for _, module in index.owners
+            for table in (parameter_table(module), buffer_table(module))
+            for name, tensor in table.items()
+            if tensor is not None and not (tensor.requires_grad or tensor.is_inference())
+        ]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return all_versions(tensor for _, _, tensor in self._found)
+
+    def settle(self) -> None:
+        """Leave out what the part itself has changed since."""
+        kept = [
+            (each, was)
+            for each, was, now in zip(
+                self._found, self._versions, self._versions_now(), strict=True
+            )
+            if was == now and each[0].get(each[1]) is each[2]
+        ]
+        self._found, self._versions = [each for each, _ in kept], [was for _, was in kept]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it stood, for a while.
+
+        Raises:
+            UnsplittableModelError: the values of a tensor are others by now.
+        """
+        for (_, name, tensor), was, now in zip(
+            self._found, self._versions, self._versions_now(), strict=True
+        ):
+            if was != now and tensor.is_floating_point():
+                raise UnsplittableModelError(
+                    f"the buffer or frozen parameter {name!r} of a part with a size of its own was "
+                    "written into between its forward and its backward, which computes the part "
+                    "again; call backward before, or put a new tensor in its place"
+                )
+        modes = [(module, module.training) for module, was in self._modes]
+        places = [each for each in self._found if each[0].get(each[1]) is not each[2]]
+        before = [table.get(name) for table, name, _ in places]
+        try:
+            for module, was in self._modes:
+                module.training = was
+            for table, name, tensor in places:
+                table[name] = tensor
+            yield
+        finally:
+            for module, was in modes:
+                module.training = was
+            for (table, name, _), there in zip(places, before, strict=True):
+                table[name] = there
+
+
 @contextlib.contextmanager
 def _no_autocast_cache() -> Iterator[None]:
     """What autocast would keep of a slice has no gradient, or that of an alias."""
@@ -761,6 +874,10 @@ class _Forward:
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.nested._run(args, kwargs)
+
+
+def _has_forward(module: Any) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:

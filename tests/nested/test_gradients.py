@@ -421,3 +421,122 @@ def test_a_compiled_model_breaks_its_graph_around_a_part() -> None:
     with pytest.raises(Exception, match="a part with a size of its own"):
         torch.compile(whole, backend="eager", fullgraph=True)(x)
     torch.compiler.reset()
+
+
+class Noisy(nn.Module):
+    """Dropout between layers, of which one may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+        self.last.requires_grad_(False)
+        self.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.tanh(self.drop(self.first(hidden))))
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:it could not be seen")
+def test_a_mode_that_changes_before_the_backward_changes_nothing() -> None:
+    part, x = Noisy(), floats(ROWS, 6)
+    split(part, microbatch_size=2)
+    found = []
+    for switches in (False, True):
+        part.train().zero_grad()
+        torch.manual_seed(3)
+        output = part(x)
+        if switches:
+            part.eval()
+        output.square().sum().backward()
+        assert part.training is not switches
+        assert part.first.weight.grad is not None
+        found.append(part.first.weight.grad.clone())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_functional_call_puts_there_is_there_in_the_backward() -> None:
+    part, x = Noisy().eval(), floats(ROWS, 6)
+    other = twin(part)
+    split(other, microbatch_size=2)
+    found = []
+    for each in (part, other):
+        x.grad = None
+        values = {
+            name: (2 * value.detach()).requires_grad_(value.requires_grad)
+            for name, value in each.named_parameters()
+        }
+        output = torch.func.functional_call(each, values, (x,))
+        output.square().sum().backward()
+        found.append([x.grad, values["first.weight"].grad])
+    same(found[1], found[0])
+
+
+def test_a_frozen_parameter_that_is_written_into_before_the_backward_is_refused() -> None:
+    part, x = Noisy().eval(), floats(ROWS, 6)
+    split(part, microbatch_size=2)
+    output = part(x)
+    with torch.no_grad():
+        part.last.weight.mul_(2)
+    with pytest.raises(UnsplittableModelError, match=r"'weight' of a part .* was written into"):
+        output.sum().backward()
+    part(x).sum().backward()
+    output = part.requires_grad_(False)(x)
+    part.requires_grad_(True)  # as a discriminator's, behind the loss of a generator
+    output.sum().backward()
+
+
+def test_weights_that_are_cached_keep_their_gradient() -> None:
+    part, given = made("mlp")
+    for layer in [each for each in part.modules() if isinstance(each, nn.Linear)]:
+        torch.nn.utils.parametrizations.weight_norm(layer)
+
+    def run(*given: Tensor) -> Any:
+        with torch.nn.utils.parametrize.cached():
+            return part(*given)
+
+    wanted = gradients(run, part, given)
+    split(part, microbatch_size=2)
+    same(gradients(run, part, given), wanted)
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 6, sparse=True).double()
+
+        def forward(self, hidden: Tensor, index: Tensor) -> Tensor:
+            output: Tensor = (hidden * self.table(index)).tanh()
+            return output
+
+    part, x, index = Looking(), floats(ROWS, 6), torch.randint(50, (ROWS,))
+    optimizer = torch.optim.SparseAdam(part.parameters())
+    found = []
+    for size in (None, 2):
+        part.zero_grad()
+        nested = split(part, microbatch_size=size)
+        part(x, index).square().sum().backward()
+        nested.remove()
+        assert part.table.weight.grad is not None
+        assert part.table.weight.grad.is_sparse
+        found.append(part.table.weight.grad.to_dense())
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    optimizer.step()
+
+
+def test_a_hook_that_clamps_gradients_inside_of_a_tail_sees_those_from_behind() -> None:
+    head = nn.Linear(6, 5).double()
+
+    def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits: Tensor = head(hidden)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        return F.cross_entropy(logits, targets)
+
+    x, targets = floats(ROWS, 6), torch.randint(5, (ROWS,))
+    part = split(tail, microbatch_size=2)
+    for factor in (0.01, 1.0):
+        wanted = torch.autograd.grad(tail(x, targets) * factor, [x, head.weight])
+        found = torch.autograd.grad(part(x, targets) * factor, [x, head.weight])
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

@@ -1,5 +1,7 @@
 """Head and loss of transformers' language models in slices: by name alone, right or refused."""
 
+import copy
+import io
 from typing import Any, cast
 
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
-from automicro.nested.parts import MissingLogits
+from automicro.nested.parts import LanguageTail, MissingLogits
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,3 +150,45 @@ def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
     for tail in microbatcher._nested._tails:
         tail.remove()
     assert model(**given).logits.shape == (5, 9, 67)
+
+
+def test_a_model_that_was_trained_can_be_copied_and_saved() -> None:
+    model, given = language_model("llama"), batch(with_count=True)
+    Microbatcher(model, nested={"tail": 2})
+    wanted, _ = loss_and_gradients(model, given)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(loss_and_gradients(other, given)[0], wanted)
+
+
+def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
+    model, given = language_model("llama"), batch(with_count=False)
+    Microbatcher(model, nested={"tail": 2})
+    loss_and_gradients(model, given)
+    model.resize_token_embeddings(80)
+    loss, found = loss_and_gradients(model, given)
+    tail = LanguageTail.of(model)
+    assert tail is not None
+    tail.remove()
+    wanted_loss, wanted = loss_and_gradients(model, given)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
+
+
+def test_a_compiled_language_model_keeps_its_tail() -> None:
+    model, given = language_model("llama"), batch(with_count=False)
+    _, wanted = loss_and_gradients(model, given)
+    Microbatcher(model, nested={"tail": 2})
+    try:
+        for inside in (False, True):
+            run: Any = model if inside else torch.compile(model, backend="eager")
+            if inside:
+                model.model.compile(backend="eager")
+            model.zero_grad()
+            run(**given).loss.backward()
+            found = {n: each.grad for n, each in model.named_parameters() if each.grad is not None}
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
+    finally:
+        torch.compiler.reset()

@@ -1,5 +1,6 @@
 """A part with a size of its own: loss, outputs and gradients are those of the part in one piece."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, NestedSplit, split
 from automicro.errors import (
+    AutomicroWarning,
     BatchError,
     GradientWarning,
     LossAverageError,
@@ -563,3 +565,167 @@ def test_a_view_of_an_input_that_a_forward_marks_loses_no_gradient() -> None:
         split(features, microbatch_size=3)(waves).square().sum(), layer.weight
     )
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, -100.0, -999.0, float("nan")])
+@pytest.mark.parametrize("width", [3, 1])
+def test_absent_values_are_seen_before_any_has_come(value: float, width: int) -> None:
+    head = nn.Linear(WIDTH, width).double()
+
+    def tail(hidden: Tensor, depth: Tensor) -> Tensor:
+        there = ~depth.isnan() if value != value else depth != value
+        output: Tensor = (head(hidden)[there] - depth[there]).abs().mean()
+        return output
+
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
+    depth = torch.rand(ROWS, width, dtype=torch.double) + 0.1
+    with pytest.raises(LossAverageError, match="or NaN out of its mean"):
+        split(tail, microbatch_size=3)(hidden, depth)
+    depth[2:5, -1] = value
+
+    def present(batch: Any) -> Tensor:
+        output: Tensor = (~batch["depth"].isnan() & (batch["depth"] != value)).sum()
+        return output
+
+    found = split(tail, microbatch_size=3, loss_average=present)(hidden, depth)
+    torch.testing.assert_close(found, tail(hidden, depth), rtol=1e-9, atol=0)
+
+
+def test_a_mean_over_weights_is_seen_where_all_are_alike() -> None:
+    head = nn.Linear(WIDTH, 3).double()
+
+    def tail(hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        losses = F.cross_entropy(head(hidden), targets, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.double)
+    with pytest.raises(LossAverageError, match=r"lambda batch: batch\['weights'\]\.sum\(\)"):
+        split(tail, microbatch_size=3)(hidden, torch.randint(3, (ROWS,)), torch.full((ROWS,), 0.5))
+
+
+@pytest.mark.parametrize("shape", [(32,), (32, 4)])
+def test_a_mark_beyond_all_classes_is_seen_when_it_comes(shape: tuple[int, ...]) -> None:
+    head = nn.Linear(WIDTH, 100).double()
+
+    def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = head(hidden).flatten(0, -2)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=255)
+
+    hidden = torch.randn(*shape, WIDTH, dtype=torch.double)
+    targets = torch.arange(hidden[..., 0].numel()).reshape(shape) % 100
+    part = split(tail, microbatch_size=3)
+    part(hidden, targets)
+    targets[5:20] = 255
+    with pytest.raises(LossAverageError, match="pass loss_average="):
+        part(hidden, targets)
+
+
+def test_what_has_no_forward_is_refused() -> None:
+    with pytest.raises(TypeError, match="ModuleList has no forward that could be cut"):
+        split(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_numbers_that_slices_do_not_share_are_refused_in_any_slice() -> None:
+    class Longest(nn.Module):
+        def forward(self, hidden: Tensor, lengths: Tensor) -> Any:
+            return hidden * 2, int(lengths.max())
+
+    part = Longest()
+    split(part, microbatch_size=2)
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    assert part(hidden, torch.full((ROWS,), 4))[1] == 4
+    with pytest.raises(UnsplittableModelError, match="something that is another one for each"):
+        part(hidden, torch.arange(ROWS))
+
+
+def test_rows_in_a_list_that_need_a_gradient_are_refused() -> None:
+    def tail(rows: list[Tensor]) -> Tensor:
+        return torch.stack([each.square().sum() for each in rows]).sum()
+
+    rows = [torch.randn(size, requires_grad=size == 3) for size in (3, 1, 2, 4)]
+    with pytest.raises(UnsplittableModelError, match=r"'rows\.0'.* in a list of rows"):
+        split(tail, microbatch_size=2)(rows)
+    assert split(tail, microbatch_size=2)([each.detach() for each in rows]).isfinite()
+
+
+def test_a_gradient_that_only_a_later_slice_would_lose_is_refused() -> None:
+    rare = [nn.Linear(WIDTH, WIDTH)]
+
+    class Rarely(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.experts = nn.Linear(WIDTH, WIDTH), (rare,)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = self.layer(hidden)
+            return output + rare[0](hidden) if bool((hidden > 50).any()) else output
+
+    part = Rarely()
+    split(part, microbatch_size=2)
+    hidden = torch.randn(ROWS, WIDTH)
+    hidden[-1] = 99
+    with pytest.raises(UnsplittableModelError, match="neither an argument nor a parameter"):
+        part(hidden).sum().backward()
+
+
+def test_two_threads_in_one_part_are_refused() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            entered.set()
+            go_on.wait(20)
+            output: Tensor = self.layer(hidden)
+            return output
+
+    part = Slow()
+    split(part, microbatch_size=2)
+    hidden = torch.randn(ROWS, WIDTH)
+    thread = threading.Thread(target=lambda: part(hidden))
+    thread.start()
+    try:
+        assert entered.wait(20)
+        with pytest.raises(UnsplittableModelError, match="two threads call it at a time"):
+            part(hidden)
+    finally:
+        go_on.set()
+        thread.join()
+
+
+class SometimesSkipped(nn.Module):
+    """A layer that is left out in one training step of two."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        skipped = self.training and bool(torch.rand(()) < 0.5)
+        return hidden if skipped else hidden.tanh()
+
+
+def test_a_choice_by_chance_is_no_other_output_of_slices() -> None:
+    for seed in range(12):
+        part = nn.Sequential(nn.Linear(WIDTH, WIDTH), SometimesSkipped())
+        split(part, microbatch_size=2)
+        torch.manual_seed(seed)
+        part(torch.randn(ROWS, WIDTH)).sum().backward()
+
+
+def test_a_part_that_no_step_calls_is_named() -> None:
+    class Borrowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.used = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return {"loss": F.linear(self.used(x), self.head.weight).square().mean()}
+
+    options: Any = {"microbatch_size": None, "loss_average": "samples"}
+    microbatcher = Microbatcher(Borrowed(), nested={"head": 2, "used": 2}, **options)
+    batch = {"x": torch.randn(ROWS, WIDTH)}
+    for _ in range(7):
+        microbatcher.backward(batch)
+    with pytest.warns(AutomicroWarning, match=r"sizes to 'head', and 8 steps have not called it"):
+        microbatcher.backward(batch)
+    microbatcher.backward(batch)
