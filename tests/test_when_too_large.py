@@ -259,6 +259,14 @@ def test_a_message_of_a_level_names_what_helps_beside_it() -> None:
     )
 
 
+def test_advice_says_what_is_not_enough_alone_and_names_the_tail_as_it_was_planned() -> None:
+    needs = {"": 4 << 20, "tail": 3 << 20, "recompute": 1 << 20}
+    text = what_helps(needs, "plain", limit=2 << 20)
+    assert "(when_too_large='recompute': 1.00 MiB planned, in place of 4.00 MiB), " in text
+    assert "(when_too_large='nested', or automicro.split where" in text  # by tokens: one row is cut
+    assert "3.00 MiB, not enough alone)" in text
+
+
 def test_what_does_not_help_a_model_is_not_advised() -> None:
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 2))
     text = refusal(model, (torch.randn(1, 8), torch.zeros(1, dtype=torch.long)), "40KiB")

@@ -24,6 +24,7 @@ from automicro.errors import (
     LossAverageError,
     LossAverageWarning,
     UnsplittableModelError,
+    add_note,
     warn,
 )
 from automicro.loss.averages import (
@@ -666,7 +667,17 @@ def look_at_positions(
             if classify(error) is Failure.RETRYABLE:
                 raise
             return  # it takes nothing but tokens
-        parts = compute(flatten(rows))
+        try:
+            parts = compute(flatten(rows))
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE:
+                add_note(
+                    error,
+                    "automicro: microbatch_unit='tokens' calls the part with tensors of shape "
+                    "(tokens, …), and it takes (rows, positions, …) alone; let it take both, as by "
+                    "flatten(0, -2) for hidden states, or leave the unit out, which cuts rows",
+                )
+            raise
         if not _is_same(whole, compute(rows), tolerance=0.0):
             return  # other values each time
     flat = whole if _is_loss(whole) else flatten(whole)

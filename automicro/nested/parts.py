@@ -196,9 +196,10 @@ def read_options(name: str, options: Any) -> dict[str, Any]:
     for key in options:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            inner = f"{name}.{key}"
+            hint = f"did you mean {close[0]!r}?" if close else f"for a module, {inner!r} is one key"
             raise ValueError(
-                f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}{hint}"
+                f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}; {hint}"
             )
     return dict(options)
 

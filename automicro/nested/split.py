@@ -325,7 +325,8 @@ class NestedSplit:
 
     def cut_what_was_whole(self) -> bool:
         """Have slices next time, where the last call was in one piece, which keeps activations."""
-        last = self._last
+        # Each call is asked about once: the next attempt may not come as far as this part.
+        last, self._last = self._last, None
         if last is None or self.sizes != [last.num_rows] or last.smaller(last.num_rows) is None:
             return False
         self.has_shrunk = False

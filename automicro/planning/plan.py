@@ -346,7 +346,9 @@ class Planner:
                 pass  # some part is in slices already
             elif self.steps.rung(NESTED) is not None:
                 with_it = {"rungs": (*rungs, NESTED), "finer": _SLICES}
-                how = f"{how} (nested={{'tail': 'auto'}})"
+                # By tokens: there may be fewer rows than slices.
+                options = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
+                how = f"{how} (nested={ {'tail': options} })"
                 add("tail", how, functools.partial(otherwise, **with_it), **with_it)
             else:
                 how += " (a function of their own, with a size of its own by automicro.split)"
@@ -536,7 +538,7 @@ def needs_otherwise(job: Job, conditions: Conditions, *, microbatch_size: int) -
     >>> job = Job(model=nn.Sequential(*blocks), batch=batch, layout=BatchLayout(),
     ...           loss_fn=nn.MSELoss())
     >>> needs = needs_otherwise(job, Conditions(), microbatch_size=512)
-    >>> needs["recompute"] < needs[""] / 2
+    >>> needs["recompute"] < 0.7 * needs[""]
     True
     """
     with without_modes():

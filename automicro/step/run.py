@@ -16,6 +16,7 @@ from automicro.memory.oom import empty_cache, first_line
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.interface import announcing_failure
+from automicro.rungs.levels import NESTED
 from automicro.step.attempt import Tried, Verdict, Work, try_once
 from automicro.step.events import bystander
 from automicro.step.phase import Phase
@@ -161,17 +162,21 @@ _NOTABLE = 0.99  # of what it would need otherwise
 _HELPS = {
     "recompute": ("activation checkpointing", "when_too_large={}"),
     "offload": ("host memory for what waits for the backward", "when_too_large={}"),
-    "tail": ("outputs and their loss in slices", "nested={{'tail': 'auto'}} or automicro.split"),
+    "tail": (
+        "outputs and their loss in slices",
+        "when_too_large={}, or automicro.split where the model is none of transformers'",
+    ),
     "bf16": ("half precision", "precision='bf16'"),
 }
 
 
-def what_helps(needs: Mapping[str, int], level: str | None) -> str:
+def what_helps(needs: Mapping[str, int], level: str | None, limit: int | None = None) -> str:
     """Words for what makes the same rows need less, each with a comma after it.
 
     Args:
         needs: bytes by name, and those as it is by ``""``, as planned; empty for not known.
         level: at which it does not fit; None in evaluation.
+        limit: bytes that there are; None for not known.
 
     >>> what_helps({"": 3072, "recompute": 1024, "bf16": 2048}, "plain")
     "activation checkpointing (when_too_large='recompute': 1.00 KiB planned, in place of 3.00 KiB),
@@ -182,18 +187,22 @@ def what_helps(needs: Mapping[str, int], level: str | None) -> str:
     for name, (how, option) in _HELPS.items():
         if level is None and name != "bf16":
             continue  # there is no backward
-        told = option.format([*on, name] if on else repr(name))
-        if not needs and name not in on:
+        rung = NESTED if name == "tail" else name
+        told = option.format([*on, rung] if on else repr(rung))
+        if not needs and rung not in on:
             words.append(f"{how} ({told}), ")
         elif needs.get(name, math.inf) < _NOTABLE * needs.get("", 0):
             instead = "" if words else f" planned, in place of {format_bytes(needs[''])}"
-            words.append(f"{how} ({told}: {format_bytes(needs[name])}{instead}), ")
+            alone = ", not enough alone" if limit is not None and needs[name] > limit else ""
+            words.append(f"{how} ({told}: {format_bytes(needs[name])}{instead}{alone}), ")
     return "".join(words)
 
 
 def _helps_in(work: Work[Any], plan: Plan, phase: Phase) -> str:
     level = phase.policy.levels[plan.level] if phase.is_training else None
-    return what_helps(work.needs_otherwise(plan), level)
+    residents = work.residents()
+    limit = None if residents is None else residents.limit
+    return what_helps(work.needs_otherwise(plan), level, limit)
 
 
 def _is_mostly_taken(residents: ResidentMemory | None) -> bool:

@@ -123,8 +123,8 @@ class Trainer:
         nested: sizes of parts that need far smaller slices than the rest of the model, by their
             names: ``{"joint": "auto"}``; see `docs/nested.md`.
         when_too_large: what to do where not even the smallest size fits: ``"error"``,
-            ``"recompute"``, ``"offload"``, a list of these in order, or ``"auto"`` for what is
-            fastest by measured seconds; see `docs/levels.md`.
+            ``"recompute"``, ``"offload"``, ``"nested"``, a list of these in order, or ``"auto"``
+            for what is fastest by measured seconds; see `docs/levels.md`.
         padding: where the lengths of padded tensors are, by their paths.
         cut_padding: whether each microbatch is cut to its longest row: ``"auto"`` for where that
             changes nothing.

@@ -729,3 +729,20 @@ def test_a_part_that_no_step_calls_is_named() -> None:
     with pytest.warns(AutomicroWarning, match=r"sizes to 'head', and 8 steps have not called it"):
         microbatcher.backward(batch)
     microbatcher.backward(batch)
+
+
+def test_a_part_that_takes_no_tokens_is_told_what_the_unit_calls_it_with() -> None:
+    class Tail(nn.Module):
+        def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(hidden.flatten(0, 1), targets.flatten())
+
+    part = split(Tail(), microbatch_size=4, microbatch_unit="tokens")
+    with pytest.raises(ValueError, match="target") as caught:
+        part(torch.randn(4, 3, 5, requires_grad=True), torch.randint(5, (4, 3)))
+    assert "microbatch_unit='tokens'" in caught.value.__notes__[-1]
+
+
+def test_a_dotted_name_that_was_taken_apart_is_told_as_one_key() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"for a module, '0\.0' is one key"):
+        Microbatcher(model, loss_fn=nn.MSELoss(), nested={"0": {"0": "auto"}})
