@@ -37,7 +37,7 @@ from automicro.values import same_values
 
 T = TypeVar("T")
 
-_NOTHING = torch.empty(0)  # in the places of tensors
+_TENSOR: Any = "a tensor"  # in the places of these
 _OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
 
 
@@ -461,6 +461,7 @@ class Joined:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._form: Any = None
+        self._beside: Any = None  # the same with a word for each tensor
         self.tensors: list[Tensor] = []
 
     def put(self, each: Slice, output: Any) -> None:
@@ -470,7 +471,7 @@ class Joined:
             BatchError: it has no rows, or other shapes than that of the slices before.
         """
         leaves = [leaf for _, leaf in tensor_leaves(output)]
-        form = map_tensors(output, lambda leaf: _NOTHING)
+        beside = map_tensors(output, lambda leaf: _TENSOR)
         for leaf in leaves:
             if leaf.dim() == 0 or leaf.shape[0] != each.num_rows:
                 raise BatchError(
@@ -480,8 +481,9 @@ class Joined:
                 )
         if not self.tensors:
             self.tensors = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-            self._form = form
-        elif not same_values(self._form, form):
+            self._form = map_tensors(output, lambda leaf: leaf.new_empty(0))
+            self._beside = beside
+        elif not same_values(self._beside, beside):
             raise UnsplittableModelError(
                 "a part with a size of its own gives beside tensors something that is another one "
                 "for each slice (a number, a text, None in place of a tensor): that of all rows is "
