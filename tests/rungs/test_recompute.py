@@ -514,9 +514,7 @@ class Product(torch.autograd.Function):
 
 class AsksTwice(Block):
     def forward(self, rows: Tensor) -> Tensor:
-        found: Tensor = Product.apply(  # type: ignore[no-untyped-call]
-            super().forward(rows), rows.sin()
-        )
+        found: Tensor = Product.apply(super().forward(rows), rows.sin())
         return found
 
 
@@ -547,7 +545,7 @@ class Noting(nn.Module):
 
 
 class Holder(Block):
-    def forward(self, held: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, held: Any) -> Tensor:
         return super().forward(held["rows"] * (1 + held["step"]))
 
 
@@ -627,7 +625,8 @@ def test_a_block_that_is_copied_in_a_forward_computes_with_its_own_weights() -> 
             taught = self.first(rows)
             for block in self.teacher:
                 taught = block(taught)
-            return super().forward(rows) - taught
+            found: Tensor = super().forward(rows) - taught
+            return found
 
     for level in LEVELS:
         plain, left = steps_at(level, Teaching(Block), mean_square(batch_for("plain")))
