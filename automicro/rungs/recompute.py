@@ -382,13 +382,21 @@ class _Call:
         watched, saved = Watched([block.module], block.variables), _Saved()
         try:
             with self._naming_failures(), showing_saved(saved.add):
-                return self._again(before, tensors)
-        finally:
-            changed = [place.name for place in watched.changed()]
-            if changed and not block.left_out:
-                raise block.leave_out(f"changes {', '.join(changed)}, which would be done twice")
-            if not (block.left_out or saved.is_like(earlier)):
-                raise block.leave_out(_OTHERWISE)
+                output = self._again(before, tensors)
+        except Exception as error:
+            if ends_checkpoint(error):
+                self._compare(watched, saved, earlier)
+            raise
+        self._compare(watched, saved, earlier)
+        return output
+
+    def _compare(self, watched: Watched, saved: _Saved, earlier: _Saved) -> None:
+        changed = [place.name for place in watched.changed()]
+        if changed:
+            why = f"changes {', '.join(changed)}, which would be done twice"
+            raise self._block.leave_out(why) from None
+        if not saved.is_like(earlier):
+            raise self._block.leave_out(_OTHERWISE) from None
 
     def _again(self, before: _Surroundings, tensors: Sequence[Tensor]) -> Any:
         now = self._surroundings()

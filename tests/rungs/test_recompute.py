@@ -262,6 +262,34 @@ def test_memory_that_runs_out_in_the_second_forward_is_told() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> None:
+    class Failing(Block):
+        """Fails once, in the first of all its second forwards."""
+
+        fails = False
+
+        def forward(self, rows: Tensor) -> Tensor:
+            found = self.up(rows).sin()
+            if Failing.fails:
+                raise torch.OutOfMemoryError("out of memory")
+            output: Tensor = super().forward(rows) + found.mean()
+            return output
+
+    model = stack(Failing)
+    level = level_of("recompute", model)
+
+    def step() -> None:
+        with level.applied():
+            loss = mean_square(batch_for("plain"))(model)
+            Failing.fails = True
+            loss.backward()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    (rung,) = level.rungs
+    assert "(4)" in rung.describe()
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     model = MODELS["dropout"]()
     with level_of("recompute", model).applied(), torch.no_grad():
