@@ -6,6 +6,7 @@ file beside this one.
 """
 
 import contextlib
+import functools
 import operator
 import sys
 import threading
@@ -23,7 +24,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 __all__ = [
     "BACKWARD_OF_FUSED_ATTENTION",
@@ -54,7 +55,9 @@ __all__ = [
     "computing_attention",
     "copy_all",
     "dump_memory_snapshot",
+    "ends_checkpoint",
     "forget_workers",
+    "forward_hooks",
     "gradient_hooks",
     "has_call_hooks",
     "has_forward_hooks",
@@ -82,6 +85,7 @@ __all__ = [
     "schema_of",
     "set_gradient_hooks",
     "set_inductor_deterministic",
+    "showing_saved",
     "sparse_parts",
     "tell_no_more",
     "tell_of_shortage",
@@ -294,6 +298,15 @@ def has_call_hooks(module: nn.Module) -> bool:
     )
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """A module's hooks that run when its forward does.
+
+    >>> forward_hooks(nn.Linear(2, 2))
+    []
+    """
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks that see what its forward gives.
 
@@ -435,6 +448,40 @@ def is_in_checkpoint() -> bool:
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
+
+
+@contextlib.contextmanager
+def showing_saved(show: Callable[[Tensor], None]) -> Iterator[None]:
+    """Let somebody see each tensor that is saved for the backward, whoever's hooks then take it.
+
+    >>> seen = []
+    >>> with showing_saved(seen.append):
+    ...     _ = torch.ones(2, requires_grad=True).exp()
+    >>> seen == []  # nobody takes it
+    True
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+
+    @functools.wraps(pack)
+    def shown(tensor: Tensor) -> Any:
+        show(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(shown, unpack):
+        yield
+
+
+def ends_checkpoint(error: BaseException) -> bool:
+    """Tell whether a checkpoint has computed again all that it needs, and stops by this.
+
+    >>> ends_checkpoint(RuntimeError("out of luck"))
+    False
+    """
+    return isinstance(error, _StopRecomputationError)
 
 
 def refuses_hooks(error: RuntimeError) -> bool:

@@ -29,7 +29,7 @@ from automicro.loss.averages import Average
 from automicro.loss.passes import is_extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
-from automicro.torch_private import all_versions, uncheckpointed
+from automicro.torch_private import FakeTensor, all_versions, uncheckpointed
 from automicro.transaction.buffers import Buffers
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
@@ -37,7 +37,6 @@ from automicro.values import same_values
 
 T = TypeVar("T")
 
-_TENSOR: Any = "a tensor"  # in the places of these
 _OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
 
 
@@ -461,8 +460,15 @@ class Joined:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._form: Any = None
-        self._beside: Any = None  # the same with a word for each tensor
         self.tensors: list[Tensor] = []
+
+    def _is_formed_like(self, output: Any) -> bool:
+        """Whether what stands beside tensors is that of the first slice."""
+        known = [leaf for _, leaf in tensor_leaves(self._form)]
+        if known and isinstance(known[0], FakeTensor):
+            return True
+        waiting = iter(known)
+        return same_values(self._form, map_tensors(output, lambda leaf: next(waiting, leaf)))
 
     def put(self, each: Slice, output: Any) -> None:
         """Take the output of a slice.
@@ -471,7 +477,6 @@ class Joined:
             BatchError: it has no rows, or other shapes than that of the slices before.
         """
         leaves = [leaf for _, leaf in tensor_leaves(output)]
-        beside = map_tensors(output, lambda leaf: _TENSOR)
         for leaf in leaves:
             if leaf.dim() == 0 or leaf.shape[0] != each.num_rows:
                 raise BatchError(
@@ -482,8 +487,7 @@ class Joined:
         if not self.tensors:
             self.tensors = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
             self._form = map_tensors(output, lambda leaf: leaf.new_empty(0))
-            self._beside = beside
-        elif not same_values(self._beside, beside):
+        elif not self._is_formed_like(output):
             raise UnsplittableModelError(
                 "a part with a size of its own gives beside tensors something that is another one "
                 "for each slice (a number, a text, None in place of a tensor): that of all rows is "

@@ -59,6 +59,7 @@ from automicro.torch_private import (
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import leaves_of
 from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
+from automicro.transaction.surroundings import plain_marks
 
 logger = logging.getLogger("automicro.attempts")
 
@@ -714,10 +715,10 @@ class _Known:
             return hash(tuple(state.numpy().tobytes() for state in states))
 
     def stages(self, part: nn.Module, batch: Mapping[str, Any]) -> Stages:
-        """Of a part with BatchNorm; found anew where modes or other arguments have changed."""
+        """Of a part with BatchNorm; found anew where what a forward may go by has changed."""
         modes = [each.training for each in part.modules()]
         others = {name: each for name, each in batch.items() if not isinstance(each, Tensor)}
-        key = modes, list(batch), others, num_attachments()
+        key = modes, list(batch), others, num_attachments(), plain_marks(part)
         if self._stages is None or self._stages[0] != key:
             self._stages = key, Stages(part, batch, lambda each: attached_to(each) is not None)
         return self._stages[1]

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
-from automicro.torch_private import AnyBatchNorm, all_versions, has_call_hooks
+from automicro.torch_private import AnyBatchNorm, all_versions, buffer_table, has_call_hooks
+from automicro.transaction.surroundings import foreign_states, put_foreign_back
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
@@ -88,6 +89,7 @@ class Stages:
         self._graph = self._trace(arguments)
         nodes = list(self._graph.nodes)
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
+        self._refuse_read_statistics(nodes)
         self._output = nodes[-1]
         self._levels = self._find_levels(nodes)
         self._check_writes(nodes)
@@ -115,6 +117,18 @@ class Stages:
                     "BatchNorm anyway"
                 )
 
+    def _refuse_read_statistics(self, nodes: Sequence[fx.Node]) -> None:
+        changing = {
+            id(each)
+            for layer in self.norms.values()
+            if layer.training
+            for each in layer.buffers(recurse=False)
+        }
+        for node in nodes:
+            read = str(node.target)
+            if node.op == "get_attr" and id(operator.attrgetter(read)(self._module)) in changing:
+                self._refuse(f"its forward reads {read!r}, which BatchNorm changes")
+
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
         given = dict(list(inspect.signature(type(self._module).forward).parameters.items())[1:])
         for name, value in arguments.items():
@@ -140,12 +154,30 @@ class Stages:
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """What does not go by the input is computed while it is traced, and never again."""
+        tables = [
+            (name, buffer_table(each), dict(buffer_table(each)))
+            for name, each in self._module.named_modules()
+        ]
         buffers = [(name, each, each.clone()) for name, each in self._module.named_buffers()]
         versions = all_versions(each for _, each, _ in buffers)
-        random = torch.get_rng_state()
+        random, others = torch.get_rng_state(), foreign_states()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            try:
+                yield
+            finally:
+                # The trace puts what stands for a tensor where a forward replaces a buffer.
+                replaced = [
+                    f"{name}.{key}".lstrip(".")
+                    for name, table, earlier in tables
+                    for key, each in table.items()
+                    if each is not earlier.get(key)
+                ]
+                for _, table, earlier in tables:
+                    table.clear()
+                    table.update(earlier)
+        if replaced:
+            self._refuse(f"its forward changes the buffer {replaced[0]!r}")
         for (name, buffer, before), was, now in zip(
             buffers, versions, all_versions(each for _, each, _ in buffers), strict=True
         ):
@@ -156,6 +188,12 @@ class Stages:
         if not torch.equal(random, torch.get_rng_state()):
             torch.set_rng_state(random)
             self._refuse("its forward draws random numbers that do not go by its input")
+        if others != foreign_states():
+            put_foreign_back(others)
+            self._refuse(
+                "its forward draws random numbers of Python's or NumPy's, as for layers that are "
+                "left out at random; draw them outside of it, and hand them in as a tensor"
+            )
 
     def _norm(self, node: fx.Node) -> nn.Module | None:
         """The BatchNorm that a node calls, where that sees the batch."""
@@ -326,6 +364,8 @@ class Stages:
 
 class _Tracer(fx.Tracer):
     """Looks into modules of the user's, and into no layer of torch's, no BatchNorm and no part."""
+
+    proxy_buffer_attributes = True  # what is computed of them goes by what they hold at each call
 
     def __init__(self, is_part: Callable[[nn.Module], bool]) -> None:
         super().__init__()

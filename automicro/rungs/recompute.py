@@ -3,44 +3,66 @@
 The second time a block finds all as it was the first time: generators of random numbers, buffers,
 parameters that were in place for a while, modes and attributes of its modules, autocast. What the
 second time changes is put back. So the gradients are the same to the last bit.
+
+What lies further away, such as an object that several blocks share, may be another by then. So in
+the first attempts what is saved for the backward the second time is compared with the first time,
+and a block that saves something else, fails, or leaves a trace is left out by name.
 """
 
 import contextlib
 import copy
+import functools
+import itertools
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from automicro.errors import describe_error
+from automicro.memory.oom import Failure, classify
 from automicro.migration import comes_from
 from automicro.nested.slices import Calls
 from automicro.ranks.interface import StrayedError
-from automicro.reach import OF_EVERY_MODULE
+from automicro.reach import OF_EVERY_MODULE, Variable, reached_variables
 from automicro.torch_private import (
     all_versions,
     buffer_table,
     call_of,
     counter_of,
+    ends_checkpoint,
+    forward_hooks,
     is_in_checkpoint,
     is_uninitialized,
     keeping_versions,
     parameter_table,
     refuses_hooks,
+    showing_saved,
     tells_of_writing,
     version_of,
 )
 from automicro.transaction.rng import RandomState
+from automicro.transaction.surroundings import Watched
 
 logger = logging.getLogger(__name__)
 
 _COPIED_BYTES = 1 << 16  # of a buffer that is copied for each call, whether it changes or not
+_COMPARED = frozenset((0, *(16**power for power in range(1, 9))))  # attempts by their number
+_SAMPLES = 64  # elements of a tensor that are compared beside its sum
+_ROUNDING = 1e-3  # where operations may round otherwise the second time
+_OTHERWISE = (
+    "does something else when that is done: it goes by what changed since, such as an object or a "
+    "variable that it shares with others; hand such things to it as arguments that nobody changes"
+)
 _CACHES = ("transformers.Cache", "transformers.EncoderDecoderCache")
 
 Shows = Callable[[], RandomState]
+
+_turns = itertools.count(1)
 
 
 class LeftOutError(StrayedError):
@@ -70,6 +92,8 @@ class Block:
         is_used: whether any call of it was such that it can be computed again.
         given: for each tensor that it was called with in an attempt what shares its version, and
             holds no memory; and that version.
+        turn: grows with each time that any block is computed again; 0 before the first.
+        num_done: attempts that went through in which it was computed again.
     """
 
     name: str
@@ -78,6 +102,20 @@ class Block:
     changing: dict[int, Tensor] = field(default_factory=dict)
     is_used: bool = False
     given: list[tuple[Tensor, int]] = field(default_factory=list)
+    turn: int = 0
+    num_done: int = 0
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the second time is compared with the first: in the first attempt, and rarely."""
+        return self.num_done in _COMPARED
+
+    @functools.cached_property
+    def variables(self) -> list[Variable]:
+        """Of the functions that it runs."""
+        modules = list(self.module.modules())
+        inside = [hook for each in modules[1:] for hook in forward_hooks(each)]
+        return reached_variables([*(type(each).forward for each in modules), *inside])
 
     @property
     def is_undone(self) -> bool:
@@ -116,7 +154,8 @@ class _Surroundings:
         for number, tensor in found.items():
             if tensor is None or is_uninitialized(tensor) or tensor.is_inference():
                 continue
-            if tensor.nbytes <= _COPIED_BYTES or number in block.changing:
+            is_small = tensor.layout is torch.strided and tensor.nbytes <= _COPIED_BYTES
+            if is_small or number in block.changing:
                 self._copies.append((tensor, tensor.detach().clone()))
             else:
                 self._uncopied.append((tensor, version_of(tensor)))
@@ -170,6 +209,10 @@ class _Surroundings:
                 tensor.copy_(content)
 
 
+def _size(tensor: Tensor) -> str:
+    return f"{tensor.nbytes} bytes" if tensor.layout is torch.strided else str(list(tensor.shape))
+
+
 def _flagged(table: Mapping[str, Tensor | None]) -> dict[str, tuple[Any, bool]]:
     """Parameters by name, each with whether it is trained."""
     return {
@@ -200,6 +243,90 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
+class _Saved:
+    """What a forward saves for the backward, as few numbers as show whether it is the same again.
+
+    >>> one, other, third = _Saved(), _Saved(), _Saved()
+    >>> one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
+    (None, None, None)
+    >>> one.is_like(other), one.is_like(third)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        # By device, so that nobody waits for one: a weighted sum, and that of absolute values.
+        self._sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Count one that is saved."""
+        # Bytes are workspaces of kernels, of which not all is written.
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or not tensor.numel() or tensor.dtype is torch.uint8:
+            return
+        if tensor.is_quantized or tensor.device.type == "meta":
+            return
+        self._count += 1
+        with torch.no_grad():
+            step = -(-tensor.numel() // _SAMPLES)
+            places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+            found = _real(tensor.take(places)).nan_to_num(1.0, 2.0, 3.0)
+            shares = torch.linspace(1, 2, found.numel(), device=tensor.device, dtype=torch.double)
+            weight = 1 + self._count * 0.6180339887 % 1
+            signed = (found.flatten() * shares).sum() * weight
+            if tensor.device.type == "cpu" and tensor.is_floating_point():
+                signed = signed + tensor.sum().double().nan_to_num(1.0, 2.0, 3.0) * weight
+            sums = signed, found.abs().sum()
+            earlier = self._sums.get(tensor.device)
+            self._sums[tensor.device] = (
+                sums if earlier is None else (earlier[0] + sums[0], earlier[1] + sums[1])
+            )
+
+    def is_like(self, other: "_Saved") -> bool:
+        """Whether it is the same: to the bit on a CPU, elsewhere but for rounding."""
+        return self._sums.keys() == other._sums.keys() and all(
+            abs(float(signed) - float(other._sums[device][0]))
+            <= (0 if device.type == "cpu" else _ROUNDING * float(size))
+            for device, (signed, size) in self._sums.items()
+        )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return (
+        torch.view_as_real(tensor.resolve_conj()).double()
+        if tensor.is_complex()
+        else tensor.double()
+    )
+
+
+class _Plain:
+    """A block's call while it is computed again; copied or saved it is the plain one.
+
+    Args:
+        run: what is called.
+        block: whose.
+        own: what stood there before.
+    """
+
+    def __init__(self, run: Callable[..., Any], block: nn.Module, own: Any) -> None:
+        functools.update_wrapper(self, getattr(block, call_of(block)))
+        self._run, self._block, self._own = run, block, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return (_forward_of, (self._block,)) if self._own is None else (_same, (self._own,))
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 class _Call:
     """One call of a block: first in the forward, then as often as a backward asks for it.
 
@@ -223,6 +350,7 @@ class _Call:
         self._given: tuple[Any, Any] | None = None  # the first time alone
         self._structure: Any = None
         self._parts = Calls()
+        self._saved: _Saved | None = None  # where the second time is compared
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first time."""
@@ -243,20 +371,56 @@ class _Call:
             raise self._block.leave_out(why) from error
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if self._before is None:
+        before = self._before
+        if before is None:
             return self._first(tensors)
+        block, earlier = self._block, self._saved
+        block.turn = next(_turns)
+        if earlier is None:
+            with self._naming_failures():
+                return self._again(before, tensors)
+        watched, saved = Watched([block.module], block.variables), _Saved()
+        try:
+            with self._naming_failures(), showing_saved(saved.add):
+                output = self._again(before, tensors)
+        except Exception as error:
+            if ends_checkpoint(error):
+                self._compare(watched, saved, earlier)
+            raise
+        self._compare(watched, saved, earlier)
+        return output
+
+    def _compare(self, watched: Watched, saved: _Saved, earlier: _Saved) -> None:
+        changed = [place.name for place in watched.changed()]
+        if changed:
+            why = f"changes {', '.join(changed)}, which would be done twice"
+            raise self._block.leave_out(why) from None
+        if not saved.is_like(earlier):
+            raise self._block.leave_out(_OTHERWISE) from None
+
+    def _again(self, before: _Surroundings, tensors: Sequence[Tensor]) -> Any:
         now = self._surroundings()
         # What is put back is as it was, so nobody who saved it need be told.
-        with keeping_versions(
-            list({id(t): t for t in [*now.tensors, *self._before.tensors]}.values())
-        ):
+        with keeping_versions(list({id(t): t for t in [*now.tensors, *before.tensors]}.values())):
             try:
-                self._before.put_back()
+                before.put_back()
                 args, kwargs = _filled(self._structure, tensors)
-                with self._before.parameters(), self._parts.repeating():
+                with before.parameters(), self._parts.repeating():
                     return _with_copies(self._block.module, self._forward, args, kwargs)
             finally:
                 now.put_back()
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """What went through the first time, and not the second, goes by what changed since."""
+        try:
+            yield
+        except StrayedError:
+            raise
+        except Exception as error:
+            if ends_checkpoint(error) or classify(error) is not Failure.UNRELATED:
+                raise
+            raise self._block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
 
     def _first(self, tensors: Sequence[Tensor]) -> Any:
         before = self._surroundings()
@@ -266,12 +430,14 @@ class _Call:
         versions = all_versions(watched)
         attributes = _attributes_of(args, kwargs)
         block = self._block
-        with self._parts.noting():
+        saved = _Saved() if block.is_compared else None
+        comparing = contextlib.nullcontext() if saved is None else showing_saved(saved.add)
+        with self._parts.noting(), comparing:
             output = _with_copies(block.module, self._forward, args, kwargs)
         written = before.written()
         if written:
             block.changing.update({id(tensor): tensor for tensor in written})
-            raise LeftOutError(f"{block.name} writes into a buffer of {written[0].nbytes} bytes")
+            raise LeftOutError(f"{block.name} writes into a buffer of {_size(written[0])}")
         if all_versions(watched) != versions:
             raise block.leave_out("writes into what it is called with")
         if not _is_same(_taken_out((args, kwargs), []), self._structure):
@@ -279,7 +445,7 @@ class _Call:
         for name, (value, known) in attributes.items():
             if not _is_same(vars(value), known):
                 raise block.leave_out(f"changes an object that it is called with: {name}")
-        self._before = before
+        self._before, self._saved = before, saved
         return output
 
     def _surroundings(self) -> _Surroundings:
@@ -456,12 +622,21 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
     >>> "forward" in vars(model)
     False
     """
+    begun = next(_turns)
     with contextlib.ExitStack() as stack:
         for block in blocks:
             if not block.left_out:
                 stack.enter_context(_replaced(block, random))
         try:
             yield
+            for block in blocks:
+                block.num_done += block.turn > begun
+        except CheckpointError as error:
+            # Raised behind the second forward, and so without a name: that was the last one.
+            repeated = [block for block in blocks if block.turn > begun and not block.left_out]
+            if not repeated:
+                raise
+            raise _leave_out_last(repeated, error) from error
         except RuntimeError as error:
             undone = [block for block in blocks if block.is_undone and not block.left_out]
             if not undone or not tells_of_writing(error):
@@ -472,6 +647,18 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
         finally:
             for block in blocks:
                 block.given.clear()
+
+
+def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOutError:
+    last = max(repeated, key=lambda block: block.turn)
+    if "already unpacked" not in str(error):
+        return last.leave_out(_OTHERWISE)
+    why = (
+        "has an autograd.Function that asks for ctx.saved_tensors more than once in a backward; "
+        "take all of them at once, as in x, y = ctx.saved_tensors"
+    )
+    alike = [block for block in repeated if type(block.module) is type(last.module)]
+    return next(iter([block.leave_out(why) for block in alike]))
 
 
 @contextlib.contextmanager
@@ -498,7 +685,7 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
         block.is_used = True
         return _Call(block, modules, forward, random).run(args, kwargs)
 
-    table[name] = run
+    table[name] = _Plain(run, block.module, table.get(name))
     try:
         yield
     finally:

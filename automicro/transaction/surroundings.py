@@ -34,6 +34,20 @@ def foreign_states() -> tuple[Any, Any]:
     return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
+def put_foreign_back(states: tuple[Any, Any]) -> None:
+    """Let Python's and numpy's generators be where `foreign_states` found them.
+
+    >>> before = foreign_states()
+    >>> _ = random.random(), np.random.rand()
+    >>> put_foreign_back(before)
+    >>> foreign_states() == before
+    True
+    """
+    of_python, (name, numbers, *rest) = states
+    random.setstate(of_python)
+    np.random.set_state((name, np.frombuffer(numbers, np.uint32), *rest))
+
+
 class Surroundings:
     """Plain attributes of modules, and variables of functions: changed or replaced, all is undone.
 
@@ -193,6 +207,25 @@ class Watched:
         for index, variable in enumerate(self._variables):
             marks["variable", index, variable.name] = _mark(variable.value)
         return marks
+
+
+def plain_marks(root: nn.Module) -> list[Any]:
+    """What is another when a plain attribute of any module is: a number, or what a list holds.
+
+    Not where a tensor is replaced, as by a module that keeps what it gave last.
+
+    >>> module = nn.Linear(2, 2)
+    >>> before = plain_marks(module)
+    >>> module.share = 0.5
+    >>> before == plain_marks(module)
+    False
+    """
+    return [
+        (name, _mark(value))
+        for module in root.modules()
+        for name, value in vars(module).items()
+        if name not in OF_EVERY_MODULE and not isinstance(value, nn.Module | Tensor)
+    ]
 
 
 def _attribute(path: str, table: dict[str, Any], name: str) -> Place:

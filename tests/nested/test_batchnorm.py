@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from automicro import MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
 from automicro.torture.faults import Fault, FaultMode
 from automicro.torture.subject import climb_to
+from automicro.transaction.surroundings import foreign_states
 
 ROWS, CHANNELS, CLASSES = 7, 4, 5
 
@@ -424,6 +426,53 @@ class Noisy(nn.Module):
         return cast(Tensor, self.bn(x + torch.rand(6)))
 
 
+class LeftOutAtRandom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = random.random() + np.random.rand() < 3  # a trace would hold the first answer
+        return cast(Tensor, self.bn(x)) if kept else x
+
+
+class ReadsStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(x)) - cast(Tensor, self.bn.running_mean).view(1, -1, 1, 1)
+
+
+class GoesByOthers(nn.Module):
+    """Multiplies by a number and by a buffer, which somebody changes between batches."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = conv(), nn.BatchNorm2d(CHANNELS)
+        self.share = 1.0
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.bn(self.conv(x))) * (self.share * (self.scale + 1))
+
+
+def test_what_somebody_changes_between_batches_holds_for_the_next() -> None:
+    whole = Net(GoesByOthers()).double()
+    sliced = copy.deepcopy(whole)
+    split(sliced, microbatch_size=2, batchnorm="exact")
+    for step in range(3):
+        for model in (whole, sliced):
+            body: Any = model.body
+            body.share, body.scale = 1.0 + (step == 1), torch.full((), 1.0 + (step == 2)).double()
+            model.zero_grad()
+        x, targets = images(), torch.randint(CLASSES, (len(images()),))
+        assert_same(found(sliced, x, targets), found(whole, x, targets))
+
+
 class HalfAsWide(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * (0.5 if self.training else 1.0)
@@ -454,6 +503,8 @@ def hooked() -> nn.Module:
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
         (Counts, "changes the buffer 'seen'"),
         (Noisy, "draws random numbers that do not go by its input"),
+        (LeftOutAtRandom, "draws random numbers of Python's or NumPy's"),
+        (ReadsStatistics, "reads 'bn.running_mean', which BatchNorm changes"),
         (WithLoss, "it gives a loss"),
         (hooked, "'0' has hooks"),
     ],
@@ -462,10 +513,11 @@ def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], wh
     model = make().double()
     before = copy.deepcopy(model.state_dict())
     split(model, microbatch_size=2, batchnorm="exact")
-    x, random = images(), torch.get_rng_state()
+    x, drawn, others = images(), torch.get_rng_state(), foreign_states()
     with pytest.raises(UnsplittableModelError, match=why):
         model(x)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert foreign_states() == others
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

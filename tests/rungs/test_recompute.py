@@ -1,7 +1,10 @@
 """Blocks that compute again in the backward leave everything as if they had not."""
 
 import copy
+import inspect
 import pickle
+import re
+from collections import OrderedDict
 from typing import Any, ClassVar
 
 import pytest
@@ -14,9 +17,9 @@ from automicro.ranks.interface import StrayedError
 from automicro.reach import Reach
 from automicro.rungs.levels import Level
 from automicro.rungs.recompute import Block as Recomputed
-from automicro.rungs.recompute import LeftOutError, recomputing
+from automicro.rungs.recompute import LeftOutError, _Saved, recomputing
 from automicro.transaction.rng import RandomState
-from tests.rungs.models import MODELS, WIDTH, Block, Codebook, batch_for, stack
+from tests.rungs.models import MODELS, ROWS, WIDTH, Block, Codebook, batch_for, stack
 from tests.rungs.steps import LEVELS, differences, level_of, steps_at, take_step
 
 
@@ -251,13 +254,42 @@ def test_the_model_is_as_it_was() -> None:
 def test_memory_that_runs_out_in_the_second_forward_is_told() -> None:
     model, rows = MODELS["plain"](), batch_for("plain")
     level = level_of("recompute", model)
-    peak = take_step(model, mean_square(rows), level, microbatches=1).peak_bytes
-    model.zero_grad()
+    for _ in range(2):  # the first one compares
+        peak = take_step(model, mean_square(rows), level, microbatches=1).peak_bytes
+        model.zero_grad()
     limited = MemoryBudget(peak - 1000).track(model)
     with pytest.raises(torch.OutOfMemoryError), limited, level.applied():
         mean_square(rows)(model).backward()
     model.zero_grad()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> None:
+    class Failing(Block):
+        """Fails once, in the first of all its second forwards."""
+
+        fails = False
+
+        def forward(self, rows: Tensor) -> Tensor:
+            found = self.up(rows).sin()
+            if Failing.fails:
+                raise torch.OutOfMemoryError("out of memory")
+            output: Tensor = super().forward(rows) + found.mean()
+            return output
+
+    model = stack(Failing)
+    level = level_of("recompute", model)
+
+    def step() -> None:
+        with level.applied():
+            loss = mean_square(batch_for("plain"))(model)
+            Failing.fails = True
+            loss.backward()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    (rung,) = level.rungs
+    assert "(4)" in rung.describe()
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -460,6 +492,201 @@ def test_what_a_checkpoint_refuses_is_left_out(
         other = copy.deepcopy(model)
         assert differences(plain, retrying(other, loss_of, level_of(level, other))) == []
         assert why in caplog.text
+
+
+class Notes:
+    """What blocks share past their arguments."""
+
+    def __init__(self) -> None:
+        self.step, self.calls = 0, 0
+        self.memory: Tensor | None = None
+
+
+NOTES = Notes()
+
+
+class Steps(Block):
+    """Goes by an object that whoever calls it changes in between."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows * (1 + NOTES.step))
+
+
+class Remembers(Block):
+    """The first one to be called computes what all of them use."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if NOTES.memory is None:
+            NOTES.memory = self.up(rows).sin().mean(1, keepdim=True)
+        return super().forward(rows + NOTES.memory)
+
+
+class Counts(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Notes()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.notes.calls += 1
+        return super().forward(rows)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(one, other)
+        return one * other
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[1], gradients[0] * ctx.saved_tensors[0]
+
+
+class AsksTwice(Block):
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = Product.apply(super().forward(rows), rows.sin())
+        return found
+
+
+class Catches(Block):
+    """A second forward that ends early looks like an error to it."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        try:
+            return super().forward(rows).sin() * rows.cos()
+        except Exception:
+            return super().forward(rows).exp() * rows.cos()
+
+
+class Noting(nn.Module):
+    """Changes what blocks share while they run, and clears it afterwards."""
+
+    def __init__(self, make: type[Block]) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.first(rows)
+        NOTES.memory = None
+        for NOTES.step, block in enumerate(self.blocks):
+            rows = block(rows)
+        return rows
+
+
+class Holder(Block):
+    def forward(self, held: Any) -> Tensor:
+        return super().forward(held["rows"] * (1 + held["step"]))
+
+
+class Holding(Noting):
+    """Hands on one container that it writes into, of a class that nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__(Holder)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        held: Any = OrderedDict(rows=self.first(rows), step=0)
+        for step, block in enumerate(self.blocks):
+            held["rows"], held["step"] = block(held), step + 1
+        found: Tensor = held["rows"]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Noting(Steps), "blocks.0 .* does something else when that is done"),
+        (lambda: Noting(Remembers), "blocks.0 .* does something else when that is done"),
+        (Holding, "blocks.0 .* does something else when that is done"),
+        (lambda: Noting(Counts), "blocks.2 .* changes notes, which would be done twice"),
+        (lambda: Noting(AsksTwice), "blocks.2 .* x, y = ctx.saved_tensors"),
+    ],
+)
+def test_what_comes_out_otherwise_the_second_time_is_left_out_by_name(
+    make: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loss_of = make(), mean_square(batch_for("plain"))
+    plain = take_step(copy.deepcopy(model), loss_of, Level())
+    for level in ("recompute", "recompute + offload"):
+        caplog.clear()
+        other = copy.deepcopy(model)
+        assert differences(plain, retrying(other, loss_of, level_of(level, other))) == []
+        assert re.search(why, caplog.text)
+
+
+def test_what_fails_the_second_time_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    model, loss_of = Noting(Catches), mean_square(batch_for("plain"))
+    level, other = level_of("recompute", model), copy.deepcopy(model)
+    for _ in range(2):  # the second time nothing is compared
+        plain = take_step(other, loss_of, Level())
+        assert differences(plain, retrying(model, loss_of, level)) == []
+        model.zero_grad()
+        other.zero_grad()
+    assert "does something else when that is done" in caplog.text
+
+
+def test_that_the_second_time_is_the_first_again_is_asked_for_rarely() -> None:
+    model, loss_of = Noting(Steps), mean_square(batch_for("plain"))
+    level = level_of("recompute", model)
+    saved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Saved, "add", lambda *_: saved.append(1))
+        counts = []
+        for _ in range(18):
+            take_step(model, loss_of, level)
+            counts.append(len(saved))
+            saved.clear()
+    assert [at for at, count in enumerate(counts) if count] == [0, 16]
+
+
+def test_a_block_that_is_copied_in_a_forward_computes_with_its_own_weights() -> None:
+    class Teaching(Noting):
+        """Its teacher is a copy that is made in the first forward."""
+
+        teacher: Any = None
+
+        def forward(self, rows: Tensor) -> Tensor:
+            if self.teacher is None:
+                teacher = copy.deepcopy(self.blocks)
+                for parameter in teacher.parameters():
+                    parameter.requires_grad_(False).mul_(1.5)
+                vars(self)["teacher"] = pickle.loads(pickle.dumps(teacher))
+            taught = self.first(rows)
+            for block in self.teacher:
+                taught = block(taught)
+            found: Tensor = super().forward(rows) - taught
+            return found
+
+    for level in LEVELS:
+        plain, left = steps_at(level, Teaching(Block), mean_square(batch_for("plain")))
+        assert differences(plain, left) == []
+
+
+def test_blocks_tell_what_they_take_while_they_are_computed_again() -> None:
+    model = MODELS["plain"]()
+    block = model[1]  # type: ignore[index]
+    before = inspect.signature(block.forward)
+    with level_of("recompute", model).applied():
+        assert inspect.signature(block.forward) == before
+
+
+def test_a_sparse_buffer_of_a_block() -> None:
+    class Graph(Block):
+        """Mixes rows by a sparse matrix, which it moves."""
+
+        edges: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", torch.eye(ROWS).to_sparse_coo(), persistent=False)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(torch.sparse.mm(self.edges, rows))
+
+    for level in LEVELS:
+        plain, left = steps_at(level, stack(Graph), mean_square(batch_for("plain")))
+        assert differences(plain._replace(buffers=[]), left._replace(buffers=[])) == []
 
 
 def test_transforms_cannot_be_offloaded() -> None:
