@@ -140,24 +140,25 @@ def test_a_part_whose_single_row_does_not_fit_ends_with_an_error_that_says_so() 
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_a_shortage_before_a_part_is_reached_cuts_what_was_whole_once_and_then_ends() -> None:
-    """The part ran whole in the batch before, and no attempt of this one comes as far as it."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    microbatcher = Microbatcher(
-        model, loss_fn=nn.MSELoss(), nested={"2": "auto"}, memory_limit="64KiB"
+def test_a_shortage_before_a_part_is_reached_ends() -> None:
+    """The look reached the part in one piece, and no attempt comes as far as it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=500, n_positions=256, n_embd=64, n_layer=4, n_head=4
     )
-    microbatcher.backward((torch.randn(1, 4, 16), torch.randn(1, 4, 16)))
-    microbatcher.backward((torch.randn(4, 4, 16), torch.randn(4, 4, 16)))
-    calls = 0
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(500, (4, 256))
+    attempts = 0
 
     def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        assert calls < 20, "it begins again without an end"
+        nonlocal attempts
+        attempts += 1
+        assert attempts < 40, "it begins again without an end"
 
     model.register_forward_pre_hook(count)
+    microbatcher = Microbatcher(model, when_too_large="nested", memory_limit="8MiB")
     with pytest.raises(SampleTooLargeError):
-        microbatcher.backward((torch.randn(1, 4096, 16), torch.randn(1, 4096, 16)))
+        microbatcher.backward({"input_ids": ids, "labels": ids})
 
 
 def test_a_shortage_in_the_look_is_the_outer_loops() -> None:
