@@ -355,6 +355,8 @@ def test_plan_tells_the_largest_microbatch_that_fits(capsys: pytest.CaptureFixtu
     assert main(["plan", DIGITS, "--memory", "-5GiB"]) == 2
     assert "cannot read '-5GiB' as an amount of memory: write a pos" in capsys.readouterr().err
     assert main(["plan", DIGITS, "--rows", "0"]) == 2
+    assert main(["plan", DIGITS, "--memory", "4MiB", "batchnorm=exact"]) == 0
+    assert "batchnorm='exact' a batch takes other memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

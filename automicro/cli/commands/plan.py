@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,12 @@ def _look_at(arguments: argparse.Namespace) -> None:
     look_at_counts(arguments, "ranks", "rows")
 
 
+_NOT_EXACT = (
+    "BatchNorm sees each microbatch alone; in the slices of batchnorm='exact' a batch takes other "
+    "memory, which is not planned"
+)
+
+
 def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], PlanReport]":
     """Return what plans a step on the first batch."""
     from automicro.cli.job import first_batch
@@ -136,7 +143,10 @@ def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], Plan
     def examine() -> "PlanReport":
         batch = first_batch(data)
         with noting(lambda: "in planning, on the first batch of train_dataloader"):
-            return plan(partial(recipe.make_model, with_weights=False), batch, **options)
+            report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
+        if config.batchnorm != "exact":
+            return report
+        return replace(report, assumptions=[*report.assumptions, _NOT_EXACT])
 
     return examine
 
