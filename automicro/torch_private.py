@@ -68,6 +68,7 @@ __all__ = [
     "is_collective",
     "is_compiled",
     "is_in_checkpoint",
+    "is_of_checkpoint",
     "is_traced",
     "is_transformed",
     "is_uninitialized",
@@ -518,6 +519,18 @@ def is_transformed() -> bool:
     False
     """
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_of_checkpoint(error: BaseException) -> bool:
+    """Tell whether torch's checkpoint itself has raised an error.
+
+    >>> is_of_checkpoint(RuntimeError("out of luck"))
+    False
+    """
+    raised = error.__traceback__
+    while raised is not None and raised.tb_next is not None:
+        raised = raised.tb_next
+    return raised is not None and raised.tb_frame.f_globals["__name__"] == checkpoint.__module__
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from automicro.errors import describe_error
+from automicro.errors import add_note, describe_error
 from automicro.memory.oom import Failure, classify
 from automicro.migration import comes_from
 from automicro.nested.slices import Calls
@@ -37,6 +37,7 @@ from automicro.torch_private import (
     ends_checkpoint,
     forward_hooks,
     is_in_checkpoint,
+    is_of_checkpoint,
     is_uninitialized,
     keeping_versions,
     parameter_table,
@@ -412,7 +413,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """What went through the first time, and not the second, goes by what changed since."""
+        """What went through the first time, and not the second, may go by what changed since."""
         try:
             yield
         except StrayedError:
@@ -420,7 +421,16 @@ class _Call:
         except Exception as error:
             if ends_checkpoint(error) or classify(error) is not Failure.UNRELATED:
                 raise
-            raise self._block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
+            if is_of_checkpoint(error):  # the block has caught what ends it
+                raise self._block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
+            add_note(
+                error,
+                f"automicro: {self._block.name} was computed again in the backward "
+                "(when_too_large), and its first forward went through; where it goes by something "
+                "that changed since, leave it out, by naming those that are to be computed again: "
+                'when_too_large={"recompute": ["encoder.layers.*"]}',
+            )
+            raise
 
     def _first(self, tensors: Sequence[Tensor]) -> Any:
         before = self._surroundings()

@@ -626,6 +626,31 @@ def test_what_fails_the_second_time_is_left_out_by_name(caplog: pytest.LogCaptur
     assert "does something else when that is done" in caplog.text
 
 
+def test_an_error_of_a_blocks_own_in_its_second_forward_is_raised() -> None:
+    class Failing(Block):
+        fails = False
+
+        def forward(self, rows: Tensor) -> Tensor:
+            if Failing.fails:
+                raise KeyError("gone")
+            return super().forward(rows)
+
+    model = stack(Failing)
+    level = level_of("recompute", model)
+
+    def step() -> None:
+        with level.applied():
+            loss = mean_square(batch_for("plain"))(model)
+            Failing.fails = True
+            loss.backward()
+
+    with pytest.raises(KeyError, match="gone") as raised:
+        step()
+    assert "was computed again in the backward" in raised.value.__notes__[0]
+    (rung,) = level.rungs
+    assert "(4)" in rung.describe()
+
+
 def test_that_the_second_time_is_the_first_again_is_asked_for_rarely() -> None:
     model, loss_of = Noting(Steps), mean_square(batch_for("plain"))
     level = level_of("recompute", model)
