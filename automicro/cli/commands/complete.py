@@ -79,7 +79,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "microbatch_unit": ("rows", "tokens", "seconds"),
     "non_finite": ("stop", "skip", "ignore"),
     "nested": ("null",),
-    "when_too_large": ("error", "recompute", "offload", "auto"),
+    "when_too_large": ("error", "recompute", "offload", "nested", "auto"),
     "padding": ("null",),
     "parallel": ("ddp", "fsdp", "null"),
     "precision": ("fp32", "bf16", "fp16"),

@@ -224,7 +224,7 @@ _IN_WORDS = {
     "eval_microbatch_size": "a whole number, auto, explore, a node or null",
     "microbatch_unit": "rows, tokens, seconds, or a node that gives a function",
     "nested": "a mapping, or null",
-    "when_too_large": "error, recompute, offload, nested, a list or mapping of these, or auto",
+    "when_too_large": "error, recompute, offload, nested, a list of these, or auto",
     "padding": "a mapping, or null",
     "cut_padding": "auto, true or false",
     "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
