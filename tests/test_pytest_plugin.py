@@ -144,6 +144,7 @@ def test_a_planted_regression_is_caught_by_the_modules_name(tmp_path: Path) -> N
     assert "activations of head" not in done.stdout
 
 
+@pytest.mark.sweep
 def test_what_shrinks_passes(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, BASELINE.format(width=256), "--update-fits").returncode == 0
     assert run_pytest(tmp_path, BASELINE.format(width=64)).returncode == 0
@@ -165,6 +166,7 @@ def test_net(fits_baseline):
 """
 
 
+@pytest.mark.sweep
 def test_a_part_that_grows_outside_of_the_fullest_moment_is_caught(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, OUTSIDE.format(width=256), "--update-fits").returncode == 0
     assert run_pytest(tmp_path, OUTSIDE.format(width=256)).returncode == 0
@@ -187,6 +189,7 @@ def test_net(fits_baseline):
 """
 
 
+@pytest.mark.sweep
 def test_a_renamed_module_passes_with_a_warning_and_hides_nothing(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, RENAMED.format(model="Net()"), "--update-fits").returncode == 0
     done = run_pytest(tmp_path, RENAMED.format(model="Renamed()"))
@@ -213,6 +216,7 @@ OLD = {
 }
 
 
+@pytest.mark.sweep
 def test_a_file_of_the_first_version_is_compared_at_the_fullest_moment(tmp_path: Path) -> None:
     file = tmp_path / "fits_baseline.json"
     file.write_text(json.dumps(OLD))
@@ -246,6 +250,7 @@ def test_percent(fits_baseline):
 """
 
 
+@pytest.mark.sweep
 def test_mistakes_in_a_check_are_named(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, MISTAKES, "--update-fits")
     assert "4 failed, 2 passed" in done.stdout

@@ -197,6 +197,7 @@ def level_found(steps: int = 60, **options: Any) -> tuple[list[Any], list[str]]:
     return results, told
 
 
+@pytest.mark.sweep
 def test_auto_takes_the_level_whose_larger_microbatches_are_faster() -> None:
     results, told = level_found(when_too_large="auto")
     plain = max(each.microbatch_size for each in results if each.level == "plain")
@@ -206,12 +207,14 @@ def test_auto_takes_the_level_whose_larger_microbatches_are_faster() -> None:
     assert told[-1].startswith("explored for ")
 
 
+@pytest.mark.sweep
 def test_explore_finds_a_size_and_a_level() -> None:
     results, told = level_found(when_too_large="recompute", microbatch_size="explore")
     assert results[-1].level == "recompute"
     assert ", recompute, " in told[-1]
 
 
+@pytest.mark.sweep
 def test_where_runs_are_to_be_repeatable_no_clock_decides() -> None:
     results, told = level_found(8, when_too_large="auto", repeatable=True)
     assert {result.level for result in results} == {"plain"}
@@ -308,6 +311,7 @@ def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.sweep
 def test_where_all_fits_a_part_runs_in_one_piece() -> None:
     model, batch = Model(), batches(1, rows=64)[0]
     microbatcher = Microbatcher(

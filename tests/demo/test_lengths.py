@@ -24,6 +24,7 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.sweep
 def test_the_sounds_are_read_in_little_memory() -> None:
     trainer = build_trainer(load_config(CONFIGS / "speech.yaml", ["progress=false"]))
     summary = trainer.fit()
@@ -34,6 +35,7 @@ def test_the_sounds_are_read_in_little_memory() -> None:
     assert summary.peak_memory_bytes <= 3500 * 1024
 
 
+@pytest.mark.sweep
 def test_the_instructions_are_followed_in_little_memory() -> None:
     loaded = load_config(
         CONFIGS / "instructions.yaml",
@@ -46,6 +48,7 @@ def test_the_instructions_are_followed_in_little_memory() -> None:
     assert summary.num_microbatches > 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "limit"), [("speech", "1500KiB"), ("instructions", "3500KiB")])
 def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
     name: str, limit: str
@@ -64,6 +67,7 @@ def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
     assert summary.train_loss < 0.95 * first[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["speech", "instructions"])
 def test_a_job_that_is_taken_up_in_an_epoch_ends_with_the_bits_of_an_undisturbed_one(
     name: str, tmp_path: Path
