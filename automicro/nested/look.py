@@ -134,10 +134,11 @@ def look(
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 if not isinstance(error, AutomicroError):
-                    error.add_note(
+                    add_note(
+                        error,
                         "automicro: this was a look at a few rows of a part with a size of its "
                         "own; where an argument holds no rows, say so, as in "
-                        "batch_layout={'mask': 'shared'}"
+                        "batch_layout={'mask': 'shared'}",
                     )
                 raise
             # What could not be put back is the attempt's to undo.
@@ -240,10 +241,9 @@ class _Look:
         }
         numbers = {name: _numbers_of(module) for name, module in modules.items()}
         versions = all_versions(buffers.values())
-        before, random = self._call.undoing(), self._call.random()
-        before.begin()
+        random = self._call.random()
         random.begin()
-        try:
+        with self._call.leaving_no_trace(), _numbers_put_back(numbers, modules):
             first = self._compute(self._rows)
             now = all_versions(buffers.values())
             changed = [name for name, a, b in zip(buffers, versions, now, strict=True) if a != b]
@@ -258,14 +258,8 @@ class _Look:
             random.put_back()
             if _is_same(first, self._compute(self._rows), tolerance=0.0):
                 return
-        finally:
-            before.roll_back()
-            for name, module in modules.items():
-                vars(module).update(numbers[name])
-        with self._call.leaving_no_trace():
+        with self._call.leaving_no_trace(), _numbers_put_back(numbers, modules):
             again = self._compute(self._rows)
-        for name, module in modules.items():
-            vars(module).update(numbers[name])
         if not _is_same(first, again, tolerance=0.0):
             return  # other values each time, whatever stands there
         raise UnsplittableModelError(
@@ -608,14 +602,8 @@ def _with_absent(rows: Any, needing: set[str]) -> Iterator[Any]:
     ]
     for leaf in leaves[:_MOST_VARIED]:
         for value in _ABSENT:
-            changed = leaf.detach().clone()
-            if leaf[0].numel() > 1:
-                first = changed[0].reshape(-1)
-                first[first.numel() // 2 :] = value
-                changed[0] = first.reshape(changed[0].shape)
-            elif len(leaf) > _TOO_FEW:
-                changed[-1] = value
-            else:
+            changed = _with_less(leaf.detach(), value)
+            if changed is None:
                 break
             yield map_tensors(rows, functools.partial(_in_place_of, leaf, changed))
 
@@ -624,20 +612,26 @@ def _fewer(leaf: Tensor) -> Tensor | None:
     """A mask or lengths, with fewer for one row; None for what is neither."""
     if leaf.is_complex() or not leaf.numel():
         return None
-    changed = leaf.clone()
     if leaf.is_floating_point() or leaf.dtype is torch.bool:
         if leaf.dtype is not torch.bool and not bool(((leaf == 0) | (leaf == 1)).all()):
             return None
-        if leaf[0].numel() > 1:
-            first = changed[0].reshape(-1)
-            first[first.numel() // 2 :] = 0
-            changed[0] = first.reshape(changed[0].shape)
-        elif len(leaf) > _TOO_FEW:
-            changed[-1] = 0
-        else:
-            return None
-        return changed
+        return _with_less(leaf, 0)
+    changed = leaf.clone()
     changed[0] = torch.where(leaf[0] > 1, (leaf[0] + 1) // 2, leaf[0])
+    return changed
+
+
+def _with_less(leaf: Tensor, value: float) -> Tensor | None:
+    """The same with a value in half of a row, or in a whole row; None for too few rows."""
+    changed = leaf.clone()
+    if leaf[0].numel() > 1:
+        first = changed[0].reshape(-1)
+        first[first.numel() // 2 :] = value
+        changed[0] = first.reshape(changed[0].shape)
+    elif len(leaf) > _TOO_FEW:
+        changed[-1] = value
+    else:
+        return None
     return changed
 
 
@@ -700,6 +694,17 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
         for key, value in vars(module).items()
         if type(value) in (int, float) and key not in OF_EVERY_MODULE
     }
+
+
+@contextlib.contextmanager
+def _numbers_put_back(
+    numbers: Mapping[str, Mapping[str, Any]], modules: Mapping[str, nn.Module]
+) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            vars(module).update(numbers[name])
 
 
 def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -264,16 +265,18 @@ def test_memory_that_runs_out_in_the_second_forward_is_told() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> None:
+def step_whose_second_forward_raises(error: Exception) -> tuple[Level, Callable[[], None]]:
+    """A level, and a step at it."""
+
     class Failing(Block):
-        """Fails once, in the first of all its second forwards."""
+        """Fails in its second forwards, when some of it is saved already."""
 
         fails = False
 
         def forward(self, rows: Tensor) -> Tensor:
             found = self.up(rows).sin()
             if Failing.fails:
-                raise torch.OutOfMemoryError("out of memory")
+                raise error
             output: Tensor = super().forward(rows) + found.mean()
             return output
 
@@ -286,6 +289,11 @@ def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> Non
             Failing.fails = True
             loss.backward()
 
+    return level, step
+
+
+def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> None:
+    level, step = step_whose_second_forward_raises(torch.OutOfMemoryError("out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         step()
     (rung,) = level.rungs
@@ -627,23 +635,7 @@ def test_what_fails_the_second_time_is_left_out_by_name(caplog: pytest.LogCaptur
 
 
 def test_an_error_of_a_blocks_own_in_its_second_forward_is_raised() -> None:
-    class Failing(Block):
-        fails = False
-
-        def forward(self, rows: Tensor) -> Tensor:
-            if Failing.fails:
-                raise KeyError("gone")
-            return super().forward(rows)
-
-    model = stack(Failing)
-    level = level_of("recompute", model)
-
-    def step() -> None:
-        with level.applied():
-            loss = mean_square(batch_for("plain"))(model)
-            Failing.fails = True
-            loss.backward()
-
+    level, step = step_whose_second_forward_raises(KeyError("gone"))
     with pytest.raises(KeyError, match="gone") as raised:
         step()
     assert "was computed again in the backward" in raised.value.__notes__[0]
