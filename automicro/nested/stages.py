@@ -21,7 +21,8 @@ from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
 from automicro.torch_private import AnyBatchNorm, all_versions, buffer_table, has_call_hooks
-from automicro.transaction.surroundings import foreign_states, put_foreign_back
+from automicro.transaction.rng import RandomState
+from automicro.transaction.surroundings import foreign_states
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
@@ -160,7 +161,9 @@ class Stages:
         ]
         buffers = [(name, each, each.clone()) for name, each in self._module.named_buffers()]
         versions = all_versions(each for _, each, _ in buffers)
-        random, others = torch.get_rng_state(), foreign_states()
+        drawn, others = torch.get_rng_state(), foreign_states()
+        random = RandomState([])
+        random.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -185,11 +188,12 @@ class Stages:
                 with torch.no_grad():
                     buffer.copy_(before)
                 self._refuse(f"its forward changes the buffer {name!r}")
-        if not torch.equal(random, torch.get_rng_state()):
-            torch.set_rng_state(random)
+        has_drawn = not torch.equal(drawn, torch.get_rng_state())
+        draws_foreign = others != foreign_states()
+        random.roll_back()
+        if has_drawn:
             self._refuse("its forward draws random numbers that do not go by its input")
-        if others != foreign_states():
-            put_foreign_back(others)
+        if draws_foreign:
             self._refuse(
                 "its forward draws random numbers of Python's or NumPy's, as for layers that are "
                 "left out at random; draw them outside of it, and hand them in as a tensor"

@@ -34,20 +34,6 @@ def foreign_states() -> tuple[Any, Any]:
     return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
-def put_foreign_back(states: tuple[Any, Any]) -> None:
-    """Let Python's and numpy's generators be where `foreign_states` found them.
-
-    >>> before = foreign_states()
-    >>> _ = random.random(), np.random.rand()
-    >>> put_foreign_back(before)
-    >>> foreign_states() == before
-    True
-    """
-    of_python, (name, numbers, *rest) = states
-    random.setstate(of_python)
-    np.random.set_state((name, np.frombuffer(numbers, np.uint32), *rest))
-
-
 class Surroundings:
     """Plain attributes of modules, and variables of functions: changed or replaced, all is undone.
 
