@@ -551,28 +551,17 @@ class Microbatcher:
             11
         """
         kept = self._carrying.keep(return_outputs, self._device)
-        guards = self._split_guard.explaining_memory(), self._setup.gradients.releasing()
-        with self._memory.limited(), guards[0], guards[1]:
-            with announcing_failure(self._ranks):
-                batches = check_step(batches, may_be_none=not self._ranks.is_alone)
-                self._carrying.refuse_several(batches)
-                self._ranks.settle()  # else it finds whole parameters in the place of their parts
-                self._index.refresh()
-                self._ranks.settle(self._index.parameters)
-                step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
-                could_split = self._split_guard.could_split(
-                    step.policy, step.rows, by_cost=not self._unit.is_rows
+        try:
+            with self._memory.limited(), self._split_guard.explaining_memory():
+                with announcing_failure(self._ranks):
+                    step = self._prepare(batches)
+                self._work = work = TrainingWork(
+                    self._setup, self._train, step, metrics, kept, accept
                 )
-                if could_split and not self._prober.is_done and batches:
-                    with self._ranks.looking_alone():
-                        self._prober.look(batches[0], step.rows[0])
-                    self._index.refresh()  # a forward may have made layers
-            work = TrainingWork(self._setup, self._train, step, metrics, kept, accept)
-            self._work = work
-            try:
                 finished = run(step, work, self._train)
-            finally:
-                self._work = None
+        finally:
+            self._work = None
+            self._setup.gradients.are_released = False  # it was so for this batch
         if finished.result is None:
             nothing = torch.tensor(math.nan)
             return StepResult(
@@ -777,6 +766,26 @@ class Microbatcher:
         """
         return with_padding(parts, self._evaluated, fill=fill), order_of(self._evaluated)
 
+    def _prepare(self, batches: Sequence[Any]) -> Step:
+        """Read the batches of a training step, and look at a few rows where that is due."""
+        batches = check_step(batches, may_be_none=not self._ranks.is_alone)
+        self._carrying.refuse_several(batches)
+        if not self._ranks.is_alone:
+            self._ranks.settle()  # else it finds whole parameters in the place of their parts
+        self._index.refresh()
+        if not self._ranks.is_alone:
+            self._ranks.settle(self._index.parameters)
+        step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
+        self._split_guard.allow_measuring(step.policy)
+        if not self._prober.is_done and batches and self._could_split(step):
+            with self._ranks.looking_alone():
+                self._prober.look(batches[0], step.rows[0])
+            self._index.refresh()  # a forward may have made layers
+        return step
+
+    def _could_split(self, step: Step) -> bool:
+        return self._split_guard.could_split(step.policy, step.rows, by_cost=not self._unit.is_rows)
+
     def _without_gradients(
         self, batch: Any, metrics: Any, return_outputs: Where, *, predicts: bool = False
     ) -> EvalResult:
@@ -788,10 +797,8 @@ class Microbatcher:
                 batches = self._spare.given(batch)
                 policy = self._eval.policy
                 step = self._read(batches, policy, "predict" if predicts else "eval")
-                could_split = self._split_guard.could_split(
-                    policy, step.rows, by_cost=not self._unit.is_rows
-                )
-                if not predicts and batches and could_split:
+                self._split_guard.allow_measuring(policy)
+                if not predicts and batches and self._could_split(step):
                     with self._ranks.looking_alone():
                         self._prober.look_at_evaluation(batches[0], step.rows[0])
                     self._index.refresh()
@@ -813,7 +820,7 @@ class Microbatcher:
     def _read(self, batches: Sequence[Any], policy: Policy, mode: Mode = "train") -> Step:
         """Batches as a step, each read once. Lazy modules take their shapes from the first."""
         read = once_more(
-            lambda: self._read_once(batches),
+            functools.partial(self._read_once, batches),
             self._device,
             doing="reading the structure of the batch",
         )

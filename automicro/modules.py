@@ -116,12 +116,13 @@ class ModuleIndex:
     def _compare_from_now(self) -> None:
         """Note what `_still_holds` compares."""
         found = [module_tables(module) for _, module in self.owners]
-        self._tables = [tables for tables in found if tables is not None]
-        self._is_usual = len(self._tables) == len(found)
+        usual = [tables for tables in found if tables is not None]
+        self._is_usual = len(usual) == len(found)
+        self._tables = list(zip(*usual, strict=True))
         self._spaces = [vars(module) for _, module in self.owners]
-        self._all = list(chain.from_iterable(self._tables))
-        self._full = [table for table in self._all if table]
-        self._empty = [table for table in self._all if not table]
+        every = list(chain.from_iterable(usual))
+        self._full = [table for table in every if table]
+        self._empty = [table for table in every if not table]
         self._keys = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(dict.values, self._full)))
 
@@ -133,9 +134,8 @@ class ModuleIndex:
             and not self.is_lazy  # a lazy parameter becomes another one without being replaced
             and list(reached.items()) == self._last_reached
             and not any(self._empty)
-            and sum(map(len, self._full)) == len(self._values)
+            and list(chain.from_iterable(self._full)) == self._keys
             and all(map(operator.is_, values, self._values))
-            and all(map(operator.is_, chain.from_iterable(self._full), self._keys))
             and are_tables_of(self._spaces, self._tables)
         )
 

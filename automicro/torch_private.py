@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -186,7 +185,9 @@ def is_collective(func: Any) -> bool:
 
 _BUFFERS = operator.attrgetter("_buffers")
 _VERSION = operator.attrgetter("_version")
-_TABLES = operator.itemgetter("_parameters", "_buffers", "_modules")
+_TABLE_NAMES = ("_parameters", "_buffers", "_modules")
+_TABLES = operator.itemgetter(*_TABLE_NAMES)
+_EACH_TABLE = tuple(map(operator.itemgetter, _TABLE_NAMES))
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
 
@@ -204,16 +205,23 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
 
 
 def are_tables_of(
-    spaces: Sequence[dict[str, Any]], tables: Sequence[tuple[dict[str, Any], ...]]
+    spaces: Sequence[dict[str, Any]], tables: Sequence[Sequence[dict[str, Any]]]
 ) -> bool:
     """Whether modules still have these tables, given what ``vars`` says of each module.
 
-    >>> linear = nn.Linear(2, 2)
-    >>> are_tables_of([vars(linear)], [module_tables(linear)])
+    Args:
+        spaces: of each module.
+        tables: those of parameters of each module, those of buffers, and those of children.
+
+    >>> linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> tables = list(zip(module_tables(linear), module_tables(other)))
+    >>> are_tables_of([vars(linear), vars(other)], tables)
     True
     """
-    now = chain.from_iterable(map(_TABLES, spaces))
-    return all(map(operator.is_, now, chain.from_iterable(tables)))
+    for read, of_each in zip(_EACH_TABLE, tables, strict=False):
+        if not all(map(operator.is_, map(read, spaces), of_each)):
+            return False
+    return True
 
 
 def is_uninitialized(tensor: Tensor) -> bool:

@@ -99,7 +99,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
 
 def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:
-    if not copies_overlap(device):
+    if device.type == "cpu" or not copies_overlap(device):
         return False
     first = [tensor for _, tensor in tensor_leaves(microbatches[0])]
     return bool(first) and all(tensor.is_pinned() for tensor in first)
@@ -207,20 +207,19 @@ class InputWatch:
         self._wrote = False
         self.requiring_grad: list[Tensor] = []
         aliases = unwatchable = False
-        for leaf in (tensor for batch in batches for tensor in batch.tensors):
-            aliases |= leaf.device == device
-            if leaf.is_inference():  # it has no version
-                unwatchable = True
-            else:
-                self._leaves.append(leaf)
-            if leaf.requires_grad and leaf.is_leaf:
-                self.requiring_grad.append(leaf)
-        self._inner = [
-            tensor
-            for batch in batches
-            for tensor in batch.inner_tensors
-            if not tensor.is_inference()
-        ]
+        self._inner: list[Tensor] = []
+        for batch in batches:
+            for leaf in batch.tensors:
+                aliases |= leaf.device == device
+                if leaf.is_inference():  # it has no version
+                    unwatchable = True
+                else:
+                    self._leaves.append(leaf)
+                if leaf.requires_grad and leaf.is_leaf:
+                    self.requiring_grad.append(leaf)
+            for tensor in batch.inner_tensors:
+                if not tensor.is_inference():
+                    self._inner.append(tensor)
         # A budget models the copy to its device, so there nothing aliases the batch.
         may_be_written = aliases and (guard.writes is not False or unwatchable)
         self.isolate = may_be_written and active_budget() is None
@@ -236,7 +235,7 @@ class InputWatch:
 
     def begin(self) -> None:
         self._versions = self._current_versions()
-        self._inner_versions = all_versions(self._inner)
+        self._inner_versions = all_versions(self._inner) if self._inner else []
 
     def prepare(self) -> None:
         """Nothing here can fail."""

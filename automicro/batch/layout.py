@@ -108,8 +108,13 @@ def _plain_form(batch: Any) -> Any:
         keys, parts = (), batch
     else:
         return None
-    forms = [_plain_form(part) for part in parts]
-    return None if None in forms else (kind, keys, forms)
+    forms = []
+    for part in parts:
+        form = _plain_form(part)
+        if form is None:
+            return None
+        forms.append(form)
+    return kind, keys, forms
 
 
 class BatchLayout:

@@ -189,7 +189,11 @@ class Contents:
                 self.num_elements += sum(map(_elements_of_plain, value))
                 return
             for part in value:
-                self._look(part)
+                if type(part) is torch.Tensor:
+                    self.tensors.append(part)
+                    self.num_elements += part.numel()
+                else:
+                    self._look(part)
         elif cls is dict:
             for part in value.values():
                 self._look(part)

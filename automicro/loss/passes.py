@@ -20,7 +20,7 @@ from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
-from automicro.torch_private import AnyBatchNorm
+from automicro.torch_private import AnyBatchNorm, with_hooks
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.rng import RandomState, devices_of
@@ -222,7 +222,7 @@ class ExtraPasses:
             found = leaves_of(loss)
             self._reached.append({id(leaf) for leaf in found})
             self._set_aside(found)
-            with self.silence, HeldHooks(self.leaves).held():
+            with self.silence, HeldHooks(with_hooks(self.leaves)).held():
                 loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 

@@ -149,8 +149,8 @@ class BatchWeights:
         """
         if self._only is not None:
             weight = self._only[index]
-            if type(weight) is float and weight != 0 and not losses:  # the usual case, quickly
-                return loss * weight, {}
+            if not losses:  # the usual case, quickly
+                return _weigh(loss, weight), {}
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
         if has_total or losses.keys() != self._weights.keys():
             given = sorted([*losses, "loss"] if has_total else losses)
@@ -169,6 +169,9 @@ def add_up(
     losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole batch's loss and its parts, from those of its microbatches, weighted already."""
+    if len(losses) == 1:
+        total, parts = losses[0]
+        return total, dict(parts)
     total = _sum([loss for loss, _ in losses])
     return total, {name: _sum([parts[name] for _, parts in losses]) for name in losses[0][1]}
 
@@ -192,7 +195,7 @@ def _total(denominators: Sequence[Weight]) -> Weight:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum()
+    return torch.stack(list(parts)).sum()
 
 
 def _is_zero(weight: Weight | None) -> bool:

@@ -97,7 +97,7 @@ class Meter:
             waits: for the device, now and at the end, so that the seconds are the device's.
         """
         self._waits = waits or self._is_cpu
-        if waits:
+        if waits and not self._is_cpu:
             self._synchronize()
         self._before = [begin_lap(each) for each in self._devices]
         self._start = time.perf_counter()
@@ -107,7 +107,7 @@ class Meter:
 
         Call it before the memory of the attempt is given back.
         """
-        if self._waits and failure is None:
+        if self._waits and failure is None and not self._is_cpu:
             self._synchronize()
         now = time.perf_counter()
         if failure is not None or now - self._read_at >= self._seconds_between_readings:

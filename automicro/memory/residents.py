@@ -15,6 +15,8 @@ from automicro.sharding import local
 from automicro.torch_private import is_uninitialized
 from automicro.units import format_bytes
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentMemory:
@@ -197,7 +199,7 @@ class OccupiedDevice:
             torch.OutOfMemoryError: that alone exceeds the limit.
         """
         if self._memory_limit is None and active_budget() is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         return self._limited()
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -51,7 +51,7 @@ class NestedSizes:
         self._tails: list[LanguageTail] = []
         self._own: list[NestedSplit | LanguageTail] = []  # that were attached here
         self._unseen: list[NestedSplit | LanguageTail] = []  # of these, that have not run yet
-        self._attached: tuple[int, dict[str, NestedSplit]] | None = None
+        self._attached: tuple[int, Mapping[str, NestedSplit]] | None = None
         self._unseen_steps: int | None = 0  # None: all that was named here has run
         if isinstance(nested, str | nn.Module):
             raise TypeError(
@@ -120,15 +120,17 @@ class NestedSizes:
         """Count a language model's tail among the parts."""
         self._tails.append(tail)
 
-    def parts(self) -> Iterable[NestedSplit]:
+    def parts(self) -> Collection[NestedSplit]:
         """All of them."""
         return self._by_name().values()
 
-    def _by_name(self) -> dict[str, NestedSplit]:
-        tails = {name: part for tail in self._tails for name, part in tail.splits.items()}
+    def _by_name(self) -> Mapping[str, NestedSplit]:
         if self._attached is None or self._attached[0] != num_attachments():
-            self._attached = num_attachments(), attached_parts(self._modules)
-        return {**self._given, **tails, **self._attached[1]}
+            self._attached = num_attachments(), self._given | attached_parts(self._modules)
+        if not self._tails:
+            return self._attached[1]
+        tails = {name: part for tail in self._tails for name, part in tail.splits.items()}
+        return {**tails, **self._attached[1]}
 
     def notice_step(self) -> None:
         """Name the parts that no step has called so far: their sizes do nothing.

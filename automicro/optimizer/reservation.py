@@ -558,6 +558,11 @@ class OptimizerReservation:
             weakref.finalize(self, handle.remove)
 
     @property
+    def is_used(self) -> bool:
+        """Whether there is an optimizer to hold memory for."""
+        return self._optimizer is not None
+
+    @property
     def reserved_bytes(self) -> int:
         """What the placeholders hold now."""
         return sum(placeholder.nbytes for placeholder in self._placeholders)
@@ -595,6 +600,8 @@ class OptimizerReservation:
 
     def prepare(self) -> None:
         """Show that the step's temporaries fit beside parameters, gradients and state."""
+        if self._settled is not None:
+            return
         gained = [each for each in self._idle.values() if each.grad is not None]
         for parameter in gained:
             del self._idle[id(parameter)]  # from now on it is expected to gain one

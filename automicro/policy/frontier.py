@@ -106,6 +106,11 @@ class Frontier:
         """Whether anything is known to fit."""
         return bool(self._fitted)
 
+    @property
+    def knows_a_failure(self) -> bool:
+        """Whether anything is known to fail."""
+        return bool(self._failed)
+
     def fitted(self, *, rows: int, cost: float) -> None:
         """Keep what fitted."""
         point = Fitted(rows=rows, cost=cost)

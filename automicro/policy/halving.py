@@ -144,6 +144,8 @@ class Halving(Policy):
         # Whether a failure was forgotten that nothing explains: then sizes double.
         self._may_double = False
         self._has_failed = False
+        # What was decided last, by what it was asked of; None where something was learned since.
+        self._decided: tuple[tuple[Any, ...], tuple[int, bool]] | None = None
 
     def __repr__(self) -> str:
         options = {
@@ -176,6 +178,7 @@ class Halving(Policy):
         """
         if cost is not None:
             require_cost(cost)
+        self._decided = None
         self._start = (require_size(rows, name="rows"), cost)
         return True
 
@@ -187,6 +190,7 @@ class Halving(Policy):
         >>> policy.propose(64)
         64
         """
+        self._decided = None
         self._patience.take_rehearsal()
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
@@ -223,9 +227,16 @@ class Halving(Policy):
             self._record_fit(outcome, cost)
         else:
             self._record_failure(outcome, cost)
+        self._decided = None
 
     def _decide(self, num_rows: int, cost: float) -> tuple[int, bool]:
         """Return the size to propose, and whether it is only there to measure its peak."""
+        asked = num_rows, cost, self._room, self.may_measure
+        if self._decided is None or self._decided[0] != asked:
+            self._decided = asked, self._decide_anew(num_rows, cost)
+        return self._decided[1]
+
+    def _decide_anew(self, num_rows: int, cost: float) -> tuple[int, bool]:
         if self._ceiling is not None:
             return self._cut(num_rows, cost, self._ceiling), False
         known = self._known_rows(num_rows, cost)
@@ -338,7 +349,7 @@ class Halving(Policy):
         if outcome.peak_bytes is not None:
             need = max(0, outcome.peak_bytes - (outcome.resident_bytes or 0))
             fell = self._peaks.learn(MeasuredPeak(rows=rows, cost=cost, need=need))
-        if self._grow:
+        if self._grow and self._frontier.knows_a_failure:
             self._frontier.lift_contradicted(rows=rows, cost=cost)
             self._lift(fell=fell)
         fails = self._frontier.rows_that_fail(cost)
@@ -358,9 +369,10 @@ class Halving(Policy):
             )
 
     def _note_growth(self, rows: int, cost: float) -> None:
+        if not (self._has_failed or self._start is not None):
+            return
         known = self._frontier.rows_that_fit(cost)
-        was_limited = self._has_failed or self._start is not None
-        if was_limited and known is not None and rows > known * (1 + GROWTH):
+        if known is not None and rows > known * (1 + GROWTH):
             self.grown_from = known
 
     def _lift(self, *, fell: bool) -> None:
@@ -468,6 +480,7 @@ class Halving(Policy):
                 ) from error
         for name in LEARNED:
             setattr(self, name, getattr(fresh, name))
+        self._decided = None
 
     def _load(self, learned: dict[str, Any]) -> None:
         start = learned["start"]

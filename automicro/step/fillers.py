@@ -62,7 +62,7 @@ class SpareRows:
         Raises:
             BatchError: a batch has no rows that could be counted.
         """
-        rows = [self._layout.num_rows(batch) for batch in batches]
+        rows = list(map(self._layout.num_rows, batches))
         if batches and self._kept is None and not self._ranks.is_alone:
             with on_host():
                 chosen = self._layout.take_rows(batches[0], [0, min(1, rows[0] - 1)])

@@ -121,7 +121,10 @@ class Passes:
         """
         self._row_dims = {}
         is_compiled = sizes_change and compiler_is_used()
-        if not is_compiled and not any(cut.is_split for cut in cuts):
+        is_cut = False
+        for cut in cuts:
+            is_cut |= cut.is_split
+        if not (is_compiled or is_cut):
             return list(map(self._cut_one, batches, cuts))
         with on_host():
             if is_compiled:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 # Batches of varying length have a size each: what is remembered of them changes by this share.
 CHANGE = 0.05
 
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 # What a policy may choose beside size and level, by the names that people read.
 SYNC, FINER = "sync", "parts finer by"
@@ -249,7 +251,7 @@ class Shared:
     observer: Observer | None = None
     repeatable: bool = False
     state: Sequence[Part] = ()
-    nested: Callable[[], Iterable[NestedSplit]] = tuple
+    nested: Callable[[], Collection[NestedSplit]] = tuple
 
     @functools.cached_property
     def index(self) -> ModuleIndex:
@@ -321,6 +323,7 @@ class Phase:
         self._recollection = recollection
         self._is_new = True
         self._has_run = False
+        self._nested_ooms = 0  # inside of parts, before the step that runs
         self.is_rehearsing = False
         self._growth = Growth()
         self._inputs = InputGuard()
@@ -337,7 +340,7 @@ class Phase:
     @property
     def meter(self) -> Meter | None:
         """What measures attempts, where anything may follow from that."""
-        is_used = self.adapts or self.fits_overhead or self.is_rehearsing
+        is_used = self.policy.adapts or self.is_rehearsing or self.fits_overhead
         return self._meter if is_used else None
 
     @property
@@ -440,7 +443,7 @@ class Phase:
 
     def applying(self, level: int) -> contextlib.AbstractContextManager[None]:
         """Around what computes the microbatches of an attempt."""
-        return self._levels[level].applied() if level else contextlib.nullcontext()
+        return self._levels[level].applied() if level else _NOTHING
 
     def has_smaller_parts(self) -> bool:
         """Whether the memory that has run out was that of parts, which have smaller sizes now."""
@@ -457,18 +460,23 @@ class Phase:
         cut = [nested.cut_what_was_whole() for nested in self._shared.nested()]  # all of them
         return any(cut)
 
-    def nested_sizes(self) -> dict[str, int]:
-        """Rows of the largest slice of each part with a size of its own, in its last call."""
-        return {each.name: max(each.sizes) for each in self._shared.nested() if each.sizes}
+    def nested_counts(self) -> tuple[dict[str, int], int]:
+        """What there is to tell of the parts with a size of their own, once a step is over.
+
+        Returns:
+            The rows of the largest slice of each in its last call, by its name, and how often
+            memory ran out inside of them since the step began.
+        """
+        nested = self._shared.nested()
+        if not nested:
+            return {}, 0
+        sizes = {each.name: max(each.sizes) for each in nested if each.sizes}
+        return sizes, sum(each.ooms for each in nested) - self._nested_ooms
 
     @property
     def compares_rows(self) -> bool:
         """Whether batches have to stay whole, as a module says of itself."""
         return comparing_rows(self._shared.modules) is not None
-
-    def nested_ooms(self) -> int:
-        """How often memory has run out inside of parts, and slices became smaller."""
-        return sum(each.ooms for each in self._shared.nested())
 
     def narrator(self) -> Narrator | None:
         """What tells of one step; None where nobody listens."""
@@ -492,8 +500,10 @@ class Phase:
             recalled = self._recollection.look_up(
                 first, self.policy, is_new=self._is_new, ranks=self.ranks
             )
+        self._nested_ooms = 0
         for nested in self._shared.nested():
             nested.sizes = []  # a part may not be called at all, as a tail is not in evaluation
+            self._nested_ooms += nested.ooms
         if not self._has_run:
             self._has_run = True
             use_libraries(self._shared.devices, self._shared.modules)
@@ -513,7 +523,7 @@ class Phase:
 
     def _learn_overhead(self, finished: Finished[Any]) -> None:
         measured = finished.measured
-        if not self.fits_overhead or measured is None or not measured.has_waited:
+        if measured is None or not self.fits_overhead or not measured.has_waited:
             return
         if finished.attempts > 1 or not finished.cuts:
             return  # memory that was given back is asked for anew

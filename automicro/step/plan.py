@@ -56,8 +56,6 @@ class Step:
         wants_to_stop: whether this rank asks for the end of the run.
         raw: the batches as the caller gave them.
         rows: of each batch.
-        extents: what a policy takes each batch for.
-        costs: of one row of each batch.
     """
 
     batches: Sequence[ReadBatch]
@@ -67,15 +65,21 @@ class Step:
 
     raw: list[Any] = field(init=False)
     rows: list[int] = field(init=False)
-    extents: list[int] = field(init=False)
-    costs: list[float | None] = field(init=False)
 
     def __post_init__(self) -> None:
         batches = self.batches
         object.__setattr__(self, "raw", [each.batch for each in batches])
         object.__setattr__(self, "rows", [each.num_rows for each in batches])
-        object.__setattr__(self, "extents", [each.extent for each in batches])
-        object.__setattr__(self, "costs", [each.cost for each in batches])
+
+    @property
+    def extents(self) -> list[int]:
+        """What a policy takes each batch for."""
+        return [each.extent for each in self.batches]
+
+    @property
+    def costs(self) -> list[float | None]:
+        """Of one row of each batch."""
+        return [each.cost for each in self.batches]
 
 
 @dataclass
@@ -348,18 +352,19 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     unit = policy.multiple_of
     if len(step.batches) == 1:
         [batch] = step.batches
+        extent = batch.extent
         proposed = _propose(batch, policy, rule)
         cut = rule.cut_batch(batch, proposed, multiple_of=unit)
         return Plan(
             cuts=[cut],
             size=cut.largest,
             num_microbatches=len(cut.sizes),
-            extent=batch.extent,
+            extent=extent,
             cost=batch.cost,
             num_global_rows=batch.num_rows,
             stops=step.wants_to_stop,
             unit=rule.unit,
-            is_measuring=policy.is_measuring(batch.extent, batch.cost),
+            is_measuring=policy.is_measuring(extent, batch.cost),
             budget=None if rule.unit == ROWS else proposed,
             level=policy.level,
             settings=policy.settings,
@@ -478,6 +483,8 @@ def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
 
 def _level_for(step: Step) -> int:
     """The level that the batch begins at which needs the highest."""
+    if len(step.policy.levels) == 1:
+        return 0
     levels = [step.policy.level_for(each.extent, each.row_cost) for each in step.batches]
     return max(levels, default=0)
 

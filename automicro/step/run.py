@@ -237,7 +237,6 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     """
     policy, rule, ranks = step.policy, phase.rule, phase.ranks
     recalled_size = phase.begin(step)
-    nested_ooms = phase.nested_ooms()
     learned: dict[str, Any] | None = None
     whole_fits_below = dict(ranks.whole_fits_below)
     last_size = phase.size
@@ -337,6 +336,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 policy.record(_outcome(done, plan, repeatable=phase.is_repeatable))
         if done.verdict is not Verdict.OUT_OF_MEMORY:
             assert done.result is not None
+            nested_sizes, nested_ooms = phase.nested_counts()
             finished = Finished(
                 result=done.result,
                 plan=plan,
@@ -348,8 +348,8 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                 grown_from=policy.grown_from,
                 exploration=policy.exploration,
                 level_name=policy.levels[plan.level],
-                nested_sizes=phase.nested_sizes(),
-                nested_ooms=phase.nested_ooms() - nested_ooms,
+                nested_sizes=nested_sizes,
+                nested_ooms=nested_ooms,
             )
             phase.end(finished)
             return finished

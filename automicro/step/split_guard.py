@@ -17,6 +17,7 @@ from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.transaction.buffers import Buffers
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
 
@@ -58,24 +59,29 @@ class SplitGuard:
             "microbatch_size=None or batchnorm='disable'"
         )
 
-    def could_split(self, policy: Policy, rows: Sequence[int], *, by_cost: bool = False) -> bool:
-        """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
+    def allow_measuring(self, policy: Policy) -> None:
+        """Keep a policy from cutting a batch smaller only to measure, where layers average over it.
 
-        Several are split in any case, and so are rows with costs, to save padding. Called before
-        each step, for layers are frozen and thawed: it keeps a policy from cutting a batch smaller
-        only to measure, where layers average over it. Exploring is what the caller asked for, so
-        that "ignore" allows it.
+        Called before each step, for layers are frozen and thawed. Exploring is what the caller
+        asked for, so that "ignore" allows it.
         """
         if policy.wants_to_measure:
             accepts = policy.explores and self._mode == "ignore"
             policy.may_measure = accepts or not self._batchnorm_names()
+
+    @staticmethod
+    def could_split(policy: Policy, rows: Sequence[int], *, by_cost: bool = False) -> bool:
+        """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
+
+        Several are split in any case, and so are rows with costs, to save padding.
+        """
         if len(rows) != 1 or by_cost:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]
 
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         """Add to an out-of-memory error that splitting was disabled, where it was."""
-        return self._explaining() if self._mode == "disable" else contextlib.nullcontext()
+        return self._explaining() if self._mode == "disable" else _NOTHING
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -275,11 +275,13 @@ class TrainingWork(_Work):
         self._gradients = Gradients(
             setup.index.known, setup.gradients, inputs=self._watch.requiring_grad
         )
-        self._shared = GlobalLoss(
-            phase.device,
-            at_once=accept is not None,
-            num_means=1 if setup.passes.scales_for_ranks else phase.ranks.world_size,
-        )
+        self._shared: GlobalLoss | None = None
+        if not phase.ranks.is_alone:
+            self._shared = GlobalLoss(
+                phase.device,
+                at_once=accept is not None,
+                num_means=1 if setup.passes.scales_for_ranks else phase.ranks.world_size,
+            )
         self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
         self._parameters: Parameters | None = None
 
@@ -294,7 +296,7 @@ class TrainingWork(_Work):
             self._parameters,
             self._watch,
             *self._changing(),
-            self._setup.reservation,
+            *([self._setup.reservation] if self._setup.reservation.is_used else ()),
             *self._keeps,
             self._buffers,
             self._gradients,  # hooks at its commit may change all others before it
@@ -304,14 +306,12 @@ class TrainingWork(_Work):
 
     def attempt(self, plan: Plan) -> Losses:
         passes, ranks, gradients = self._passes, self._ranks, self._gradients
-        for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
-            if cut.is_split:
-                check_history(passes.layout.leaves(batch))
+        if plan.num_microbatches > len(plan.cuts):
+            for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
+                if cut.is_split:
+                    check_history(passes.layout.leaves(batch))
         cuts = self._cut(plan)
         weights = passes.weights(cuts, plan.totals)
-        if plan.totals:
-            passes.check_counts(weights, self._step.denominators)
-        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
         gradients.expect(plan.num_microbatches)
         losses: list[Losses] = []
         is_alone = ranks.is_alone  # one process pays for nothing that several need
@@ -324,6 +324,9 @@ class TrainingWork(_Work):
                 losses.append(passes.train(rows, weights, index, self._metrics, gradients))
                 del rows
             return self._summed(losses, weights, plan)
+        if plan.totals:
+            passes.check_counts(weights, self._step.denominators)
+        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
         for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
             if is_filler:
                 with fillers.undone(), ranks.microbatch(index, weightless=True):
@@ -351,8 +354,10 @@ class TrainingWork(_Work):
         return summed if self._accept is None else read_losses(summed)
 
     def _warn_of_splitting(self, plan: Plan) -> None:
+        if plan.num_microbatches <= len(plan.cuts) or self._ranks.rank:
+            return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
-        if most is not None and most.is_split and self._ranks.rank == 0:
+        if most is not None and most.is_split:
             self._setup.split_guard.warn(most.sizes, self._buffers)
 
     @property
@@ -373,10 +378,10 @@ class TrainingWork(_Work):
         return torch.stack([own(part, name) for name, part in parts.items()]).sum()
 
     def numbers(self, result: Losses) -> Sequence[float]:
-        return self._shared.numbers(result)
+        return () if self._shared is None else self._shared.numbers(result)
 
     def combined(self, result: Losses, sums: Sequence[float]) -> Losses:
-        return self._shared.together(result, sums)
+        return result if self._shared is None else self._shared.together(result, sums)
 
     def accepts(self, result: Losses) -> bool:
         if self._phase.is_rehearsing:

@@ -92,6 +92,8 @@ class Buffers:
             index.refresh()
         self._is_fresh = False
         self._tables, self._without = index.buffer_tables, index.without_buffers
+        if not self._tables:
+            return
         found: dict[int, tuple[str, Tensor]] = {}
         for name, _, table in self._tables:
             for key, buffer in table.items():
@@ -106,6 +108,8 @@ class Buffers:
                 self._kept.append((name, copy))
 
     def prepare(self) -> None:
+        if not self._copies:
+            return
         kept = {id(copy) for _, copy in self._kept}
         unchanged: list[TensorCopy] = []
         changed: list[TensorCopy] = []

@@ -12,10 +12,9 @@ place there is, where the user's forward could see and clear them and hooks woul
 On several ranks wrappers have hooks and ways of their own, so there all of it is left to them.
 """
 
-import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +74,6 @@ class GradientHistory:
         self._has_looked_at_nodes = False
         self._told: set[str] = set()
 
-    @contextlib.contextmanager
-    def releasing(self) -> Iterator[None]:
-        """Around a batch: what was released was so for this one."""
-        try:
-            yield
-        finally:
-            self.are_released = False
-
     def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
         """A new batch begins, for these parameters by their ids."""
         self._num_batches += 1
@@ -102,6 +93,8 @@ class GradientHistory:
 
     def outside(self) -> list[Tensor]:
         """Leaves that losses have reached although no module lists them."""
+        if not self._outside:
+            return []
         self._outside = [each for each in self._outside if each() is not None]
         return [leaf for each in self._outside if (leaf := each()) is not None]
 
@@ -193,6 +186,7 @@ class GradientHistory:
 
 logger = logging.getLogger(__name__)
 
+_NO_HOOKS = HeldHooks()
 NARROW = frozenset({torch.bfloat16, torch.float16})
 Backward = Callable[[Tensor], Any]
 Weight = float | Tensor | None
@@ -253,7 +247,7 @@ class Gradients:
             else {id(each): each for each in parameters}
         )
         self._inputs = {id(e): e for e in inputs if id(e) not in self._parameters}
-        self._further = self._inputs.copy()  # leaves that are no parameters
+        self._further = dict(self._inputs)  # leaves that are no parameters
         self._leaves: list[Tensor] = []
         self._earlier: list[_Earlier] = []
         self._finals: list[tuple[_Earlier, Tensor]] = []
@@ -264,8 +258,8 @@ class Gradients:
         self._forget()
 
     def _forget(self) -> None:
-        self._hooks = HeldHooks()
-        self._outside = OutsideLeaves()
+        self._hooks = _NO_HOOKS
+        self._outside: OutsideLeaves | None = None  # until a look finds some
         self._narrow: list[tuple[Tensor, torch.dtype]] = []
         self._sums: list[Tensor | None] = []  # put away while a forward runs, or to compare with
         self._versions: list[int] = []  # of the same after the first backward
@@ -306,7 +300,9 @@ class Gradients:
         self._splits = num_microbatches > 1
         self._looks = memory.num_looks(is_retry=self._attempts > 1)
         if memory.is_alone:
-            self._hooks = HeldHooks(self._leaves)
+            hooked = with_hooks(self._leaves)
+            if hooked:
+                self._hooks = HeldHooks(hooked)
             if self._splits:
                 memory.look_at_nodes(self._leaves)
                 if memory.sums_in_float32:
@@ -331,7 +327,7 @@ class Gradients:
             return
         if self._num_forwards > 1 and self._is_isolated:
             self._put_away()
-        if self._num_forwards == 1 or self._is_isolated:
+        if self._earlier and (self._num_forwards == 1 or self._is_isolated):
             self._show_earlier()
 
     def run(self, backward: Backward, loss: Tensor, *, weight: Weight = None) -> None:
@@ -554,6 +550,8 @@ class Gradients:
     # Leaves that nobody listed
 
     def _notice(self, loss: Tensor) -> None:
+        if self._outside is None:
+            self._outside = OutsideLeaves()
         self._outside.notice(loss, self._parameters.keys() | self._further.keys())
         if self._outside and self._memory.is_alone and not self._has_restarted:
             hooked = self._outside.with_hooks()
@@ -569,6 +567,7 @@ class Gradients:
     def _take_in(self) -> None:
         """Know those that outlived their microbatch; from now on, and for this attempt."""
         needs_restart = False
+        assert self._outside is not None
         for leaf, gradient in self._outside.take_survivors():
             if gradient is not None and self._attempts > 1 and self._went_unseen:
                 refuse_unknown_part()
@@ -589,6 +588,8 @@ class Gradients:
     def prepare(self) -> None:
         self._sums = []  # nobody else is to hold them
         self._narrow_totals()
+        if not (self._earlier or self._hooks):
+            return
         hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
         copied: set[int] = set()
         delivered: dict[int, Tensor] = {}
@@ -638,6 +639,9 @@ class Gradients:
             each.leaf.grad = torch.zeros_like(each.gradient)
 
     def commit(self) -> None:
+        if not self._earlier:
+            self._end()
+            return
         # Copying complete totals needs no memory of its own and can be repeated.
         failures = []
         for _ in range(2):
@@ -647,7 +651,7 @@ class Gradients:
             failures.append(failure)
         else:
             logger.warning("not all earlier .grad tensors could be kept (%s)", failures[-1])
-        if self._earlier and self._memory.writes_to_gradients is None:
+        if self._memory.writes_to_gradients is None:
             self._memory.writes_to_gradients = False
         self._end()
         try:
@@ -675,7 +679,8 @@ class Gradients:
         for leaf in self._leaves:
             leaf.grad = None
         self._narrow_again()
-        self._outside.roll_back()
+        if self._outside is not None:
+            self._outside.roll_back()
         is_lost = False
         for each in self._earlier:
             if each.copy is not None:

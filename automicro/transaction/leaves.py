@@ -28,11 +28,11 @@ class HeldHooks:
     They are away only while a backward of ours runs: one inside the user's forward runs them.
 
     Args:
-        leaves: of which those are chosen that have hooks.
+        leaves: that have hooks.
     """
 
     def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
-        self.leaves = with_hooks(leaves) if leaves else []
+        self.leaves = leaves
         self._order: dict[int, Tensor] = {}
         self._away: list[tuple[Tensor, tuple[Any, Any], tuple[Any, Any]]] = []
 

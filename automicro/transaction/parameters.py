@@ -1,7 +1,7 @@
 """Parameters and other tensors as they were: watched, or copied and put back."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -160,8 +160,8 @@ class Parameters:
     changing parameters: the optimizer steps after the commit.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
         self._versions: list[int] | None = None
 
     def begin(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -193,13 +194,13 @@ class _Global:
             return self._ask()
         if objects != self._objects:
             self._objects, self._memory = objects, [_memory_of(each) for each in objects]
-        seen = [values]
-        seen += [each.raw for each in self._memory]
+        seen = [values, *map(_RAW, self._memory)]
         if seen != self._seen:
             self._seen, self._state = seen, self._ask()
         return self._state
 
 
+_RAW = operator.attrgetter("raw")
 _MT19937_BYTES = 2500  # 624 numbers, and where in them it stands
 
 
