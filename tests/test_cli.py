@@ -1,6 +1,7 @@
 """The command line: what it prints, where, and with which exit code it ends."""
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -339,6 +341,25 @@ def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[st
 def test_verify_of_one_row_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", DIGITS, "train_dataloader.args.batch_size=1"]) == 3
     assert "cannot be verified" in capsys.readouterr().out
+
+
+def test_a_plan_as_json_stands_alone_whatever_data_print(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automicro.demo import digits
+
+    make = digits.loader
+
+    @functools.wraps(make)
+    def loudly(*arguments: Any, **options: Any) -> Any:
+        print("reading the digits")
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(digits, "loader", loudly)
+    assert main(["plan", DIGITS, "--memory", "4MiB", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["num_rows"] == 512
+    assert "reading the digits" in printed.err
 
 
 def test_plan_tells_the_largest_microbatch_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def _map_registered(value: Any, fn: TensorFunction, isolate: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     new = copy.copy(value)
-    for name, attribute in list(getattr(value, "__dict__", {}).items()):
+    for name, attribute in state_of(value).items():
         mapped = map_tensors(attribute, fn, isolate=isolate)
         if mapped is not attribute:
             object.__setattr__(new, name, mapped)
@@ -141,7 +141,7 @@ def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
         batch_type = batch_type_of(type(batch))
         if batch_type is not None and batch_type.leaves is not None:
             return [(join_path(path, key), leaf) for key, leaf in batch_type.leaves(batch)]
-        attributes = getattr(batch, "__dict__", {})
+        attributes = state_of(batch)
         keys, parts = list(attributes), list(attributes.values())
     elif kind in STRUCTURES or kind is Kind.SEQUENCE:
         keys, parts = (list(opened) for opened in open_container(batch))

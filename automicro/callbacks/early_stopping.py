@@ -94,9 +94,10 @@ class EarlyStopping(Callback):
         self._is_training = False
         if self._best is None and self._without_better == 0 and run.state.epoch:
             warn(
-                f"EarlyStopping never saw {self._monitor!r}, in {run.state.epoch} epochs: nothing "
-                "gave it; pass eval_dataloader=… and an eval_interval, or monitor a value of "
-                "training such as 'train/loss'",
+                f"EarlyStopping never saw {self._monitor!r}, in {run.state.epoch} epochs: it looks "
+                "after each evaluation, and at values of training, whose names begin with "
+                "'train/', in each batch; pass eval_dataloader=… and an eval_interval, or monitor "
+                "a value such as 'train/loss'",
                 UserWarning,
             )
 

@@ -26,7 +26,7 @@ class Command:
         exit_codes: what each means here, by number; 2, 130, 141 and 143 are the same everywhere.
         add_arguments: adds them to the command's parser.
         run: does it, and returns the exit code.
-        place: in the list of commands.
+        place: in the list of commands; no two have the same.
     """
 
     name: str

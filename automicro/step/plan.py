@@ -217,7 +217,7 @@ class Plan:
         unit: of sizes.
         is_measuring: whether it is smaller than fits, and only there to measure what rows need.
         agreement: with the other ranks; None where there are none.
-        budget: that the policy proposed; a single row may be larger. The size unless given.
+        proposed: by the policy; a single row may be larger, and a balanced cut has less.
         level: at which microbatches are computed, of the policy's levels.
         settings: what else the policy says, by name, alike on every rank.
     """
@@ -232,14 +232,14 @@ class Plan:
     unit: str = ROWS
     is_measuring: bool = False
     agreement: Agreement | None = None
-    budget: int | None = None
+    proposed: int = 0
     level: int = 0
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     @property
     def most(self) -> int:
         """What slices were to have at most: less than the size where a row has more by itself."""
-        return self.size if self.budget is None else min(self.size, self.budget)
+        return self.size if self.unit == ROWS else min(self.size, self.proposed)
 
     def needs_less_than(self, other: "Plan") -> bool:
         """Whether slices are smaller, or computed at a higher level or with other settings.
@@ -365,7 +365,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
             stops=step.wants_to_stop,
             unit=rule.unit,
             is_measuring=policy.is_measuring(extent, batch.cost),
-            budget=None if rule.unit == ROWS else proposed,
+            proposed=proposed,
             level=policy.level,
             settings=policy.settings,
         )
@@ -386,7 +386,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         stops=step.wants_to_stop,
         unit=rule.unit,
         is_measuring=any(map(policy.is_measuring, step.extents, step.costs)),
-        budget=None if rule.unit == ROWS else max(sizes),
+        proposed=max(sizes),
         level=policy.level,
         settings=policy.settings,
     )
@@ -460,7 +460,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         unit=rule.unit,
         is_measuring=policy.is_measuring(agreement.max_extent, agreement.cost),
         agreement=agreement,
-        budget=None if rule.unit == ROWS else agreement.microbatch_size,
+        proposed=agreement.microbatch_size,
         level=agreement.level,
         settings=policy.settings,
     )

@@ -249,12 +249,18 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if plan.num_microbatches == 0:
             return Finished(result=None, plan=plan)
         size = plan.size
-        if failed is not None and not plan.needs_less_than(failed) and plan.most < failed.most:
-            # All is as it was: the slices that would be smaller have less than this.
+        is_same = failed is not None and not plan.needs_less_than(failed)
+        if (
+            failed is not None
+            and is_same
+            and plan.proposed < failed.proposed
+            and plan.size > rule.min_rows
+        ):
+            # It is the same cut: the slices that would be smaller have less than this.
             policy.record(_failing(plan))
             failed = plan
             continue
-        if failure is not None and failed is not None and not plan.needs_less_than(failed):
+        if failure is not None and failed is not None and is_same:
             if phase.cuts_whole_parts():
                 failure = failed = None
             elif policy.climb(failed.row_cost):

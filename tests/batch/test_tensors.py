@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+from automicro import register_batch_type
 from automicro.batch.cutting import concat_rows
 from automicro.batch.layout import BatchLayout, split_batch
 from automicro.batch.tensors import map_tensors, tensor_leaves
@@ -37,6 +38,29 @@ class TestMapping:
         assert [path for path, _ in leaves] == ["a", "b.0", "b.1.0.c", "p.data"]
 
 
+class Slotted:
+    """Rows of a class that has slots and no dictionary."""
+
+    __slots__ = ("names", "x")
+
+    def __init__(self, x: torch.Tensor, names: list[str]) -> None:
+        self.x, self.names = x, names
+
+
+def test_tensors_in_the_slots_of_a_registered_type_are_found_and_mapped() -> None:
+    register_batch_type(
+        Slotted,
+        num_rows=lambda rows: len(rows.x),
+        take=lambda rows, start, stop: Slotted(rows.x[start:stop], rows.names[start:stop]),
+    )
+    batch = {"rows": Slotted(x(), ["a"] * ROWS)}
+    assert [path for path, _ in tensor_leaves(batch)] == ["rows.x"]
+    moved = map_tensors(batch, lambda tensor: tensor.to("meta"))["rows"]
+    assert moved.x.is_meta
+    assert moved.names == ["a"] * ROWS
+    assert not batch["rows"].x.is_meta
+
+
 JOINABLE = [
     "tensor",
     "array",
@@ -56,6 +80,7 @@ JOINABLE = [
     "proxy",
     "own mapping",
     "jagged",
+    "tensordict",
     "odd objects beside",
 ]
 

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
+from automicro import (
+    BatchError,
+    Fixed,
+    Halving,
+    Outcome,
+    RollbackError,
+    SampleTooLargeError,
+)
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
@@ -203,6 +210,28 @@ def test_the_smallest_size_is_the_last_and_teaches_nothing() -> None:
         run(fits(0, tried), 4, policy)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert policy.propose(4) == 4
+
+
+class Fibonacci(Policy):
+    """Proposes sizes of which several are the same cut: of 64 rows, 55 and 34 are two of 32."""
+
+    def __init__(self) -> None:
+        self.sizes, self.told = [55, 34, 21, 13, 8], list[tuple[int, bool]]()
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return self.sizes[0]
+
+    def record(self, outcome: Outcome) -> None:
+        self.told.append((outcome.microbatch_size, outcome.fits))
+        if not outcome.fits:
+            del self.sizes[0]
+
+
+def test_a_smaller_proposal_of_the_same_cut_is_asked_past_and_not_tried_again() -> None:
+    policy, tried = Fibonacci(), list[list[int]]()
+    run(fits(16, tried), 64, policy)
+    assert tried == [[32, 32], [16, 16, 16, 16]]
+    assert policy.told == [(32, False), (32, False), (16, True)]
 
 
 def test_a_fixed_size_lets_the_error_through_with_a_hint() -> None:

@@ -1,7 +1,6 @@
 """``automicro plan``: the largest microbatch that will fit a device, before the run."""
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_for_files
 from automicro.cli.config.keys import LISTS
-from automicro.cli.output import importing
+from automicro.cli.output import importing, results_alone, to_json
 from automicro.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     job = Job(arguments.inputs, command="plan")
     check = partial(Recipe, without=UNUSED)
-    with job.reading(required=("model", "train_dataloader"), check=check) as loaded:
+    reading = job.reading(required=("model", "train_dataloader"), check=check)
+    with reading as loaded, results_alone(arguments.json) as results:
         _look_at(arguments)
         with job.making():
             examine = _make(check(loaded.config), arguments)
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             with job.making():  # the config asks for what makes no sense
                 raise
-        print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+        print(to_json(report.to_dict(), indent=2) if arguments.json else report, file=results)
     return report.exit_code
 
 

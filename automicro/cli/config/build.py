@@ -77,7 +77,8 @@ class Recipe:
         if config.sampling_mode is not None and "train_dataloader" in self._makers:
             make_data = self._makers["train_dataloader"]
             self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
-        self._metrics = _prepare_all(config.metrics, "metrics")
+        metrics = {} if "metrics" in without else config.metrics
+        self._metrics = _prepare_all(metrics, "metrics")
         if "eval_dataloader" not in without and config.eval_dataloader is not None:
             self._makers["eval_dataloader"] = _prepare_eval_data(
                 config.eval_dataloader, "eval_dataloader"
@@ -89,7 +90,7 @@ class Recipe:
         self.make_loss_average = prepare_value(config.loss_average, "loss_average")
         self._make_unit = prepare_value(config.microbatch_unit, "microbatch_unit")
         self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
-        if config.weights is not None:
+        if config.weights is not None and "weights" not in without:
             with about("weights"):
                 check_weights_file(config.weights)
 
