@@ -719,9 +719,9 @@ class Enabled:
         try:
             if failure is not None and is_out_of_memory(failure):
                 raise SampleTooLargeError(
-                    "one row does not fit, even without its gradient, so no microbatch can; what "
-                    "helps: a smaller model, shorter sequences, bf16, a larger device. The last "
-                    f"failure: {failure}"
+                    "one row does not fit, even without its gradient, so no microbatch can. What "
+                    "helps:\n- a smaller model\n- shorter sequences\n- bf16\n- a larger device\n"
+                    f"The last failure: {failure}"
                 ) from failure
             if failure is not None:
                 raise failure

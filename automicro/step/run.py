@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -33,8 +33,9 @@ from automicro.step.unit import ROWS
 from automicro.units import format_bytes
 
 _LESS_BESIDE = (
-    "let it compute and keep less on the device (detach and move to the host what it keeps), take "
-    "it out, or a larger device"
+    "let it compute and keep less on the device (detach and move to the host what it keeps)",
+    "take it out",
+    "a larger device",
 )
 
 
@@ -70,8 +71,8 @@ def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bo
         add_note(
             failure,
             f"automicro: memory ran out in {beside}, while {_of(size, plan)} were "
-            f"computed. The state is as before the step. What helps: {_LESS_BESIDE}."
-            f"{_reports(failure)}",
+            f"computed. The state is as before the step. What helps:{_listed(_LESS_BESIDE)}"
+            f"{_reports(failure, before=_NEXT_LINE)}",
         )
         raise failure
     all_rows = f"the whole batch of {plan.extent} {plan.unit} does"
@@ -84,10 +85,17 @@ def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bo
     raise failure
 
 
-def _reports(failure: BaseException) -> str:
+_NEXT_LINE = "\n"
+
+
+def _listed(remedies: Iterable[str]) -> str:
+    return "".join(f"\n- {each}" for each in remedies)
+
+
+def _reports(failure: BaseException, before: str = " ") -> str:
     """A sentence on the files that were written of a failure; empty where there is none."""
     written = facts_of(failure).reports
-    return f" More in {', '.join(written)} (automicro doctor reads it)." if written else ""
+    return f"{before}More in {', '.join(written)} (automicro doctor reads it)." if written else ""
 
 
 def _of(size: int, plan: Plan) -> str:
@@ -103,9 +111,9 @@ def why_nothing_fits(
     *,
     who: str | None = None,
     levels: Sequence[str] = ("plain",),
-    helps: Callable[[], str] = str,
+    helps: Callable[[], Sequence[str]] = list,
 ) -> str:
-    """What there is to say where the smallest size ran out of memory.
+    """What there is to say where the smallest size ran out of memory: a line each, and a list.
 
     Args:
         plan: of the last attempt.
@@ -115,44 +123,48 @@ def why_nothing_fits(
         device: where the work ran.
         who: the callback or metric in which memory ran out at the last size; None for neither.
         levels: of the policy, of which the last was tried last.
-        helps: gives words for what makes the same rows need less, each with a comma after it.
+        helps: gives words for what makes the same rows need less.
     """
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
     unit, extent = plan.unit, plan.extent
     at_last = f", not even with {levels[plan.level]}" if plan.level else ""
     text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit{at_last}, and "
-    state = "The state is as before the step. What helps:"
+    state = "\nThe state is as before the step. What helps:"
     if who is not None:
         return (
             f"memory ran out in {who}, with every size {listed} of {extent} {unit}, so that fewer "
-            f"rows do not help. {state} {_LESS_BESIDE}."
+            f"rows do not help.{state}{_listed(_LESS_BESIDE)}"
         )
-    less_state = "an optimizer with less state, " if _has_state(residents) else ""
+    less_state = ["an optimizer with less state"] if _has_state(residents) else []
     shared = residents is not None and residents.shared_inputs > 0
-    less_shared = "less in the parts of the batch that are shared by all rows, " * shared
+    less_shared = ["less in the parts of the batch that are shared by all rows"] * shared
     if residents is not None and residents.limit is not None and residents.leaves_nothing:
+        other = ["a smaller model", "a higher limit", "a larger device"]
         return (
             f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
-            f"without any row, and the limit is {format_bytes(residents.limit)}. {state} "
-            f"{less_shared}{less_state}a smaller model, a higher limit, a larger device."
+            f"without any row, and the limit is {format_bytes(residents.limit)}.{state}"
+            f"{_listed([*less_shared, *less_state, *other])}"
         )
     floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
     alone = "" if unit == ROWS else ": it has a single row"
     text += f"there is no smaller one{floor}{alone} {listed}."
+    facts = []
     peak, allocated = peak_bytes(device), allocated_bytes(device)
     if peak is not None:
-        text += f" Peak memory on {device} was {format_bytes(peak)}."
+        facts.append(f"Peak memory on {device} was {format_bytes(peak)}.")
     if allocated is not None:
-        text += f" Between attempts {format_bytes(allocated)} were allocated."
+        facts.append(f"Between attempts {format_bytes(allocated)} were allocated.")
     if residents is not None and residents.total:
         limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
-        text += f" Every size needs {format_bytes(residents.total)}{limit} for {residents}."
+        facts.append(f"Every size needs {format_bytes(residents.total)}{limit} for {residents}.")
     # Where more than half is taken without any row, it is not the samples that are large.
-    smaller = "shorter or smaller samples, "
+    smaller = ["shorter or smaller samples"]
     if _is_mostly_taken(residents):
-        smaller = "" if shared else "a smaller model, "
-    return f"{text} {state} {less_shared}{smaller}{helps()}{less_state}a larger device."
+        smaller = [] if shared else ["a smaller model"]
+    told = "\n" + " ".join(facts) if facts else ""
+    remedies = [*less_shared, *smaller, *helps(), *less_state, "a larger device"]
+    return f"{text}{told}{state}{_listed(remedies)}"
 
 
 _NOTABLE = 0.99  # of what it would need otherwise
@@ -170,19 +182,20 @@ _HELPS = {
 }
 
 
-def what_helps(needs: Mapping[str, int], level: str | None, limit: int | None = None) -> str:
-    """Words for what makes the same rows need less, each with a comma after it.
+def what_helps(needs: Mapping[str, int], level: str | None, limit: int | None = None) -> list[str]:
+    """Words for what makes the same rows need less.
 
     Args:
         needs: bytes by name, and those as it is by ``""``, as planned; empty for not known.
         level: at which it does not fit; None in evaluation.
         limit: bytes that there are; None for not known.
 
-    >>> what_helps({"": 3072, "recompute": 1024, "bf16": 2048}, "plain")
-    "activation checkpointing (when_too_large='recompute': 1.00 KiB planned, in place of 3.00 KiB),
-    half precision (precision='bf16': 2.00 KiB), "
+    >>> for each in what_helps({"": 3072, "recompute": 1024, "bf16": 2048}, "plain"):
+    ...     print(each)
+    activation checkpointing (when_too_large='recompute': 1.00 KiB planned, in place of 3.00 KiB)
+    half precision (precision='bf16': 2.00 KiB)
     """
-    words = []
+    words: list[str] = []
     on = [] if level in (None, "plain") else str(level).split(" + ")
     for name, (how, option) in _HELPS.items():
         if level is None and name != "bf16":
@@ -190,15 +203,15 @@ def what_helps(needs: Mapping[str, int], level: str | None, limit: int | None = 
         rung = NESTED if name == "tail" else name
         told = option.format([*on, rung] if on else repr(rung))
         if not needs and rung not in on:
-            words.append(f"{how} ({told}), ")
+            words.append(f"{how} ({told})")
         elif needs.get(name, math.inf) < _NOTABLE * needs.get("", 0):
             instead = "" if words else f" planned, in place of {format_bytes(needs[''])}"
             alone = ", not enough alone" if limit is not None and needs[name] > limit else ""
-            words.append(f"{how} ({told}: {format_bytes(needs[name])}{instead}{alone}), ")
-    return "".join(words)
+            words.append(f"{how} ({told}: {format_bytes(needs[name])}{instead}{alone})")
+    return words
 
 
-def _helps_in(work: Work[Any], plan: Plan, phase: Phase) -> str:
+def _helps_in(work: Work[Any], plan: Plan, phase: Phase) -> list[str]:
     level = phase.policy.levels[plan.level] if phase.is_training else None
     residents = work.residents()
     limit = None if residents is None else residents.limit
@@ -280,7 +293,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                         helps=functools.partial(_helps_in, work, plan, phase),
                     )
                     raise SampleTooLargeError(
-                        f"{text} The last failure: {first_line(failure)}{_reports(failure)}"
+                        f"{text}\nThe last failure: {first_line(failure)}{_reports(failure)}"
                     ) from failure
                 finally:
                     failure = None  # it holds this frame: a cycle

@@ -363,19 +363,23 @@ def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_re
     assert refusal(held) == (
         "a microbatch of 1 of 2 rows does not fit, and no size can (tried: 2, 1): parameters 1.00 "
         "KiB, gradients 1.00 KiB, optimizer state 3.00 KiB come to 5.00 KiB without any row, and "
-        "the limit is 4.00 KiB. The state is as before the step. What helps: an optimizer with "
-        "less state, a smaller model, a higher limit, a larger device. The last failure: CUDA out "
-        "of memory."
+        "the limit is 4.00 KiB.\n"
+        "The state is as before the step. What helps:\n"
+        "- an optimizer with less state\n"
+        "- a smaller model\n"
+        "- a higher limit\n"
+        "- a larger device\n"
+        "The last failure: CUDA out of memory."
     )
 
 
 def test_no_smaller_samples_are_advised_where_they_are_not_what_is_large() -> None:
     table = refusal(ResidentMemory(parameters=512, shared_inputs=3072, limit=4096))
-    assert "What helps: less in the parts of the batch that are shared by all rows, act" in table
+    assert "- less in the parts of the batch that are shared by all rows\n- act" in table
     model = refusal(ResidentMemory(parameters=2048, gradients=1024, limit=4096))
-    assert "What helps: a smaller model, activation checkpointing" in model
+    assert "What helps:\n- a smaller model\n- activation checkpointing" in model
     rows = refusal(ResidentMemory(parameters=1024, limit=4096))
-    assert "What helps: shorter or smaller samples, activation checkpointing" in rows
+    assert "What helps:\n- shorter or smaller samples\n- activation checkpointing" in rows
 
 
 def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy() -> None:
@@ -384,7 +388,7 @@ def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy(
     assert "Every size needs 2.00 KiB of 4.00 KiB for parameters 1.00 KiB, gradients" in known
     assert "Every size needs 1.50 KiB for parameters 1.00 KiB, buffers 512 bytes." in unknown
     for text in (known, unknown):
-        assert "What helps: shorter or smaller samples" in text
+        assert "What helps:\n- shorter or smaller samples" in text
         assert "less state" not in text  # there is none
     assert "Every size" not in refusal(None)
 
