@@ -211,11 +211,11 @@ class Microbatcher:
         self._modules = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
             self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
-        for argument, size in (
-            ("microbatch_size", microbatch_size),
-            ("eval_microbatch_size", eval_microbatch_size),
-        ):
-            _refuse_to_cut(self._modules, size, argument)
+        _refuse_to_cut(
+            self._modules,
+            microbatch_size=microbatch_size,
+            eval_microbatch_size=eval_microbatch_size,
+        )
         innermost = check_optimizer(optimizer, self._modules)
         self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
         self._device = resolve_device(device, model)
@@ -853,14 +853,14 @@ class Microbatcher:
         return found
 
 
-def _refuse_to_cut(modules: Iterable[nn.Module], size: Any, argument: str) -> None:
-    """Refuse a size for a model that says of itself that it compares all rows of a batch."""
-    if size is None:
-        return
-    module = comparing_rows(modules)
+def _refuse_to_cut(modules: Iterable[nn.Module], **sizes: Any) -> None:
+    """Refuse sizes for a model that says of itself that it compares all rows of a batch."""
+    given = {name: size for name, size in sizes.items() if size is not None}
+    module = comparing_rows(modules) if given else None
     if module is not None:
+        told = " and ".join(f"{name}={size!r}" for name, size in given.items())
+        instead = " and ".join(f"{name}=None" for name in given)
         raise ValueError(
-            f"{argument}={size!r}, and {type(module).__name__} compares all rows of a batch, "
-            f"which has to stay whole: give {argument}=None; its encoders have sizes of their "
-            "own, and run in slices"
+            f"{told}, and {type(module).__name__} compares all rows of a batch, which has to stay "
+            f"whole: give {instead}; its encoders have sizes of their own, and run in slices"
         )

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from automicro import (
+    Contrastive,
     Halving,
     MemoryBudget,
     Microbatcher,
@@ -203,6 +204,11 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
         module=cast("nn.Module", torch.compile(model())), memory_limit="1MiB"
     ),
     "fixed does not fit": lambda: too_small(microbatch_size=16),
+    "auto among levels": lambda: backward(when_too_large=["auto", "recompute"]),
+    "part with a word that is no size": lambda: backward(nested={"0": "atuo"}),
+    "contrastive with sizes": lambda: Microbatcher(
+        Contrastive({"a": nn.Linear(4, 4)}), loss_average="samples", eval_microbatch_size=4
+    ),
 }
 
 

@@ -60,7 +60,7 @@ class NestedSizes:
             )
         if isinstance(nested, Mapping):
             for name, options in nested.items():
-                self._attach(model, name, read_options(name, options))
+                self._attach(model, name, check_options(name, options))
             self._unseen = list(self._own)
         else:
             for index, each in enumerate(nested or ()):
@@ -206,6 +206,23 @@ def read_options(name: str, options: Any) -> dict[str, Any]:
     return dict(options)
 
 
+def check_options(name: str, options: Any) -> dict[str, Any]:
+    """The arguments of a `NestedSplit`; what is wrong with them is told with the part's name.
+
+    Raises:
+        TypeError, ValueError: an argument that is unknown, or makes no sense.
+
+    >>> check_options("joint", 8)
+    {'microbatch_size': 8}
+    """
+    found = read_options(name, options)
+    try:
+        NestedSplit(_nothing, **found)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"nested[{name!r}]: {error}") from None
+    return found
+
+
 def check_nested(nested: Any) -> None:
     """Refuse sizes of parts that make no sense, before there is a model.
 
@@ -222,7 +239,7 @@ def check_nested(nested: Any) -> None:
             "{'joint': 'auto'} or {'joint': {'batch_split_factor': 4}}"
         )
     for name, options in nested.items():
-        NestedSplit(_nothing, **read_options(str(name), options))
+        check_options(str(name), options)
 
 
 def find_language_model(model: nn.Module) -> nn.Module | None:

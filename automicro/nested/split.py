@@ -195,7 +195,7 @@ class NestedSplit:
                 "both say how a part is cut; give one of them"
             )
         self._part = part
-        self._policy = make_policy(microbatch_size)
+        self._policy = make_policy(microbatch_size, may_explore=False)
         if batch_split_factor is not None:
             self._policy = Share(batch_split_factor)
         if self._policy.explores:

@@ -9,9 +9,10 @@ from automicro.policy.policy import Fixed, Policy, require_size
 from automicro.policy.search import Value
 
 
-def _accepted(unit: str) -> str:
+def _accepted(unit: str, *, may_explore: bool) -> str:
     """What makes sense where sizes are counted in this."""
-    explore = '"explore" (the fastest of those that fit), ' if unit == "rows" else ""
+    explores = may_explore and unit == "rows"
+    explore = '"explore" (the fastest of those that fit), ' if explores else ""
     counted = "" if unit == "rows" else f" (of {unit}, with padding)"
     return (
         f'give an int of at least 1{counted}, "auto" (found by halving), {explore}None (the whole '
@@ -24,12 +25,14 @@ def make_policy(
     *,
     name: str = "microbatch_size",
     unit: str = "rows",
+    may_explore: bool = True,
 ) -> Policy:
     """Return the policy that a ``microbatch_size`` stands for.
 
     An int is a fixed size, ``"auto"`` starts with the whole batch and halves, ``"explore"`` looks
     for the fastest of the sizes that fit, None is always the whole batch, and a policy stands for
-    itself. ``name`` is how errors call it, and ``unit`` what it is counted in.
+    itself. ``name`` is how errors call it, ``unit`` what it is counted in, and ``may_explore``
+    whether they offer to explore.
 
     Raises:
         TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
@@ -46,7 +49,8 @@ def make_policy(
             return Halving()
         if microbatch_size == "explore":
             return Explore()
-        raise ValueError(f"{name}={microbatch_size!r} means nothing: {_accepted(unit)}")
+        accepted = _accepted(unit, may_explore=may_explore)
+        raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")
     # The class of a policy has all the methods of one, but nothing to call them on.
     if isinstance(microbatch_size, type):
         raise TypeError(
@@ -63,7 +67,8 @@ def make_policy(
     try:
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}={microbatch_size!r} is no size: {_accepted(unit)}") from None
+        accepted = _accepted(unit, may_explore=may_explore)
+        raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
 
 
 def with_levels(

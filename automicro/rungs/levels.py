@@ -275,6 +275,11 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
         )
     wanted: dict[str, list[str] | None] = {}
     for each in given:
+        if each in ("auto", "error"):
+            raise ValueError(
+                f"when_too_large={given!r} lists {each!r}, which stands alone: give "
+                f"when_too_large={each!r}, or a list of {' and '.join(RUNGS)}"
+            )
         if isinstance(each, str):
             check_choice("when_too_large", each, RUNGS)
             found: dict[str, list[str] | None] = {each: None}

@@ -45,7 +45,11 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
     [
         ("recmpute", ValueError, r"'recmpute' is not known \(did you mean 'recompute'\?\)"),
         (["offlod"], ValueError, r"did you mean 'offload'\?"),
-        (["error"], ValueError, "use one of recompute, offload"),
+        (
+            ["error"],
+            ValueError,
+            "stands alone: give when_too_large='error', or a list of recompute",
+        ),
         ([], ValueError, "is empty"),
         ({}, ValueError, "is empty"),
         (["offload", "offload"], ValueError, "names 'offload' twice"),
