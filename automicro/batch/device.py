@@ -184,13 +184,14 @@ class InputGuard:
     def __init__(self) -> None:
         self.writes: bool | None = None  # None: not known yet
 
-    def watch(self, batches: Sequence[Contents], device: torch.device) -> "InputWatch":
-        """Guard the batches of one step, for a model on this device."""
-        return InputWatch(self, batches, device)
-
 
 class InputWatch:
     """The batches of one step, guarded. A part of the transaction.
+
+    Args:
+        guard: of the model.
+        batches: of the step.
+        device: that the model computes on.
 
     Attributes:
         isolate: whether microbatches must be copies of the batch.

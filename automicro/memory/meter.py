@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from automicro.errors import text_of
+from automicro.memory.budget import active_budget
 from automicro.memory.device import (
     NO_COUNTS,
     AllocatorCounts,
@@ -89,6 +90,7 @@ class Meter:
         self._read_at = float("-inf")
         self._is_cpu = all(each.type == "cpu" for each in devices)
         self._waits = True
+        self._is_uncounted = False
 
     def begin(self, *, waits: bool = False) -> None:
         """An attempt begins.
@@ -99,7 +101,9 @@ class Meter:
         self._waits = waits or self._is_cpu
         if waits and not self._is_cpu:
             self._synchronize()
-        self._before = [begin_lap(each) for each in self._devices]
+        self._is_uncounted = self._is_cpu and active_budget() is None
+        if not self._is_uncounted:
+            self._before = [begin_lap(each) for each in self._devices]
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:
@@ -110,24 +114,33 @@ class Meter:
         if self._waits and failure is None and not self._is_cpu:
             self._synchronize()
         now = time.perf_counter()
+        if self._is_uncounted:
+            return Measured(
+                peak_bytes=None,
+                resident_bytes=None,
+                capacity_bytes=None,
+                seconds=now - self._start,
+                alloc_retries=None,
+            )
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacities, self._read_at = self._read_capacities(), now
         elif self._is_cpu:  # of a budget, which costs nothing
             self._capacities = self._read_capacities()
-        counts = [read_counts(each) for each in self._devices]
-        peaks = [_peak(each, failure) for each in counts]
-        residents = [each.allocated_bytes for each in self._before]
-        retries = [
-            now.alloc_retries - before.alloc_retries
-            for before, now in zip(self._before, counts, strict=True)
-            if now.alloc_retries is not None and before.alloc_retries is not None
-        ]
+        peaks: list[int | None] = []
+        residents: list[int | None] = []
+        retries: int | None = None
+        for device, before in zip(self._devices, self._before, strict=True):
+            counts = read_counts(device)
+            peaks.append(_peak(counts, failure))
+            residents.append(before.allocated_bytes)
+            if counts.alloc_retries is not None and before.alloc_retries is not None:
+                retries = (retries or 0) + counts.alloc_retries - before.alloc_retries
         return Measured(
             peak_bytes=_peak_of_first(peaks, residents, self._capacities),
             resident_bytes=residents[0],
             capacity_bytes=self._capacities[0],
             seconds=now - self._start,
-            alloc_retries=sum(retries) if retries else None,
+            alloc_retries=retries,
             has_waited=self._waits,
         )
 
@@ -155,9 +168,9 @@ def _peak_of_first(
     60
     """
     first, resident, capacity = peaks[0], residents[0], capacities[0]
-    shares = list(map(_share, peaks, residents, capacities))
-    if len(shares) < 2 or first is None or resident is None or capacity is None:
+    if len(peaks) < 2 or first is None or resident is None or capacity is None:
         return first
+    shares = list(map(_share, peaks, residents, capacities))
     return max(first, resident + round(max(shares) * (capacity - resident)))
 
 

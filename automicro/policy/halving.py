@@ -213,8 +213,10 @@ class Halving(Policy):
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
         """
+        if not self.wants_to_measure:
+            return False
         require_rows(num_rows)
-        return self.wants_to_measure and self._decide(num_rows, require_cost(cost))[1]
+        return self._decide(num_rows, require_cost(cost))[1]
 
     def record(self, outcome: Outcome) -> None:
         """Learn from an attempt: what fits, what fails, and what it took."""

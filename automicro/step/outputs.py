@@ -158,6 +158,9 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+_NOTHING_KEPT = Kept(False, torch.device("cpu"), None)
+
+
 class CarriedLayout(BatchLayout):
     """Where a batch and the state beside it have their rows.
 
@@ -268,6 +271,8 @@ class Carrying:
 
     def keep(self, where: object, device: torch.device) -> Kept:
         """What keeps outputs and state of one step; see `Kept`."""
+        if where is False and self._carry_layout is None:
+            return _NOTHING_KEPT
         return Kept(where, device, self._carry_layout)
 
     def refuse_several(self, batches: Iterable[Any]) -> None:

@@ -397,7 +397,7 @@ class Phase:
 
     def watch(self, batches: Sequence[Contents]) -> InputWatch:
         """Guard the batches of a step against a model that writes into its input."""
-        return self._inputs.watch(batches, self.device)
+        return InputWatch(self._inputs, batches, self.device)
 
     def undoing(self) -> Transaction:
         """Undoes what a forward outside of the step's own changes: buffers, random numbers."""

@@ -381,7 +381,8 @@ def _plan(step: Step, phase: Phase) -> Plan:
     ranks, rule, spare = phase.ranks, phase.rule, phase.spare
     if ranks.is_alone:
         plan = plan_alone(step, rule)
-        phase.arrange(plan.settings)
+        if plan.settings:
+            phase.arrange(plan.settings)
         return plan
     with announcing_failure(ranks):
         lacks_rows = spare is not None and spare.is_lacking

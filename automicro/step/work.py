@@ -194,8 +194,9 @@ class _Work:
 
     def _cut(self, plan: Plan) -> list[CutBatch]:
         self._cuts = plan.cuts
-        self._setup.metric_guard.expect(self._metrics, plan.cuts)
-        return self._passes.cut(self._step.raw, plan.cuts, sizes_change=self._phase.adapts)
+        if self._metrics is not None:
+            self._setup.metric_guard.expect(self._metrics, plan.cuts)
+        return self._passes.cut(self._step.raw, plan.cuts, sizes_change=self._phase.policy.adapts)
 
     def _spares(self, cuts: Sequence[CutBatch]) -> list[Any]:
         """Batches to take the rows of fillers from: where they are sorted, the shortest."""

@@ -238,7 +238,7 @@ class Gradients:
         parameters: Iterable[Tensor] | Mapping[int, Tensor],
         memory: GradientHistory | None = None,
         *,
-        inputs: Iterable[Tensor] = (),
+        inputs: Sequence[Tensor] = (),
     ) -> None:
         self._memory = memory or GradientHistory()
         self._parameters: Mapping[int, Tensor] = (
@@ -246,7 +246,9 @@ class Gradients:
             if isinstance(parameters, Mapping)
             else {id(each): each for each in parameters}
         )
-        self._inputs = {id(e): e for e in inputs if id(e) not in self._parameters}
+        self._inputs: dict[int, Tensor] = {}
+        if inputs:
+            self._inputs = {id(e): e for e in inputs if id(e) not in self._parameters}
         self._further = dict(self._inputs)  # leaves that are no parameters
         self._leaves: list[Tensor] = []
         self._earlier: list[_Earlier] = []
