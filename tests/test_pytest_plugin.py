@@ -1,10 +1,14 @@
 """The pytest plugin, in projects of its users."""
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
+import io
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,14 +35,34 @@ BATCH = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
 """
 
 
-def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What came of a run of pytest: its exit code, and all that it printed."""
+
+    returncode: int
+    stdout: str
+
+
+def run_pytest(folder: Path, test: str, *options: str) -> Done:
+    """Run pytest in a project of its own, in this process: another would import torch first."""
     (folder / "test_net.py").write_text(MODEL + test)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={folder}"]
     installed = importlib.metadata.entry_points(group="pytest11")
     if "automicro" not in installed.names:  # a tree that was not installed since it is there
         command += ["-p", "automicro.pytest_plugin"]
-    command += [*options, "test_net.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")  # here they are errors
+        patch.setattr(sys, "dont_write_bytecode", True)  # the next text has the same name
+        patch.delitem(sys.modules, "test_net", raising=False)
+        code = pytest.main([*command, *options, "test_net.py"])
+        sys.modules.pop("test_net", None)
+    return Done(int(code), printed.getvalue())
 
 
 MARKED = """
