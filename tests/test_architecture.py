@@ -1,6 +1,7 @@
 """The walls of the house: which module may import which, what every file must have."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -134,6 +135,11 @@ PUBLIC_IN_DATA = ["LengthBatchSampler"]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -171,7 +177,7 @@ def unit(module: str) -> str:
 
 def imports(path: Path, *, top_only: bool = False) -> set[str]:
     """Return the absolute names of what a file imports; ``from a import b`` gives ``a.b``."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     statements = top_level_statements(tree) if top_only else list(ast.walk(tree))
     found = set()
     for node in statements:
@@ -283,7 +289,7 @@ def test_private_names_of_torch_stand_in_one_place() -> None:
             for name in imports(path)
             if name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
         ]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
                 found += {node.attr} & PRIVATE_ATTRIBUTES_OF_TORCH
             # getattr(module, "_buffers"), sys.modules["torch._dynamo"]
@@ -301,16 +307,14 @@ def test_private_names_of_torch_stand_in_one_place() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     for module, path in MODULES.items():
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), (
-            f"{module} has no docstring"
-        )
+        assert ast.get_docstring(parsed(path)), f"{module} has no docstring"
         assert path.stem not in FORBIDDEN_STEMS, f"{module} does not say what it holds: rename it"
 
 
 def test_functions_take_a_few_parameters() -> None:
     wrong = []
     for module, path in MODULES.items():
-        for scope in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for scope in ast.walk(parsed(path)):
             owner = scope.name if isinstance(scope, ast.ClassDef) else None
             if not isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue

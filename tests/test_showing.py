@@ -276,7 +276,10 @@ def batches():
 """
 
 
-@pytest.mark.parametrize(("terminal", "is_erased"), [("xterm", True), ("dumb", False)])
+@pytest.mark.parametrize(
+    ("terminal", "is_erased"),
+    [("xterm", True), pytest.param("dumb", False, marks=pytest.mark.sweep)],
+)
 def test_the_command_says_at_once_what_takes_long(
     tmp_path: Any, terminal: str, is_erased: bool
 ) -> None:

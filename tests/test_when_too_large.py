@@ -1,6 +1,7 @@
 """Where not even the smallest microbatch fits: levels, in training, up to the bit."""
 
 import copy
+import functools
 import re
 import time
 from typing import Any
@@ -64,10 +65,19 @@ def trained(rows: int = 1, **options: Any) -> tuple[dict[str, Tensor], list[Any]
     return {name: each.detach().clone() for name, each in model.named_parameters()}, results
 
 
+@functools.cache
 def needed() -> int:
     """Bytes that one row needs as it comes."""
     _, results = trained(memory_limit="1GiB")
     return int(results[-1].peak_bytes)
+
+
+@functools.cache
+def too_small() -> int:
+    """A limit with which no row fits as it comes."""
+    with pytest.raises(SampleTooLargeError):
+        trained(memory_limit=needed() // 3)
+    return needed() // 3
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -77,10 +87,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("when", ["recompute", "offload", ["recompute", "offload"], "auto"])
 def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any) -> None:
     wanted, _ = trained()
-    limit = needed() // 3
-    with pytest.raises(SampleTooLargeError):
-        trained(memory_limit=limit)
-    found, results = trained(memory_limit=limit, when_too_large=when)
+    found, results = trained(memory_limit=too_small(), when_too_large=when)
     assert same(found, wanted)
     assert {result.level for result in results} <= {"recompute", "offload", "recompute + offload"}
     assert [result.attempts for result in results[1:]] == [1, 1, 1]  # it stays at the level
