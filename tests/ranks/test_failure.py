@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.faulty_models import Fault
 from tests.ranks.jobs import fail
 from tests.ranks.world import PROGRESS_SECONDS, World, world_of
@@ -12,9 +13,14 @@ from tests.ranks.world import PROGRESS_SECONDS, World, world_of
 KINDS = ["ddp", "fsdp"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "where", [("forward", 0, 0), ("backward", 2, 1), ("between", 1, 1)], ids=str
+    ("kind", "where"),
+    mostly_in_sweeps(
+        KINDS,
+        [("forward", 0, 0), ("backward", 2, 1), ("between", 1, 1)],
+        quick=[("ddp", ("between", 1, 1)), ("fsdp", ("backward", 2, 1))],
+    ),
+    ids=str,
 )
 def test_all_ranks_name_the_one_with_an_error_of_its_own(
     world2: World, kind: str, where: tuple[str, int, int]
