@@ -285,7 +285,10 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("size", [48, 16, 7])
+@pytest.mark.parametrize(
+    "size",
+    [7, pytest.param(16, marks=pytest.mark.sweep), pytest.param(48, marks=pytest.mark.sweep)],
+)
 def test_the_first_gradient_is_that_of_the_whole_batch(
     size: int, first_batch: Any, whole_gradient: Tensor
 ) -> None:

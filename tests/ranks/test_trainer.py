@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, job: A
     assert "this happened on rank 1 of 2" in own_text
 
 
-@pytest.mark.parametrize("parallel", mostly_in_sweeps(MODES, quick=["fsdp"]))
+@pytest.mark.parametrize("parallel", mostly_in_sweeps(MODES, quick=["ddp"]))
 def test_an_average_of_the_weights_is_evaluated_as_in_one_process(
     world2: World, parallel: str
 ) -> None:
