@@ -333,6 +333,7 @@ def test_every_parameter_but_norms_and_the_embedding_is_decayed() -> None:
     assert sorted(p.dim() for p in others["params"]) == [1, 1, 1, 1, 1, 2]
 
 
+@pytest.mark.sweep
 def test_the_jobs_first_steps_run_out_of_memory_and_go_on() -> None:
     trainer = build_trainer("max_duration=3ba", "eval_interval=null")
     summary = trainer.fit()

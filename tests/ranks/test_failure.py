@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.faulty_models import Fault
-from tests.ranks.jobs import fail
+from tests.ranks.jobs import fail, fail_beside_one
 from tests.ranks.world import PROGRESS_SECONDS, World, world_of
 
 KINDS = ["ddp", "fsdp"]
@@ -54,7 +54,7 @@ def test_the_others_stop_and_name_a_rank_that_was_killed(kind: str, step: int, v
 def test_a_peer_that_was_killed_is_named() -> None:
     plan = [Fault(1, "forward", step=1, layer=1, error=SystemExit)]
     with world_of(2) as world:
-        world.start(fail, "fsdp", plan, {})
+        world.start(fail_beside_one, "fsdp", plan, {})
         survivor, killed = world.results()
         assert world.processes[1].exitcode in (None, -signal.SIGKILL)
     assert isinstance(killed, EOFError)

@@ -181,7 +181,7 @@ def references() -> dict[str, Any]:
 
 
 # Workers are processes, started for each pass.
-QUICK_WITH_WORKERS = {("workers", 1, 2), ("persistent workers", 0, 1)}
+QUICK_WITH_WORKERS = {("persistent workers", 0, 1)}
 CUTS = [
     pytest.param(
         *cut,
