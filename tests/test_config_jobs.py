@@ -1,22 +1,40 @@
 """Every config that is shipped is read, checked, and trains a few steps."""
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 
+from automicro import FitSummary
 from automicro.cli.config.build import build_trainer
 from automicro.cli.config.load import load_config
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def mostly_in_sweeps(*quick: str) -> pytest.MarkDecorator:
+    """Try these configs with make test, and the others with make sweeps."""
+    cases = [
+        pytest.param(path, id=path.stem, marks=() if path.stem in quick else pytest.mark.sweep)
+        for path in CONFIGS
+    ]
+    return pytest.mark.parametrize("path", cases)
+
+
+def train(path: Path, options: list[str]) -> FitSummary:
+    trainer = build_trainer(load_config(path, options))
+    # What a config imports would be looked through whenever memory has run out.
+    gc.freeze()
+    return trainer.fit()
+
+
+@mostly_in_sweeps("digits", "speech", "two_towers")
 def test_a_shipped_config_trains_a_few_steps(path: Path) -> None:
     # Evaluation would take most of the time, and a schedule may need more steps than these.
     left_out = ["eval_interval=null", "scheduler=null", "run_dir=null"]
     short = ["max_duration=2ba", "progress=false", *left_out]
-    summary = build_trainer(load_config(path, short)).fit()
+    summary = train(path, short)
     assert summary.steps == 2
     # They are there to show what happens when memory is short.
     if summary.nested_sizes:
@@ -28,13 +46,13 @@ def test_a_shipped_config_trains_a_few_steps(path: Path) -> None:
         assert summary.train_ooms == 0
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@mostly_in_sweeps("digits", "words_lm")
 def test_no_shipped_config_fits_in_whole_batches(path: Path) -> None:
     whole = ["microbatch_size=null", "microbatch_unit=rows", "rehearse=null", "max_duration=1ep"]
     whole += ["nested=null", *(["model.args.microbatch_size=null"] * (path.stem == "two_towers"))]
     quiet = ["eval_interval=null", "scheduler=null", "run_dir=null", "progress=false"]
     with pytest.raises(torch.OutOfMemoryError, match=r"microbatch size is fixed|out of memory"):
-        build_trainer(load_config(path, [*whole, *quiet])).fit()
+        train(path, [*whole, *quiet])
 
 
 def test_there_are_configs_to_try() -> None:

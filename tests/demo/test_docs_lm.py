@@ -285,7 +285,10 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("size", [48, 16, 7])
+@pytest.mark.parametrize(
+    "size",
+    [7, pytest.param(16, marks=pytest.mark.sweep), pytest.param(48, marks=pytest.mark.sweep)],
+)
 def test_the_first_gradient_is_that_of_the_whole_batch(
     size: int, first_batch: Any, whole_gradient: Tensor
 ) -> None:
@@ -330,6 +333,7 @@ def test_every_parameter_but_norms_and_the_embedding_is_decayed() -> None:
     assert sorted(p.dim() for p in others["params"]) == [1, 1, 1, 1, 1, 2]
 
 
+@pytest.mark.sweep
 def test_the_jobs_first_steps_run_out_of_memory_and_go_on() -> None:
     trainer = build_trainer("max_duration=3ba", "eval_interval=null")
     summary = trainer.fit()

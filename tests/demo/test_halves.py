@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from automicro.cli.config.build import build_trainer
@@ -21,6 +22,7 @@ def test_every_batch_of_training_is_full() -> None:
     assert [len(batch["left"]) for batch in halves.loader("train", batch_size=512)] == [512, 512]
 
 
+@pytest.mark.sweep
 def test_the_job_finds_halves_in_little_memory() -> None:
     short = ["max_duration=20ba", "eval_interval=20ba", "progress=false"]
     summary = build_trainer(load_config(CONFIG, short)).fit()

@@ -16,6 +16,7 @@ from automicro.errors import DesyncError
 from automicro.ranks import warm_up
 from automicro.ranks.coordinated import coordinate
 from automicro.ranks.guards import guard
+from automicro.ranks.heartbeat import MissingRanks
 from automicro.torch_private_distributed import collectives_of
 from tests.ranks.faulty_models import Fault, Faults, Net, build
 from tests.ranks.steps import ROWS, Stepper, local
@@ -93,6 +94,14 @@ def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str,
             "seconds": time.perf_counter() - began,
         }
     return {"kind": None}
+
+
+def fail_beside_one(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """The same where nobody but the missing rank could sign in, so that little is waited for."""
+    options_of_roll_call = MissingRanks.__init__.__kwdefaults__
+    assert options_of_roll_call is not None
+    options_of_roll_call["wait_seconds"] = 0.5
+    return fail(kind, plan, options)
 
 
 def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import absences
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
 
 
@@ -24,7 +25,9 @@ def test_an_error_with_any_text_is_told(world2: World, name: str, where: str) ->
     assert said[name] in ends[0]["text"]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize(
+    "again", mostly_in_sweeps([False, True], quick=[False]), ids=["first", "again"]
+)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("what", "options"),
@@ -75,8 +78,15 @@ def test_a_healthy_rank_says_on_which_one_a_row_does_not_fit(world2: World, size
     assert "rank 1" in ends[0]["text"]
 
 
-@pytest.mark.parametrize("order", ["before", "after", "twice", "in inference"])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    ("order", "options"),
+    mostly_in_sweeps(
+        ["before", "after", "twice", "in inference"],
+        [{}, {"find_unused_parameters": True}],
+        quick=[("before", {}), ("twice", {"find_unused_parameters": True})],
+    ),
+    ids=str,
+)
 def test_a_forward_without_gradients_beside_one_with_them(
     world2: World, order: str, options: dict[str, Any]
 ) -> None:
@@ -84,7 +94,13 @@ def test_a_forward_without_gradients_beside_one_with_them(
         assert max(world2.run(absences.without_gradients, order, options, size)) < 1e-6
 
 
-@pytest.mark.parametrize("sizes", [[2, 2, 1], [1, 2, 2], [1, 1, 1], [3, 3, 3], [2, 2, 2]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    mostly_in_sweeps(
+        [[2, 2, 1], [1, 2, 2], [1, 1, 1], [3, 3, 3], [2, 2, 2]], quick=[[1, 2, 2], [3, 3, 3]]
+    ),
+    ids=str,
+)
 def test_nodes_of_any_sizes_meet(world3: World, sizes: list[int]) -> None:
     assert world3.run(absences.on_nodes, sizes) == [12] * 3
 

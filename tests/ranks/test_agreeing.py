@@ -17,13 +17,14 @@ from tests.ranks.agreeing import (
     scale,
     train_within,
 )
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.jobs import connections
 from tests.ranks.world import World
 
 KINDS = ["ddp", "fsdp"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
 def test_ranks_with_other_limits_find_one_size(world2: World, kind: str) -> None:
     limit = {"ddp": "330KiB", "fsdp": "300KiB"}[kind]
     first, second = world2.run(train_within, kind, ["10MiB", limit])
@@ -41,7 +42,7 @@ def test_ranks_go_up_and_down_between_levels_together(world2: World, kind: str, 
     assert first["failed"] == [3, 0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
 def test_ranks_choose_the_fastest_level_together(world2: World, kind: str) -> None:
     first, second = world2.run(race, kind)
     assert first == second
@@ -120,7 +121,7 @@ CONNECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
 def test_all_communicators_are_connected_once_before_the_first_attempt(
     world2: World, kind: str
 ) -> None:

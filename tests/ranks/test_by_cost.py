@@ -7,6 +7,7 @@ import pytest
 
 from tests.ranks import by_cost
 from tests.ranks.by_cost import Lengths
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
 
 LONG, SHORT = [9, 3, 17, 5, 5, 12, 2, 8], [4, 2, 3, 6, 1]
@@ -36,8 +37,12 @@ def require_same(world: World, kind: str, ranks: Sequence[Lengths], **options: A
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    mostly_in_sweeps(
+        KINDS, CASES, quick=[("ddp", "several batches"), ("fsdp", "no rows on one rank")]
+    ),
+)
 def test_gradients_are_those_of_all_rows_at_once(world2: World, kind: str, case: str) -> None:
     # Under FSDP no rank can look by itself whether padding may be cut.
     declared: bool | str = True if kind == "fsdp" else "auto"
@@ -46,8 +51,14 @@ def test_gradients_are_those_of_all_rows_at_once(world2: World, kind: str, case:
         assert not any(rank["warned"] for rank in found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fits", [(20, None), (None, 12), (18, 12)])
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    mostly_in_sweeps(
+        KINDS,
+        [(20, None), (None, 12), (18, 12)],
+        quick=[("ddp", (None, 12)), ("fsdp", (18, 12))],
+    ),
+)
 def test_one_rank_out_of_memory_lets_all_take_less(
     world2: World, kind: str, fits: tuple[int | None, int | None]
 ) -> None:
@@ -83,8 +94,10 @@ def test_where_no_rank_can_look_padding_stays_and_is_named(world2: World) -> Non
     assert all(length < 20 for rank in found for _, length in rank["ran"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [20, "auto"])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    mostly_in_sweeps(KINDS, [20, "auto"], quick=[("ddp", "auto"), ("fsdp", 20)]),
+)
 def test_evaluations_and_predictions_keep_the_order_of_rows(
     world2: World, kind: str, size: Any
 ) -> None:

@@ -2,12 +2,15 @@
 
 import pytest
 
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.explore_jobs import train
 from tests.ranks.world import World
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-@pytest.mark.parametrize("rows", [(12, 12), (12, 7)])
+@pytest.mark.parametrize(
+    ("wrapper", "rows"),
+    mostly_in_sweeps(["ddp", "fsdp"], [(12, 12), (12, 7)], quick=[("fsdp", (12, 7))]),
+)
 def test_all_ranks_try_the_same_sizes_and_end_with_the_same(
     world2: World, wrapper: str, rows: tuple[int, int]
 ) -> None:

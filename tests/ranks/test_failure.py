@@ -5,16 +5,22 @@ import signal
 
 import pytest
 
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.faulty_models import Fault
-from tests.ranks.jobs import fail
+from tests.ranks.jobs import fail, fail_beside_one
 from tests.ranks.world import PROGRESS_SECONDS, World, world_of
 
 KINDS = ["ddp", "fsdp"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "where", [("forward", 0, 0), ("backward", 2, 1), ("between", 1, 1)], ids=str
+    ("kind", "where"),
+    mostly_in_sweeps(
+        KINDS,
+        [("forward", 0, 0), ("backward", 2, 1), ("between", 1, 1)],
+        quick=[("ddp", ("between", 1, 1)), ("fsdp", ("backward", 2, 1))],
+    ),
+    ids=str,
 )
 def test_all_ranks_name_the_one_with_an_error_of_its_own(
     world2: World, kind: str, where: tuple[str, int, int]
@@ -48,7 +54,7 @@ def test_the_others_stop_and_name_a_rank_that_was_killed(kind: str, step: int, v
 def test_a_peer_that_was_killed_is_named() -> None:
     plan = [Fault(1, "forward", step=1, layer=1, error=SystemExit)]
     with world_of(2) as world:
-        world.start(fail, "fsdp", plan, {})
+        world.start(fail_beside_one, "fsdp", plan, {})
         survivor, killed = world.results()
         assert world.processes[1].exitcode in (None, -signal.SIGKILL)
     assert isinstance(killed, EOFError)

@@ -8,6 +8,7 @@ import torch
 
 from automicro.values import same_values
 from tests.ranks import rehearsal_jobs as jobs
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
 
 
@@ -19,7 +20,7 @@ def without_report(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", mostly_in_sweeps(["ddp", "fsdp"], quick=["fsdp"]))
 def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, parallel: str) -> None:
     rehearsed = world2.run(jobs.train, parallel, rehearse="worst")
     plain = world2.run(jobs.train, parallel, rehearse=None)
@@ -29,9 +30,14 @@ def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, paralle
     assert worst[0].dataset_rows != worst[1].dataset_rows
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("limits", "duration"), [(["1GiB", "68KiB"], "1ep"), (["68KiB"] * 2, "2ep")]
+    ("limits", "duration", "parallel"),
+    [
+        (["1GiB", "68KiB"], "1ep", "ddp"),
+        pytest.param(["1GiB", "68KiB"], "1ep", "fsdp", marks=pytest.mark.sweep),
+        pytest.param(["68KiB"] * 2, "2ep", "ddp", marks=pytest.mark.sweep),
+        pytest.param(["68KiB"] * 2, "2ep", "fsdp", marks=pytest.mark.sweep),
+    ],
 )
 def test_memory_that_a_rank_lacks_is_found_before_the_run(
     world2: World, parallel: str, limits: list[str], duration: str

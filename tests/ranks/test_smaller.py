@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.family_jobs import compare_levels
 from tests.ranks.faulty_models import Fault
 from tests.ranks.smaller_jobs import KINDS, compare_cut, options_of, plan_of
@@ -42,7 +43,7 @@ def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
     print(f"{kind}, {what}: {len(seeds)} plans, {fired} faults, {climbed} with levels, all equal")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
 def test_a_part_that_runs_out_of_memory_on_one_rank_is_smaller_there_alone(
     world2: World, kind: str
 ) -> None:
@@ -57,7 +58,7 @@ def test_a_part_that_runs_out_of_memory_on_one_rank_is_smaller_there_alone(
     assert second["parts"] == [(((2, 1),),), (((1, 1, 1),),), (((1, 1, 1),),)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
 def test_ranks_go_up_a_level_together(world2: World, kind: str) -> None:
     plan = [
         Fault(1, "forward", step=1, layer=1),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import trainer_jobs as jobs
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
 
 MODES = ("ddp", "fsdp")
@@ -28,7 +29,7 @@ def require_the_same(results: list[dict[str, Any]], alone: dict[str, Any]) -> No
         assert result["state"] == alone["state"]
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@pytest.mark.parametrize("parallel", mostly_in_sweeps(MODES, quick=["ddp"]))
 def test_two_ranks_train_like_one_process_with_the_same_global_batch(
     world2: World, parallel: str
 ) -> None:
@@ -49,7 +50,8 @@ def test_three_ranks_train_like_one_process_with_the_same_global_batch(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "sync"), [("ddp", "each"), ("fsdp", "each"), ("fsdp", "auto")]
+    ("parallel", "sync"),
+    [("ddp", "each"), pytest.param("fsdp", "each", marks=pytest.mark.sweep), ("fsdp", "auto")],
 )
 def test_all_ranks_recover_where_one_has_less_memory(
     world2: World, parallel: str, sync: str
@@ -85,7 +87,7 @@ def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, job: A
     assert "this happened on rank 1 of 2" in own_text
 
 
-@pytest.mark.parametrize("parallel", MODES)
+@pytest.mark.parametrize("parallel", mostly_in_sweeps(MODES, quick=["ddp"]))
 def test_an_average_of_the_weights_is_evaluated_as_in_one_process(
     world2: World, parallel: str
 ) -> None:
@@ -112,7 +114,10 @@ def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "fsdp", "sync": "auto"}],
+    mostly_in_sweeps(
+        [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "fsdp", "sync": "auto"}],
+        quick=[{"parallel": "fsdp", "sync": "auto"}],
+    ),
     ids=str,
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.uneven import (
     LOSSES,
     count_through_fillers,
@@ -24,8 +25,12 @@ def require_same(
             assert (one - other).abs().max() <= 1e-9
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    mostly_in_sweeps(
+        ["ddp", "fsdp"], LOSSES, quick=[("fsdp", "tokens"), *(("ddp", each) for each in LOSSES)]
+    ),
+)
 def test_gradients_and_losses_are_those_of_one_process(world2: World, kind: str, loss: str) -> None:
     for rows in ROWS[2]:
         require_same(world2, kind, loss, rows)

@@ -7,6 +7,7 @@ import pytest
 from automicro.ranks.interface import Report
 from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
+from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.plans import points
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.unused_jobs import (
@@ -60,7 +61,7 @@ def test_a_sharded_layer_is_trained_exactly_where_torch_reduces_unused_ones(worl
     require_exact(world2, "sharded", ("first", "last"))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", mostly_in_sweeps(["ddp", "fsdp"], quick=["ddp"]))
 def test_a_model_that_leaves_layers_out_recovers(world2: World, kind: str) -> None:
     require_recovered(world2, kind, points(2)["two ranks"], rare=True)
 

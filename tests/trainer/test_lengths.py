@@ -158,8 +158,15 @@ class StopAfter(Callback):
             run.stop("for the test")
 
 
-@pytest.mark.parametrize("batches", [3, 8, 9, 11])
-@pytest.mark.parametrize("mode", ["duration", "1D-bucketing-dyn"])
+@pytest.mark.parametrize(
+    ("mode", "batches"),
+    [
+        ("duration", 3),
+        ("1D-bucketing-dyn", 9),
+        *(pytest.param("duration", at, marks=pytest.mark.sweep) for at in (8, 9, 11)),
+        *(pytest.param("1D-bucketing-dyn", at, marks=pytest.mark.sweep) for at in (3, 8, 11)),
+    ],
+)
 def test_a_run_that_is_taken_up_in_an_epoch_is_the_undisturbed_one_to_the_bit(
     tmp_path: Path, batches: int, mode: str
 ) -> None:

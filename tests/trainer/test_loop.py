@@ -166,8 +166,17 @@ def test_a_best_metric_that_nothing_gives_is_refused_before_training(
         make_trainer(make_model(), checkpoint=config, **given)
 
 
-@pytest.mark.parametrize("event", ["batch_start", "eval_batch_end"])
-@pytest.mark.parametrize(("duration", "every"), [("8ba", "2ba"), ("2ep", "1ep"), ("4ba", "3ba")])
+@pytest.mark.parametrize(
+    ("duration", "every", "event"),
+    [
+        ("8ba", "2ba", "eval_batch_end"),
+        ("2ep", "1ep", "batch_start"),
+        pytest.param("8ba", "2ba", "batch_start", marks=pytest.mark.sweep),
+        pytest.param("2ep", "1ep", "eval_batch_end", marks=pytest.mark.sweep),
+        pytest.param("4ba", "3ba", "batch_start", marks=pytest.mark.sweep),
+        pytest.param("4ba", "3ba", "eval_batch_end", marks=pytest.mark.sweep),
+    ],
+)
 def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_been(
     tmp_path: Path, event: str, duration: str, every: str
 ) -> None:

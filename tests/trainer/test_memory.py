@@ -138,7 +138,13 @@ RELEASED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("saved", "callbacks") else pytest.mark.sweep)
+        for name in RELEASED
+    ],
+)
 def test_memory_of_a_trainer_is_free_once_nobody_has_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

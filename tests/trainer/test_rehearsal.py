@@ -111,7 +111,14 @@ def test_what_is_rehearsed_is_what_the_first_epoch_trains_on(workers: int) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "shuffled", "generator", "workers", "ema", "bf16", "fp16", "accumulate"]
+    "kind",
+    [
+        *("generator", "ema"),
+        *(
+            pytest.param(kind, marks=pytest.mark.sweep)
+            for kind in ("plain", "shuffled", "workers", "bf16", "fp16", "accumulate")
+        ),
+    ],
 )
 def test_a_run_with_a_rehearsal_is_the_run_without_bit_for_bit(kind: str) -> None:
     def train(rehearse: str | None) -> tuple[nn.Module, list[float], Any, list[float]]:
@@ -197,12 +204,12 @@ def test_a_run_whose_longest_batch_comes_last_and_never_fits_fails_before_the_fi
 def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    lengths = log_normal(7, 96)
+    lengths = log_normal(7, 48)
     limit = limit_for(lengths, rows=3)
 
     class Stopper(Callback):
         def batch_end(self, run: Any, result: Any) -> None:
-            if run.state.batch == 5:
+            if run.state.batch == 3:
                 run.stop("enough for now")
 
     def train(folder: str, *callbacks: Callback) -> tuple[nn.Module, Any]:
@@ -220,7 +227,7 @@ def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
 
     whole, _ = train("one")
     _, stopped = train("two", Stopper())
-    assert stopped.state.batch == 5
+    assert stopped.state.batch == 3
     resumed, trainer = train("two")
     assert trainer._fit.loop.rehearsal.report is None
     assert_same(whole, resumed)
@@ -479,7 +486,8 @@ def not_rehearsed(seeds: range) -> tuple[int, list[int]]:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(4, 8),
+        range(4, 6),
+        pytest.param(range(6, 10), marks=pytest.mark.sweep),
         pytest.param(range(40, 80), marks=pytest.mark.sweep),
         pytest.param(range(200), marks=pytest.mark.slow),
     ],

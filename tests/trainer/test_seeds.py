@@ -90,16 +90,16 @@ def test_the_same_script_with_a_seed_gives_the_same_losses_twice() -> None:
 
 
 def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
-    first, _ = script(remember_sizes=True)
-    again, _ = script(remember_sizes=True)
+    first, _ = script(remember_sizes=True, max_duration="3ep")
+    again, _ = script(remember_sizes=True, max_duration="3ep")
     assert again.results[0].recalled_size == first.sizes[-2]
     assert again.losses != first.losses  # what remembering costs, and why it is asked for
 
 
 def test_sizes_are_remembered_without_a_seed() -> None:
-    script(seed=None)
+    script(seed=None, max_duration="3ep")
     assert len(SizeCache().entries()) == 1
-    assert script(seed=None)[0].results[0].recalled_size is not None
+    assert script(seed=None, max_duration="1ba")[0].results[0].recalled_size is not None
 
 
 def test_remember_sizes_is_true_or_false_or_not_given() -> None:
@@ -108,15 +108,15 @@ def test_remember_sizes_is_true_or_false_or_not_given() -> None:
 
 
 def test_no_batch_is_cut_smaller_only_to_measure_where_layers_average_over_rows() -> None:
-    averaging, _ = script(rows=3 * BATCH, memory_limit=SMALL)
+    averaging, _ = script(rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
     assert not any(each.is_measuring for each in averaging.results)
-    plain, _ = script(averages=False, rows=3 * BATCH, memory_limit=SMALL)
+    plain, _ = script(averages=False, rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
     measured = [each for each in plain.results if each.is_measuring]
     assert len(measured) == 1  # else there was nothing to avoid
 
 
 def test_frozen_statistics_average_over_nothing_and_may_be_measured() -> None:
-    notes, _ = script(frozen=True, rows=3 * BATCH, memory_limit=SMALL)
+    notes, _ = script(frozen=True, rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
     assert sum(each.is_measuring for each in notes.results) == 1
 
 

@@ -1,5 +1,6 @@
 """A pass over a loader, left anywhere and taken up again: the rest is the undisturbed run's."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,9 +180,18 @@ def references() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("given", [0, 1, 2, BATCHES])
-@pytest.mark.parametrize("epoch", range(PASSES))
-@pytest.mark.parametrize("name", LOADERS)
+# Workers are processes, started for each pass.
+QUICK_WITH_WORKERS = {("persistent workers", 0, 1)}
+CUTS = [
+    pytest.param(
+        *cut,
+        marks=() if "workers" not in cut[0] or cut in QUICK_WITH_WORKERS else pytest.mark.sweep,
+    )
+    for cut in itertools.product(LOADERS, range(PASSES), [0, 1, 2, BATCHES])
+]
+
+
+@pytest.mark.parametrize(("name", "epoch", "given"), CUTS)
 def test_the_rest_is_that_of_the_undisturbed_run(
     name: str, epoch: int, given: int, references: dict[str, Any]
 ) -> None:
@@ -258,7 +268,10 @@ def test_a_pass_whose_end_nobody_waited_for_is_over_with_the_next_epoch(name: st
     assert_same(train(feed, 1), passes[1])
 
 
-@pytest.mark.parametrize(("epoch", "given", "earlier"), [(0, 2, 0), (1, 0, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("epoch", "given", "earlier"),
+    [(0, 2, 0), pytest.param(1, 0, 1, marks=pytest.mark.sweep), (1, 2, 1)],
+)
 def test_it_is_said_that_earlier_passes_are_made_again(
     epoch: int, given: int, earlier: int, caplog: pytest.LogCaptureFixture
 ) -> None:

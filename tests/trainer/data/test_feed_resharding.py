@@ -61,15 +61,29 @@ def states_of(feeds: Sequence[Feed]) -> list[dict[str, Any]]:
 WORLDS = st.integers(1, 4)
 
 
-@given(
-    worlds=st.lists(WORLDS, min_size=2, max_size=4),
-    rows=st.integers(1, 3 * PER_BATCH + 3),
-    taken=st.lists(st.integers(1, 2), min_size=3, max_size=3),
-    sampler=st.sampled_from(sorted(SAMPLERS)),
-    drop_last=st.booleans(),
-)
+RUNS: dict[str, Any] = {
+    "worlds": st.lists(WORLDS, min_size=2, max_size=4),
+    "rows": st.integers(1, 3 * PER_BATCH + 3),
+    "taken": st.lists(st.integers(1, 2), min_size=3, max_size=3),
+    "sampler": st.sampled_from(sorted(SAMPLERS)),
+    "drop_last": st.booleans(),
+}
+
+
+@given(**RUNS)
+@settings(max_examples=12, deadline=None)
+def test_every_row_of_the_epoch_comes_once_in_the_batch_where_it_would_have(**run: Any) -> None:
+    require_every_row_once(**run)
+
+
+@pytest.mark.sweep
+@given(**RUNS)
 @settings(max_examples=60, deadline=None)
-def test_every_row_of_the_epoch_comes_once_in_the_batch_where_it_would_have(
+def test_every_row_comes_once_in_more_runs(**run: Any) -> None:
+    require_every_row_once(**run)
+
+
+def require_every_row_once(
     worlds: list[int], rows: int, taken: list[int], sampler: str, drop_last: bool
 ) -> None:
     if drop_last:
