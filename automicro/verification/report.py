@@ -26,7 +26,7 @@ class Finding:
             ``"loss average"``, ``"class weights"``, ``"across rows"`` (a module),
             ``"compares rows"`` (the loss), ``"fails on fewer rows"``, ``"fails on one row"``,
             ``"input written"``, ``"random"``, ``"non-deterministic"``, ``"batch"``, ``"mode"``,
-            ``"loss value"`` or ``"unknown"``.
+            ``"loss value"``, ``"parts"`` or ``"unknown"``.
         names: layers, buffers, attributes, leaves of the batch or the loss, whichever it is about.
         text: what was found.
         evidence: the experiment that shows it, where there was one.
@@ -404,6 +404,18 @@ def state_notes(seen: Observation, causes: Sequence[Finding]) -> list[Finding]:
             )
         )
     return found
+
+
+def parts_in_slices(names: tuple[str, ...]) -> Finding:
+    """Parts with sizes of their own, which run in slices whatever the batch does."""
+    return Finding(
+        kind="parts",
+        names=names,
+        text=f"parts with sizes of their own ran in slices with the whole batch, too "
+        f"({listed(names)}): whether these change them was not asked here. Each is looked at in its "
+        "first calls, and refused where they would",
+        remedy="take them back (.remove()) to compare with the model in one piece",
+    )
 
 
 def even_batch() -> Finding:

@@ -15,6 +15,7 @@ from automicro.loss.averages import Average, LossAverage, is_declared, read_aver
 from automicro.loss.conventions import choose_convention
 from automicro.loss.look import loss_error, relative_errors
 from automicro.memory.oom import Failure, classify
+from automicro.nested.split import attached_parts
 from automicro.options import check_model, check_unwrapped, resolve_device
 from automicro.verification import report as findings
 from automicro.verification.experiments import Diagnosing, Diagnosis, failure_on_fewer_rows
@@ -224,6 +225,9 @@ class Examination:
             )
         if status == EXACT and not self._can_tell():
             notes.append(findings.even_batch())
+        subject = self.laboratory.subject
+        if parts := tuple(attached_parts([subject.model, *subject.modules])):
+            notes.append(findings.parts_in_slices(parts))
         where = self.laboratory.why_in_place
         how = (
             f"on the model itself in its own precision, rolled back, because {where}"

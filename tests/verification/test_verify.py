@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from automicro import BatchError, LossError, VerifyReport, verify
+from automicro import BatchError, LossError, VerifyReport, split, verify
 from automicro.loss.look import Compared, relative_errors
 from automicro.loss.silence import Silence
 from automicro.reach import captured_modules
@@ -212,6 +212,17 @@ def test_the_worst_parameter_is_named() -> None:
 def test_a_loss_that_cannot_be_used_is_an_error() -> None:
     with pytest.raises(LossError, match="must be one number"):
         verify(Mlp(), (x(), y()), loss_fn=nn.CrossEntropyLoss(reduction="none"))
+
+
+def test_parts_that_run_in_slices_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    part = split(model[0], microbatch_size=2)
+    batch = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    report = verify(model, batch, loss_fn=nn.CrossEntropyLoss())
+    assert report.exit_code == 0
+    assert [(each.kind, each.names) for each in report.notes] == [("parts", ("0",))]
+    part.remove()
+    assert not verify(model, batch, loss_fn=nn.CrossEntropyLoss()).notes
 
 
 def test_a_bug_in_the_model_passes_through() -> None:
