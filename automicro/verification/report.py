@@ -411,9 +411,9 @@ def parts_in_slices(names: tuple[str, ...]) -> Finding:
     return Finding(
         kind="parts",
         names=names,
-        text=f"parts with sizes of their own ran in slices with the whole batch, too "
-        f"({listed(names)}): whether these change them was not asked here. Each is looked at in its "
-        "first calls, and refused where they would",
+        text="parts with sizes of their own ran in slices with the whole batch, too "
+        f"({listed(names)}): whether these change them was not asked here. Each is looked at in "
+        "its first calls, and refused where they would",
         remedy="take them back (.remove()) to compare with the model in one piece",
     )
 
