@@ -8,7 +8,6 @@ import torch
 
 from automicro.values import same_values
 from tests.ranks import rehearsal_jobs as jobs
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
 
 
@@ -20,7 +19,8 @@ def without_report(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("parallel", mostly_in_sweeps(["ddp", "fsdp"], quick=["fsdp"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, parallel: str) -> None:
     rehearsed = world2.run(jobs.train, parallel, rehearse="worst")
     plain = world2.run(jobs.train, parallel, rehearse=None)

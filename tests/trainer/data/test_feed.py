@@ -191,6 +191,11 @@ CUTS = [
 ]
 
 
+MOST_LOADERS = [
+    pytest.param(name, marks=pytest.mark.sweep if name == "workers" else ()) for name in LOADERS
+]
+
+
 @pytest.mark.parametrize(("name", "epoch", "given"), CUTS)
 def test_the_rest_is_that_of_the_undisturbed_run(
     name: str, epoch: int, given: int, references: dict[str, Any]
@@ -218,7 +223,7 @@ def test_the_rest_is_that_of_the_undisturbed_run(
     assert_same(state_of(loader), end)
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", MOST_LOADERS)
 def test_a_run_may_be_interrupted_twice_and_saved_before_it_goes_on(name: str) -> None:
     make = LOADERS[name]
     passes, _ = undisturbed(make)
@@ -236,7 +241,7 @@ def test_a_run_may_be_interrupted_twice_and_saved_before_it_goes_on(name: str) -
     assert_same(seen, passes[0][:3])
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", MOST_LOADERS)
 def test_the_position_goes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
     make = LOADERS[name]
     passes, _ = undisturbed(make)
