@@ -79,6 +79,16 @@ class ModuleIndex:
         self._walk(reached)
         return True
 
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """The names of some parameters, as far as they have any."""
+        wanted = {id(each) for each in parameters}
+        return [
+            f"{owner}.{name}".lstrip(".")
+            for owner, module in self.owners
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in wanted
+        ]
+
     def _walk(self, reached: Mapping[str, nn.Module]) -> None:
         self._last_reached = list(reached.items())
         self.roots = {

@@ -235,6 +235,14 @@ def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None
         Microbatcher(model, forward=loss_of, microbatch_size=3).backward((x(), y()))
 
 
+def test_an_embedding_that_constrains_itself_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(8, 3))
+    with pytest.raises(RollbackError, match=r"changed parameters \('0.weight'\).*max_norm"):
+        Microbatcher(model, loss_fn=nn.CrossEntropyLoss()).backward(
+            (torch.randint(9, (4, 2)), torch.randint(3, (4,)))
+        )
+
+
 def test_hooks_run_once_in_the_end_and_not_in_attempts_that_failed() -> None:
     model: Any = Mlp()
     seen: list[int] = []

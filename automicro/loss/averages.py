@@ -82,8 +82,21 @@ class Sum:
         return None
 
 
+class Counts(list[Weight]):
+    """What each microbatch counts, and what the whole batch does, which need not be their sum.
+
+    Attributes:
+        whole: None where that is the sum.
+    """
+
+    whole: Weight | None = None
+
+
 class Counted:
-    """A mean over whatever the caller's function counts in a microbatch."""
+    """A mean over whatever the caller's function counts in a microbatch.
+
+    The whole batch is counted, too: of ``max(1, n)`` the counts of microbatches add up to more.
+    """
 
     counts_rows = False
     is_known = True
@@ -98,6 +111,8 @@ class Counted:
         self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
     ) -> Sequence[Weight] | None:
         counts: list[Any] = [self._count(microbatch) for microbatch in microbatches]
+        if len(microbatches) > 1:
+            counts.append(self._count(batch))
         if all(isinstance(count, Tensor) and count.numel() == 1 for count in counts):
             # One read for the whole batch, however many microbatches it is cut into.
             counts = torch.stack([count.detach().reshape(()) for count in counts]).tolist()
@@ -112,7 +127,10 @@ class Counted:
                     f"the loss_average callable gave {count!r} for a microbatch; it must give one "
                     "number of zero or more: what the microbatch's loss was divided by"
                 )
-        return [count if isinstance(count, int) else float(count) for count in counts]
+        found = Counts(count if isinstance(count, int) else float(count) for count in counts)
+        if len(microbatches) > 1:
+            found.whole = found.pop()
+        return found
 
 
 class Tokens:
@@ -421,7 +439,8 @@ def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     )
     yield from _target_counts(batch, convention)
     for path, leaf in tensor_leaves(batch):
-        yield from _leaf_counts(batch, path, leaf)
+        if not any(key.startswith("_") for key in path.split(".")):  # nobody's to write down
+            yield from _leaf_counts(batch, path, leaf)
 
 
 def named(choice: Mapping[str, Candidate]) -> Candidate:

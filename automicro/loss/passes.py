@@ -116,6 +116,7 @@ class ExtraPasses:
         self._again: Transaction | None = None
         self._calls = 0
         self._variables: Sequence[Variable] = ()
+        self._objects: Sequence[Any] = ()
         self._watched: Watched | None = None
         self._foreign = foreign_states()
         modules = computation.reached
@@ -137,15 +138,9 @@ class ExtraPasses:
             functions = self.computation.functions
             forwards = {type(each).forward for root in modules for each in root.modules()}
             self._variables = reached_variables([*functions, *forwards])
+            self._objects = reached_objects(functions)
             around = Transaction(
-                [
-                    Surroundings(
-                        modules,
-                        self._variables,
-                        reached_objects(functions),
-                    ),
-                    self._again,
-                ]
+                [Surroundings(modules, self._variables, self._objects), self._again]
             )
             stack.callback(_roll_back, around)
             around.begin()
@@ -178,7 +173,7 @@ class ExtraPasses:
         self._foreign = foreign_states()
         self._calls += 1
         if self._calls == 2:  # what the first call makes for all later ones is no state
-            self._watched = Watched(self._modules, self._variables)
+            self._watched = Watched(self._modules, self._variables, self._objects)
         moved = next(iter(on_device([rows], self.computation.device, isolate=True)))
         convention, model = self.computation.convention, self.computation.modules[0]
         with self.silence:

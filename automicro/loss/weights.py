@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from automicro.errors import LossError
-from automicro.loss.averages import Average, Samples, Sum, Weight
+from automicro.loss.averages import Average, Counted, Counts, Samples, Sum, Weight
 from automicro.values import read_scalars
 
 
@@ -48,7 +48,7 @@ def _shares(
         # Also for one microbatch: asking whether every target is ignored would wait for the device.
         counts = torch.stack([torch.as_tensor(denominator) for denominator in denominators])
         return list((counts / counts.sum().clamp(min=torch.finfo(torch.float32).tiny)).unbind())
-    total = math.fsum(denominators)
+    total = _whole(denominators)
     if total == 0:
         return [0.0] * num_microbatches  # every target is ignored: nothing is contributed
     if num_microbatches == 1:
@@ -113,9 +113,15 @@ class BatchWeights:
     def totals(self) -> dict[str, Weight | None]:
         """What each loss of the whole was divided by, by name; None for a sum."""
         return {
-            name: None if denominators is None else _total(denominators)
+            name: None if denominators is None else self._total(denominators)
             for name, denominators in self._denominators.items()
         }
+
+    def _total(self, denominators: Sequence[Weight]) -> Weight:
+        if any(isinstance(denominator, Tensor) for denominator in denominators):
+            return torch.stack([torch.as_tensor(each) for each in denominators]).sum()
+        # Ranks have agreed on what whole batches count, and compare the sum with it.
+        return math.fsum(denominators) if self._totals else _whole(denominators)
 
     @property
     def all_are_nothing(self) -> bool:
@@ -176,22 +182,26 @@ def add_up(
     return total, {name: _sum([parts[name] for _, parts in losses]) for name in losses[0][1]}
 
 
-def _denominators(average: Average, cuts: Sequence[CutBatch]) -> list[Weight] | None:
+def _denominators(average: Average, cuts: Sequence[CutBatch]) -> Counts | None:
     if isinstance(average, Sum):
         return None  # also where there is no batch to ask about
-    gathered: list[Weight] = []
+    gathered, wholes = Counts(), list[float]()
     for cut in cuts:
         each = average.denominators(cut.batch, cut.microbatches, cut.sizes)
         if each is None:
             return None
         gathered += each
+        if isinstance(average, Counted):
+            wholes.append(_whole(each))
+    if wholes:
+        gathered.whole = math.fsum(wholes)
     return gathered
 
 
-def _total(denominators: Sequence[Weight]) -> Weight:
-    if any(isinstance(denominator, Tensor) for denominator in denominators):
-        return torch.stack([torch.as_tensor(each) for each in denominators]).sum()
-    return math.fsum(denominators)
+def _whole(denominators: Sequence[Weight]) -> float:
+    """What numbers on the host come to, as the whole batch counts."""
+    whole = denominators.whole if isinstance(denominators, Counts) else None
+    return math.fsum(denominators) if whole is None else float(whole)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,9 @@ class StepResult:
             ``carry_layout``.
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
             the device. On the host where ``accept`` was given.
-        losses: the parts of the loss by name, where the forward gives several; as ``loss``.
+        losses: the parts of the loss by name, where the forward gives several; as ``loss``. Each is
+            taken for the same average as the loss, so that a number that is none (a maximum, a
+            perplexity, a count) is not that of the whole batch; metrics are for those.
         rank_loss: the loss of this rank's rows alone, divided by what they count; ``loss`` itself
             where there is one rank.
         num_samples: rows of the batch, on several ranks of this one's.

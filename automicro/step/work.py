@@ -292,7 +292,8 @@ class TrainingWork(_Work):
             self._parameters.begin()
 
     def parts(self) -> list[Part]:
-        self._parameters = Parameters(self._setup.index.parameters)
+        index = self._setup.index
+        self._parameters = Parameters(index.parameters, index.names_of)
         return [
             self._parameters,
             self._watch,

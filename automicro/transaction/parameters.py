@@ -1,7 +1,8 @@
 """Parameters and other tensors as they were: watched, or copied and put back."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -158,10 +159,19 @@ class Parameters:
 
     Copies would double the memory of the largest thing there is, and an attempt has no business
     changing parameters: the optimizer steps after the commit.
+
+    Args:
+        parameters: of the model.
+        names_of: gives the names of some of them, for an error.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names_of: Callable[[Iterable[Tensor]], Sequence[str]] = lambda _: (),
+    ) -> None:
         self._parameters = parameters
+        self._names_of = names_of
         self._versions: list[int] | None = None
 
     def begin(self) -> None:
@@ -179,10 +189,16 @@ class Parameters:
         self._versions = None
 
     def _require_unchanged(self) -> None:
-        if self._versions != all_versions(self._parameters):
+        before, now = self._versions, all_versions(self._parameters)
+        if before != now:
             self._versions = None
+            moved = map(operator.ne, before or (), now)
+            pairs = zip(self._parameters, moved, strict=False)  # no versions: nothing to compare
+            changed = [each for each, has_moved in pairs if has_moved]
+            names = ", ".join(map(repr, self._names_of(changed)[:3]))
             raise RollbackError(
-                "the forward or backward changed parameters, and such a change cannot be rolled "
-                "back; step the optimizer after backward() returns or, in one process, in a "
-                "post-accumulate hook that cannot fail, and constrain parameters after the step"
+                f"the forward or backward changed parameters{names and f' ({names})'}, and such a "
+                "change cannot be rolled back; step the optimizer after backward() returns or, in "
+                "one process, in a post-accumulate hook that cannot fail, and constrain parameters "
+                "after the step (an embedding with max_norm constrains its own in the forward)"
             )

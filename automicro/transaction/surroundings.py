@@ -155,15 +155,27 @@ class ChangingState:
 
 
 class Watched:
-    """Notices which attributes of modules and which variables change from one call to the next."""
+    """Notices which attributes and which variables change from one call to the next.
 
-    def __init__(self, modules: Iterable[nn.Module], variables: Sequence[Variable]) -> None:
+    Args:
+        modules: whose attributes are looked at.
+        variables: of functions.
+        objects: that functions are methods of, whose attributes are looked at.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        variables: Sequence[Variable],
+        objects: Sequence[Any] = (),
+    ) -> None:
         self._modules = {
             id(module): (f"{name}", module)
             for root in modules
             for name, module in root.named_modules()
         }
         self._variables = variables
+        self._objects = objects
         self._marks = self._mark_all()
 
     def changed(self) -> list[Place]:
@@ -178,6 +190,10 @@ class Watched:
                 places.append(
                     Place(name=name, read=lambda v=variable: v.value, write=variable.put)  # type: ignore[misc]
                 )
+            elif kind == "object":
+                owner = self._objects[where]
+                what = getattr(owner, "__name__", type(owner).__name__)
+                places.append(_attribute(f"{what}.{name}", vars(owner), name))
             else:
                 path, module = self._modules[where]
                 places.append(_attribute(f"{path}.{name}".lstrip("."), vars(module), name))
@@ -190,6 +206,10 @@ class Watched:
             for name in table.keys() - OF_EVERY_MODULE:
                 if not isinstance(table[name], nn.Module):
                     marks["attribute", key, name] = _mark(table[name])
+        for index, owner in enumerate(self._objects):
+            for name, value in vars(owner).items():
+                if not isinstance(value, nn.Module):
+                    marks["object", index, name] = _mark(value)
         for index, variable in enumerate(self._variables):
             marks["variable", index, variable.name] = _mark(variable.value)
         return marks

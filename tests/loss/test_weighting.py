@@ -2,6 +2,8 @@
 
 import functools
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,8 +179,26 @@ def test_counts_may_be_numbers_or_tensors_of_one_element() -> None:
         assert weights == [0.75, 0.25]
 
 
+@pytest.mark.parametrize("floor", [lambda count: max(1, count), lambda count: count + 0.5])
+def test_what_is_counted_of_the_whole_batch_is_what_the_loss_is_divided_by(
+    floor: Callable[[int], float],
+) -> None:
+    # As detectors divide by their objects, of which a microbatch may have none: S / max(1, n).
+    objects = [[2, 0, 1], [0, 0, 0], [3]]
+    sums = [5.0, 7.0, 2.0]
+    weights = microbatch_weights(
+        Counted(lambda part: floor(sum(part))),
+        [count for part in objects for count in part],
+        objects,
+        [3, 3, 1],
+    )
+    losses = [each / floor(sum(part)) for each, part in zip(sums, objects, strict=True)]
+    whole = sum(sums) / floor(6)
+    assert math.fsum(map(operator.mul, weights, losses)) == pytest.approx(whole, abs=1e-12)
+
+
 def test_counts_may_be_of_both_kinds() -> None:
-    counted = Counted(lambda part: torch.tensor(3) if len(part) == 3 else 1)
+    counted = Counted(lambda part: torch.tensor(3) if len(part) == 3 else len(part))
     assert microbatch_weights(counted, "abcd", ["abc", "d"], [3, 1]) == [0.75, 0.25]
 
 

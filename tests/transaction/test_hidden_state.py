@@ -29,6 +29,32 @@ GLOBAL_NOISE: Any = None
 GLOBAL_TEACHER: Any = None
 
 
+class Loop:
+    """A trainer of one's own, whose method is the forward, and which counts what it does."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 3).double()
+        self.step, self.losses, self.fails = 0, list[float](), True
+
+    def training_step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.step += 1
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        if self.fails and len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+
+def test_what_the_owner_of_a_method_counts_is_as_before_a_failed_attempt() -> None:
+    loop = Loop()
+    microbatcher = Microbatcher(loop.model, forward=loop.training_step)
+    for number in range(1, 4):
+        batch = torch.randn(8, 4).double(), torch.randint(3, (8,))
+        result = microbatcher.backward(batch)
+        assert result.num_microbatches == 2
+        assert (loop.step, len(loop.losses)) == (2 * number, 2 * number)
+
+
 class Net(nn.Module):
     """Runs out of memory at some of its calls."""
 
