@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from automicro.errors import text_of
-from automicro.memory.budget import active_budget
 from automicro.memory.device import (
     NO_COUNTS,
     AllocatorCounts,
@@ -90,7 +89,6 @@ class Meter:
         self._read_at = float("-inf")
         self._is_cpu = all(each.type == "cpu" for each in devices)
         self._waits = True
-        self._is_uncounted = False
 
     def begin(self, *, waits: bool = False) -> None:
         """An attempt begins.
@@ -101,9 +99,7 @@ class Meter:
         self._waits = waits or self._is_cpu
         if waits and not self._is_cpu:
             self._synchronize()
-        self._is_uncounted = self._is_cpu and active_budget() is None
-        if not self._is_uncounted:
-            self._before = [begin_lap(each) for each in self._devices]
+        self._before = [begin_lap(each) for each in self._devices]
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:
@@ -114,14 +110,6 @@ class Meter:
         if self._waits and failure is None and not self._is_cpu:
             self._synchronize()
         now = time.perf_counter()
-        if self._is_uncounted:
-            return Measured(
-                peak_bytes=None,
-                resident_bytes=None,
-                capacity_bytes=None,
-                seconds=now - self._start,
-                alloc_retries=None,
-            )
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacities, self._read_at = self._read_capacities(), now
         elif self._is_cpu:  # of a budget, which costs nothing
