@@ -183,6 +183,7 @@ class BatchLayout:
                 f"{num_rows} rows. Take the sizes from its own number of rows."
             )
         if form is not None and "items" not in decisions.values():
+            self._last = form, num_rows
             self._last_cut = form, num_rows, _plain_dims(root)
         return list(_cut(root, ConsecutivePieces(sizes), num_rows, decisions))
 

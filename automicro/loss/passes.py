@@ -213,7 +213,7 @@ class ExtraPasses:
         if losses is not None:
             losses.update({name: float(part.detach()) for name, part in parts.items()})
         del parts
-        if loss.requires_grad and not weights.is_nothing(index):
+        if loss.requires_grad and not weights.is_nothing[index]:
             found = leaves_of(loss)
             self._reached.append({id(leaf) for leaf in found})
             self._set_aside(found)

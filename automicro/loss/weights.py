@@ -44,7 +44,7 @@ def _shares(
         return [each / total_of_all if total_of_all else 0.0 for each in denominators]
     if num_microbatches == 1 and isinstance(average, Samples):
         return [None]
-    if any(isinstance(denominator, Tensor) for denominator in denominators):
+    if _hold_tensors(denominators):
         # Also for one microbatch: asking whether every target is ignored would wait for the device.
         counts = torch.stack([torch.as_tensor(denominator) for denominator in denominators])
         return list((counts / counts.sum().clamp(min=torch.finfo(torch.float32).tiny)).unbind())
@@ -79,6 +79,12 @@ class BatchWeights:
         cuts: the batch, or several that count as one: their losses have one denominator.
         totals: what the losses of all ranks together are divided by, by name; None for one rank.
         copies: how many ranks have the same rows.
+
+    Attributes:
+        of_all: what each microbatch weighs, where all its losses weigh the same; else None, for
+            one.
+        is_nothing: whether each microbatch is known to contribute nothing, because it counts no
+            target.
     """
 
     def __init__(
@@ -105,9 +111,9 @@ class BatchWeights:
                     self._weights[name] = [1 / copies] * num_microbatches
         self._totals = totals
         self._only = self._weights.get("")
-        self._is_nothing = [
-            all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
-        ]
+        self.of_all = self._only or [None] * num_microbatches
+        zeros = [[_is_zero(each) for each in weights] for weights in self._weights.values()]
+        self.is_nothing = zeros[0] if len(zeros) == 1 else list(map(all, zip(*zeros, strict=True)))
 
     @property
     def totals(self) -> dict[str, Weight | None]:
@@ -118,7 +124,7 @@ class BatchWeights:
         }
 
     def _total(self, denominators: Sequence[Weight]) -> Weight:
-        if any(isinstance(denominator, Tensor) for denominator in denominators):
+        if _hold_tensors(denominators):
             return torch.stack([torch.as_tensor(each) for each in denominators]).sum()
         # Ranks have agreed on what whole batches count, and compare the sum with it.
         return math.fsum(denominators) if self._totals else _whole(denominators)
@@ -128,15 +134,7 @@ class BatchWeights:
         """Whether the whole batch, of all ranks, is known to count no target."""
         if self._totals:
             return not any(self._totals.values()) and None not in self._denominators.values()
-        return all(self._is_nothing)
-
-    def is_nothing(self, index: int) -> bool:
-        """Whether a microbatch is known to contribute nothing, because it counts no target."""
-        return self._is_nothing[index]
-
-    def of_all(self, index: int) -> Weight | None:
-        """What a microbatch weighs, where all its losses weigh the same; else None, for one."""
-        return None if self._only is None else self._only[index]
+        return all(self.is_nothing)
 
     def apply(
         self, index: int, loss: Tensor, losses: Mapping[str, Tensor], *, has_total: bool = False
@@ -155,8 +153,8 @@ class BatchWeights:
         """
         if self._only is not None:
             weight = self._only[index]
-            if not losses:  # the usual case, quickly
-                return _weigh(loss, weight), {}
+            if type(weight) is float and weight and not losses:  # the usual case, quickly
+                return loss * weight, {}
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
         if has_total or losses.keys() != self._weights.keys():
             given = sorted([*losses, "loss"] if has_total else losses)
@@ -208,13 +206,15 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum()
 
 
+def _hold_tensors(weights: Sequence[Weight]) -> bool:
+    return any(issubclass(kind, Tensor) for kind in set(map(type, weights)))
+
+
 def _is_zero(weight: Weight | None) -> bool:
     return isinstance(weight, int | float) and weight == 0
 
 
 def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:
-    if type(weight) is float and weight != 0:  # the usual case
-        return loss * weight
     if weight is None:
         return loss
     if isinstance(weight, Tensor):

@@ -623,7 +623,7 @@ class _Tail(torch.autograd.Function):
                 rows, leaves = marked(each.batch, paths)
                 loss = call.compute(rows, aliases)
                 weighted, _ = walk.weights.apply(each.index, loss, {})
-                if walk.weights.is_nothing(each.index):
+                if walk.weights.is_nothing[each.index]:
                     return weighted.detach(), ()
                 return weighted.detach(), _gradients(weighted, [*leaves, *aliases])
 
@@ -707,7 +707,7 @@ class _Recomputed(torch.autograd.Function):
         walk = Walk(call, batch, ctx.slices)
 
         def gradients_of(each: Slice) -> Sequence[Tensor | None]:
-            if ctx.is_tail and walk.weights.is_nothing(each.index):
+            if ctx.is_tail and walk.weights.is_nothing[each.index]:
                 return ()
             again = contextlib.nullcontext() if each.random is None else each.random.replaying()
             with again, torch.enable_grad(), ctx.autocast.again():

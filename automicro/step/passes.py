@@ -243,7 +243,7 @@ class Passes:
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
         """
-        is_nothing = weights.is_nothing(index)
+        is_nothing = weights.is_nothing[index]
         if is_nothing:
             microbatch = map_tensors(microbatch, _cut_off)
         if not gradients.is_steady:
@@ -263,7 +263,7 @@ class Passes:
         if tell is not None:
             tell("loss_end", loss.detach())
             tell("backward_start", loss.detach())
-        weight = weights.of_all(index)
+        weight = weights.of_all[index]
         if not loss.requires_grad:
             gradients.skip(weight=weight)
         elif not self._is_alone:

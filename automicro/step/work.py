@@ -338,7 +338,7 @@ class TrainingWork(_Work):
             if is_alone:
                 losses.append(passes.train(*given))
             else:
-                with ranks.microbatch(index, weightless=weights.is_nothing(index)):
+                with ranks.microbatch(index, weightless=weights.is_nothing[index]):
                     losses.append(passes.train(*given))
             del given
         return self._summed(losses, weights, plan)

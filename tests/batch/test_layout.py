@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from automicro.batch.layout import BatchLayout, num_rows, split_batch
+from automicro.batch.reading import Reader
 from automicro.errors import BatchError
 from tests.batch.structures import ROWS, Frozen, Pair, sequences, x, y
 
@@ -199,3 +200,26 @@ def test_of_what_disagrees_with_the_rest_the_leaf_is_named_that_cannot_agree() -
     batch = {"x": x(), "meta": {"images": either, "n": torch.zeros(3)}}
     with pytest.raises(BatchError, match=rf"'x' has {ROWS} rows .*, but 'meta.n' has 3 rows"):
         num_rows(batch)
+
+
+def test_a_batch_of_a_form_that_was_cut_before_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[object] = []
+    reads = Reader.read
+
+    def noting(self: Reader, batch: object) -> object:
+        read.append(batch)
+        return reads(self, batch)
+
+    monkeypatch.setattr(Reader, "read", noting)
+    layout = BatchLayout()
+    for count, expected in ((8, 2), (8, 2), (8, 2), (6, 4), (8, 6)):
+        batch = torch.randn(count, 3), torch.arange(count)
+        half = layout.num_rows(batch) // 2
+        pieces = layout.split(batch, [half, half])
+        assert [targets.tolist() for _, targets in pieces] == [
+            list(range(half)),
+            list(range(half, count)),
+        ]
+        assert len(read) == expected

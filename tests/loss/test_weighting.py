@@ -211,7 +211,7 @@ class OnDevice(Samples):
 
 def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -> None:
     weights = BatchWeights({"": OnDevice()}, [cut([3, 1, 0])])
-    assert not any(weights.is_nothing(index) for index in range(3))
+    assert not any(weights.is_nothing[index] for index in range(3))
     losses = [torch.tensor(value, requires_grad=True) for value in (4.0, 8.0, float("nan"))]
     totals = [weights.apply(index, loss, {})[0] for index, loss in enumerate(losses)]
     assert [float(total.detach()) for total in totals] == [3.0, 2.0, 0.0]
