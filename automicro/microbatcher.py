@@ -779,8 +779,9 @@ class Microbatcher:
         self._split_guard.allow_measuring(step.policy)
         if not self._prober.is_done and batches and self._could_split(step):
             with self._ranks.looking_alone():
-                self._prober.look(batches[0], step.rows[0])
-            self._index.refresh()  # a forward may have made layers
+                has_run = self._prober.look(batches[0], step.rows[0])
+            if has_run:
+                self._index.refresh()  # a forward may have made layers
         return step
 
     def _could_split(self, step: Step) -> bool:
@@ -800,8 +801,9 @@ class Microbatcher:
                 self._split_guard.allow_measuring(policy)
                 if not predicts and batches and self._could_split(step):
                     with self._ranks.looking_alone():
-                        self._prober.look_at_evaluation(batches[0], step.rows[0])
-                    self._index.refresh()
+                        has_run = self._prober.look_at_evaluation(batches[0], step.rows[0])
+                    if has_run:
+                        self._index.refresh()
             work = EvaluationWork(self._setup, self._eval, step, metrics, kept, predicts=predicts)
             finished = run(step, work, self._eval)
         self._evaluated = finished.cuts

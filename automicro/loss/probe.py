@@ -102,8 +102,8 @@ class Prober:
         """Whether no further training batch is of use."""
         return self._train.is_done
 
-    def look(self, batch: Any, num_rows: int) -> None:
-        """Look at a training batch that could be split, if that is still of use.
+    def look(self, batch: Any, num_rows: int) -> bool:
+        """Look at a training batch that could be split, if that is still of use: whether it was.
 
         Whatever it changes is put back. Out of memory, it is tried with fewer rows, and then at a
         later batch.
@@ -115,27 +115,27 @@ class Prober:
             LossAverageWarning: it is not, or that cannot be checked.
         """
         if self._train.is_done or num_rows < 2:
-            return
+            return False
         if self._why_not:
             self._train.is_done = True
             message = self._unchecked(self._why_not)
             if message is not None:
                 warn(message, LossAverageWarning)
-            return
-        self._glance(self._train, batch, num_rows, self._look_at)
+            return False
+        return self._glance(self._train, batch, num_rows, self._look_at)
 
-    def look_at_evaluation(self, batch: Any, num_rows: int) -> None:
+    def look_at_evaluation(self, batch: Any, num_rows: int) -> bool:
         """The same of a batch that is evaluated: whether its loss adds up.
 
         Warns:
             LossAverageWarning: it does not.
         """
         if self._eval.is_done or num_rows < 2:
-            return
+            return False
         if self._why_not or self._train.is_wrong:
             self._eval.is_done = True  # said already
-            return
-        self._glance(self._eval, batch, num_rows, self._compare_values)
+            return False
+        return self._glance(self._eval, batch, num_rows, self._compare_values)
 
     def _glance(
         self,
@@ -145,14 +145,14 @@ class Prober:
         compare: Callable[["_Evidence", Any, Choice], str | None],
         *,
         is_retry: bool = False,
-    ) -> None:
+    ) -> bool:
         message: str | None = None
         failure: Exception | None = None
         choice: Choice | None = None
         try:
             with on_host():
                 if not (is_retry or evidence.wants(self._computation, batch, num_rows)):
-                    return
+                    return False
                 choice = choose_rows(
                     self._computation.layout,
                     batch,
@@ -183,6 +183,7 @@ class Prober:
             raise LossAverageError(message)
         if message is not None:
             warn(message, LossAverageWarning)
+        return True
 
     def _takes_fewer_rows(self, evidence: "_Evidence", failure: Exception) -> bool:
         """Whether to look again at once, because memory ran out and fewer rows may fit."""

@@ -229,7 +229,9 @@ class Halving(Policy):
             self._record_fit(outcome, cost)
         else:
             self._record_failure(outcome, cost)
-        self._decided = None
+        is_whole = outcome.fits and outcome.microbatch_size == outcome.num_rows
+        if not is_whole or outcome.alloc_retries is not None:
+            self._decided = None  # else the same batch goes whole again
 
     def _decide(self, num_rows: int, cost: float) -> tuple[int, bool]:
         """Return the size to propose, and whether it is only there to measure its peak."""
