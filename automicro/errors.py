@@ -281,7 +281,7 @@ class BatchNormWarning(AutomicroWarning):
 
 
 class BufferWarning(AutomicroWarning):
-    """A training forward changes buffers, so they depend on the number of microbatches."""
+    """A forward changes buffers or sets parameters, which then depend on the microbatch size."""
 
 
 class GradientWarning(AutomicroWarning):

@@ -69,6 +69,7 @@ class Seen:
         blind: parameters that a gradient of zero reached.
         num_reached: how many parameters a gradient reached.
         changing: state of Python's that each call changes.
+        initialised: names of parameters that the first forward of a look set.
         tells: whether the rows' gradients differ, so that a wrong weight would show.
         why: why nothing was seen; empty where something was.
         tolerance: relative, of the gradient of one parameter.
@@ -82,6 +83,7 @@ class Seen:
     blind: frozenset[str] = frozenset()
     num_reached: int = 0
     changing: tuple[Place, ...] = ()
+    initialised: tuple[str, ...] = ()
     tells: bool = False
     why: str = ""
     tolerance: float = 0.0
@@ -95,6 +97,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
 
     Raises:
         LossError: the forward gives no usable loss.
+        RollbackError: each forward changes parameters.
         CollectiveError: the forward was about to communicate with other ranks.
         BaseException: whatever the forward raises on these rows.
     """
@@ -121,6 +124,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
             for leaf in passes.leaves
         ]
         lasting, reached, changing = passes.lasting, passes.reached, tuple(passes.changed())
+        initialised = tuple(passes.initialised())
         labels = _of_lasting(labels, lasting, "")
         used = {leaf.dtype for leaf in passes.leaves} | passes.silence.dtypes
         noise = (*sorted(passes.silence.unsilenced), *passes.foreign_draws())
@@ -149,7 +153,9 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
                 numbers = dataclasses.replace(numbers, gaps=beyond)
                 seen = judge(numbers)
     is_slight = is_single and seen.wrong is not None and seen.wrong[1] < _SLIGHT
-    return dataclasses.replace(seen, changing=changing, is_slight=is_slight)
+    return dataclasses.replace(
+        seen, changing=changing, initialised=initialised, is_slight=is_slight
+    )
 
 
 def _moved_by_rounding(passes: ExtraPasses, cut: "CutRows", bits: int) -> list[float]:

@@ -23,6 +23,7 @@ from automicro.reach import Reach, Variable, reached_objects, reached_variables
 from automicro.torch_private import AnyBatchNorm, with_hooks
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of
+from automicro.transaction.parameters import ParameterWrites, refused_writes
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
 from automicro.transaction.transaction import Transaction
@@ -121,14 +122,17 @@ class ExtraPasses:
         self._foreign = foreign_states()
         modules = computation.reached
         self._modules = modules
-        self._parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
+        every = {id(p): p for m in modules for p in m.parameters()}
+        self._parameters = {key: p for key, p in every.items() if p.requires_grad}
+        self._index = ModuleIndex(modules)
+        self._writes = ParameterWrites(every.values())
 
     def __enter__(self) -> "ExtraPasses":
         with self._stack as stack:
             modules = self._modules
             self._again = Transaction(
                 [
-                    Buffers(BufferHistory(ModuleIndex(modules))),
+                    Buffers(BufferHistory(self._index)),
                     RandomState(
                         devices_of(modules, self.computation.device),
                         self.computation.reach.generators,
@@ -144,6 +148,7 @@ class ExtraPasses:
             )
             stack.callback(_roll_back, around)
             around.begin()
+            stack.callback(self._writes.put_back)
             stack.callback(self._put_gradients_back)
             self._set_aside(self._parameters.values())
             for manager in (
@@ -176,7 +181,7 @@ class ExtraPasses:
             self._watched = Watched(self._modules, self._variables, self._objects)
         moved = next(iter(on_device([rows], self.computation.device, isolate=True)))
         convention, model = self.computation.convention, self.computation.modules[0]
-        with self.silence:
+        with self.silence, self._writes:
             if mode == "predict":
                 holds_rows = self.computation.layout.holds_rows
                 return Output(None, {}, convention.predict(model, moved, holds_rows=holds_rows))
@@ -236,6 +241,17 @@ class ExtraPasses:
     def changed(self) -> list[Place]:
         """Attributes and variables that each call changes, where there were three at least."""
         return [] if self._watched is None or self._calls < 3 else self._watched.changed()
+
+    def initialised(self) -> list[str]:
+        """Parameters that one forward has set, as layers do that learn from their first batch.
+
+        Raises:
+            RollbackError: more than one forward changed parameters.
+        """
+        moving = self._writes.moving
+        if moving:
+            raise refused_writes(self._index.names_of(moving))
+        return self._index.names_of(self._writes.set_once)
 
     def foreign_draws(self) -> tuple[str, ...]:
         """Which generators that are not torch's the last pass drew from."""

@@ -8,7 +8,7 @@ was assumed.
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from automicro.batch.device import on_host
 from automicro.errors import (
     AutomicroError,
+    BufferWarning,
     LossAverageError,
     LossAverageWarning,
+    RollbackError,
     describe_error,
     warn,
 )
@@ -163,6 +165,8 @@ class Prober:
                 )
             message = compare(evidence, batch, choice)
             evidence.took(choice)
+        except RollbackError:
+            raise  # the step itself may not see it
         except AutomicroError:
             evidence.took(choice)  # the step itself says what is wrong
         except CollectiveError as error:
@@ -263,6 +267,8 @@ class Prober:
                 if again.tells and again.wrong is None:
                     logger.debug("%s is off by %.1g, by rounding", *seen.wrong)
                     seen, choice = again, others
+        if seen.initialised and not evidence.looks:
+            warn(_initialises(seen.initialised), BufferWarning)
         known = {place.name for place in self.changing}
         self.changing += [place for place in seen.changing if place.name not in known]
         if seen.wrong is not None:
@@ -339,6 +345,16 @@ class Prober:
             f"could not check that the loss is {averages}, which it was taken for: {why}. To be "
             f"sure, {_REMEDIES}"
         )
+
+
+def _initialises(names: Sequence[str]) -> str:
+    listed = ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} more" * (len(names) > 5)
+    return (
+        f"the first forward sets parameters ({listed}), as layers do that initialise themselves "
+        "from data: of a batch that is split they see one microbatch. Call the model on a whole "
+        "batch before the first step, under torch.no_grad(), which is also the time for what only "
+        "constrains them"
+    )
 
 
 class _Evidence:

@@ -1,8 +1,10 @@
 """Parameters and other tensors as they were: watched, or copied and put back."""
 
+import collections
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,14 @@ from torch import Tensor, nn
 from automicro.errors import RollbackError
 from automicro.memory.budget import active_budget
 from automicro.memory.device import copies_overlap
-from automicro.torch_private import all_versions, copy_all, sparse_parts, version_of
+from automicro.torch_private import (
+    OperationMode,
+    all_versions,
+    copy_all,
+    schema_of,
+    sparse_parts,
+    version_of,
+)
 from automicro.values import same_content
 
 LARGE_BYTES = 16 * 2**20
@@ -195,10 +204,116 @@ class Parameters:
             moved = map(operator.ne, before or (), now)
             pairs = zip(self._parameters, moved, strict=False)  # no versions: nothing to compare
             changed = [each for each, has_moved in pairs if has_moved]
-            names = ", ".join(map(repr, self._names_of(changed)[:3]))
-            raise RollbackError(
-                f"the forward or backward changed parameters{names and f' ({names})'}, and such a "
-                "change cannot be rolled back; step the optimizer after backward() returns or, in "
-                "one process, in a post-accumulate hook that cannot fail, and constrain parameters "
-                "after the step (an embedding with max_norm constrains its own in the forward)"
-            )
+            raise refused_writes(self._names_of(changed))
+
+
+def refused_writes(names: Sequence[str]) -> RollbackError:
+    """The error of parameters that change where only an optimizer should change them."""
+    listed = ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
+    return RollbackError(
+        f"the forward or backward changed parameters{listed and f' ({listed})'}, and such a "
+        "change cannot be rolled back; step the optimizer after backward() returns or, in "
+        "one process, in a post-accumulate hook that cannot fail; move averages (a teacher, a key "
+        "encoder) and constrain parameters after the step (an embedding with max_norm constrains "
+        "its own in the forward); let layers that initialise themselves see a whole batch before, "
+        "under torch.no_grad()"
+    )
+
+
+class ParameterWrites(OperationMode):
+    """Notices what forwards write to parameters, through ``.data`` as well, and puts it back.
+
+    Entered around each of several forwards. Autograd counts no writes to ``parameter.data``, which
+    is how many encoders of moving averages are moved. Seen are writes to the memory of plain
+    parameters, and other memory given to them.
+
+    Args:
+        parameters: of the modules that take part, trained or not.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> before = linear.weight.clone()
+        >>> writes = ParameterWrites(linear.parameters())
+        >>> for _ in range(2):
+        ...     with writes:
+        ...         _ = linear.weight.data.mul_(0.9)
+        >>> [each is linear.weight for each in writes.moving]
+        [True]
+        >>> writes.put_back()
+        >>> torch.equal(linear.weight, before)
+        True
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        plain = {
+            id(each): each
+            for each in parameters
+            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+            if each.device.type != "meta" and each.numel()
+        }
+        self._parameters = plain
+        self._memory = {key: each.detach() for key, each in plain.items()}
+        self._in: dict[int, list[int]] = collections.defaultdict(list)
+        for key, memory in self._memory.items():
+            self._in[memory.untyped_storage().data_ptr()].append(key)
+        self._copies: dict[int, TensorCopy] = {}
+        self._before: dict[int, Tensor] = {}  # this forward
+        self._calls: collections.Counter[int] = collections.Counter()
+
+    def __enter__(self) -> "ParameterWrites":
+        self._before = {}
+        self._lay = {key: each.detach() for key, each in self._parameters.items()}
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for key, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._lay[key].data_ptr():
+                self._before.setdefault(key, self._lay[key])
+        for key, before in self._before.items():
+            self._calls[key] += not same_content(before, self._parameters[key])
+        self._before, self._lay = {}, {}
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and remember the parameters that it is about to write to."""
+        schema = schema_of(func)
+        if schema is not None and schema.is_mutable:
+            for tensor in _written(schema, args, kwargs):
+                for key in self._in.get(tensor.untyped_storage().data_ptr(), ()):
+                    parameter = self._parameters[key]
+                    if key not in self._copies:
+                        self._copies[key] = TensorCopy(parameter)
+                    if key not in self._before:
+                        self._before[key] = parameter.detach().clone()
+        return func(*args, **kwargs)
+
+    @property
+    def moving(self) -> list[Tensor]:
+        """Parameters that more than one forward has changed: that was no constraint."""
+        return [self._parameters[key] for key, count in self._calls.items() if count > 1]
+
+    @property
+    def set_once(self) -> list[Tensor]:
+        """Parameters that exactly one forward has changed."""
+        return [self._parameters[key] for key, count in self._calls.items() if count == 1]
+
+    def put_back(self) -> None:
+        """Let the parameters have the memory and the values that they had at first."""
+        for key, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._memory[key].data_ptr():
+                parameter.data = self._memory[key]
+        for copy in self._copies.values():
+            copy.put_back()
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The plain tensors that an operation is about to write to."""
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[index] if index < len(args) else kwargs.get(argument.name)
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(each, Tensor) and each.layout is torch.strided:
+                yield each

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import FitSummary, LossAverageWarning, Microbatcher, Trainer, is_extra_pass, verify
+from automicro import (
+    BufferWarning,
+    FitSummary,
+    LossAverageWarning,
+    Microbatcher,
+    RollbackError,
+    Trainer,
+    is_extra_pass,
+    verify,
+)
 from automicro.loss.silence import CollectiveError, Silence
 
 
@@ -486,6 +495,92 @@ def test_counters_states_and_modules_of_closures_are_as_if_nobody_had_looked() -
             )
         )
     assert states[0] == states[1]
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher whose parameters are moved in the forward, unseen by autograd."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.student, self.teacher = net(6, 4), net(6, 4).requires_grad_(False)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self.move(one, other)
+        return F.mse_loss(self.student(x), self.teacher(x))
+
+
+def _replaced(one: Tensor, other: Tensor) -> None:
+    one.data = one.data * 0.9 + other.data * 0.1
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        _replaced,
+        lambda one, other: one.data.mul_(0.9).add_(other.data, alpha=0.1),
+        lambda one, other: torch._foreach_lerp_([one.data], [other.data], 0.1),
+    ],
+)
+def test_a_teacher_that_moves_in_the_forward_is_refused_where_it_was(move: Any) -> None:
+    model = Teacher(move)
+    before = [(each.data_ptr(), each.clone()) for each in model.parameters()]
+    microbatcher = Microbatcher(model, forward=lambda m, b: m(b), microbatch_size=3)
+    with pytest.raises(RollbackError, match=r"'teacher\.0\.weight'.*a teacher, a key encoder"):
+        microbatcher.backward(rows())
+    for now, (place, values) in zip(model.parameters(), before, strict=True):
+        assert now.data_ptr() == place
+        assert torch.equal(now, values)
+
+
+@pytest.mark.parametrize("limit", [9.0, 0.5])
+def test_what_only_constrains_a_parameter_is_let_through(limit: float) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = net(6, 4), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.data = self.scale.data.clamp(max=limit)
+            loss: Tensor = (self.net(x) * self.scale).square().mean()
+            return loss
+
+    torch.manual_seed(0)
+    batch, gradients, told = rows(), list[Tensor](), list[list[Any]]()
+    for size in (None, 3):
+        torch.manual_seed(1)
+        model = Scaled()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Microbatcher(model, forward=lambda m, b: m(b), microbatch_size=size).backward(batch)
+        told.append([each for each in caught if each.category is BufferWarning])
+        assert model.scale.grad is not None
+        gradients.append(model.scale.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+    assert list(map(len, told)) == [0, int(limit < 1)]
+
+
+def test_a_layer_that_initialises_itself_from_data_is_named_and_not_initialised_by_a_look() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.shift = net(6, 4), nn.Parameter(torch.zeros(6, dtype=torch.float64))
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.seen:
+                self.shift.data = -x.mean(0)
+                self.seen.append(len(x))
+            loss: Tensor = self.net(x + self.shift).square().mean()
+            return loss
+
+    model, batch = Normed(), rows()
+    microbatcher = Microbatcher(model, forward=lambda m, b: m(b), microbatch_size=3)
+    with pytest.warns(BufferWarning, match=r"sets parameters \('shift'\).*before the first step"):
+        microbatcher.backward(batch)
+    assert model.seen == [3]  # of the first microbatch: no look has left anything
+    torch.testing.assert_close(model.shift, -batch[:3].mean(0))
 
 
 def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
