@@ -62,18 +62,36 @@ def batchnorm_message(
     >>> batchnorm_message(["bn1"], 64, 512)[:63]
     '1 layer averages over 64 rows at a time instead of 512: bn1. Gr'
     """
-    count = "1 layer averages" if len(names) == 1 else f"{len(names)} layers average"
-    listed = ", ".join(names[:_NAMES_SHOWN])
-    if len(names) > _NAMES_SHOWN:
-        listed += f" and {len(names) - _NAMES_SHOWN} more"
     return (
-        f"{count} over {rows_now} rows at a time instead of {rows_full}: {listed}. "
+        f"{_averages(names, rows_now, rows_full)}. "
         f"Gradients and running statistics are therefore not those of the whole batch. "
         f'To make them exact, give batchnorm="exact" (two forwards a row, and what waits on the '
         f"host), use GroupNorm or LayerNorm, or freeze the statistics with .eval() on these "
         f"layers; on several ranks SyncBatchNorm averages over one microbatch of each. "
         f"{remedy}"
     )
+
+
+def evaluation_message(names: Sequence[str], rows_now: int, rows_full: int) -> str:
+    """Return the same of an evaluation, where only layers without running statistics do so.
+
+    >>> evaluation_message(["bn1"], 64, 512)[:75]
+    '1 layer averages over 64 rows at a time instead of 512: bn1, in evaluation '
+    """
+    return (
+        f"{_averages(names, rows_now, rows_full)}, in evaluation as well, without running "
+        "statistics. Outputs, losses and metrics are therefore not those of whole batches. "
+        "Evaluate whole batches with eval_microbatch_size=None, use GroupNorm or LayerNorm, or "
+        'train with track_running_stats=True; batchnorm="ignore" accepts it'
+    )
+
+
+def _averages(names: Sequence[str], rows_now: int, rows_full: int) -> str:
+    count = "1 layer averages" if len(names) == 1 else f"{len(names)} layers average"
+    listed = ", ".join(names[:_NAMES_SHOWN])
+    if len(names) > _NAMES_SHOWN:
+        listed += f" and {len(names) - _NAMES_SHOWN} more"
+    return f"{count} over {rows_now} rows at a time instead of {rows_full}: {listed}"
 
 
 def needs_two_rows(exception: BaseException) -> bool:

@@ -796,7 +796,7 @@ class Microbatcher:
                 self._ranks.settle()
                 self._index.refresh()
                 batches = self._spare.given(batch)
-                policy = self._eval.policy
+                policy = self._split_guard.allowed_in_evaluation(self._eval.policy)
                 step = self._read(batches, policy, "predict" if predicts else "eval")
                 self._split_guard.allow_measuring(policy)
                 if not predicts and batches and self._could_split(step):

@@ -5,7 +5,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from automicro.batchnorm import batchnorm_buffers, batchnorm_message, sees_the_batch
+from automicro.batchnorm import (
+    batchnorm_buffers,
+    batchnorm_message,
+    evaluation_message,
+    sees_the_batch,
+)
 from automicro.errors import (
     BatchNormWarning,
     BufferWarning,
@@ -34,7 +39,7 @@ class SplitGuard:
         self._index = index
         self._mode = mode
         self._whole = Fixed(None) if whole is None else whole
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_evaluation = False
         self._named_buffers: set[str] = set()
 
     def allowed_policy(self, policy: Policy) -> Policy:
@@ -57,6 +62,27 @@ class SplitGuard:
             f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Replace them (GroupNorm) "
             "or freeze their statistics (.eval()), or train on whole batches only with "
             "microbatch_size=None or batchnorm='disable'"
+        )
+
+    def allowed_in_evaluation(self, policy: Policy) -> Policy:
+        """The same in evaluation, where layers without running statistics average over a batch.
+
+        Raises:
+            UnsplittableModelError: BatchNorm forbids what the policy might propose.
+        """
+        if self._mode not in ("error", "disable", "exact") or not self._index.batchnorms:
+            return policy
+        whole = Fixed(None)
+        names = self._batchnorm_names()
+        if not names or policy.state_dict() == whole.state_dict():
+            return policy
+        if self._mode != "error":
+            return whole
+        raise UnsplittableModelError(
+            f"batchnorm='error', and layers without running statistics average over the batch, in "
+            f"evaluation as well: {', '.join(names[:5])}"
+            f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Replace them (GroupNorm), "
+            "or evaluate whole batches only with eval_microbatch_size=None or batchnorm='disable'"
         )
 
     def allow_measuring(self, policy: Policy) -> None:
@@ -118,6 +144,19 @@ class SplitGuard:
         moved = [name for name in buffers.moved_names() if name not in self._named_buffers]
         if moved:
             self._warn_of_buffers(moved, len(sizes))
+
+    def warn_of_evaluation(self, sizes: Sequence[int]) -> None:
+        """Warn, the first time that a batch is split, of layers without running statistics.
+
+        Warns:
+            BatchNormWarning
+        """
+        if self._mode == "ignore" or self._has_warned_of_evaluation:
+            return
+        names = self._batchnorm_names()
+        if names:
+            self._has_warned_of_evaluation = True
+            warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
 
     def _warn_of_buffers(self, changed: Sequence[str], num_microbatches: int) -> None:
         known = set(self._batchnorm_buffers())

@@ -463,6 +463,9 @@ class EvaluationWork(_Work):
             if keep is not None:
                 keep(output)
             del output  # before the next forward
+        for cut in plan.cuts:
+            if cut.is_split:
+                self._setup.split_guard.warn_of_evaluation(cut.sizes)
         total, parts = add_up(losses) if losses else (None, {})
         return total, parts, {} if weights is None else weights.totals
 

@@ -294,3 +294,41 @@ def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:
         microbatcher.backward((torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
     assert "slices of at most 2 of 5 rows leave one alone" in raised.value.__notes__[0]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class TestEvaluationWithoutRunningStatistics:
+    """Such layers average over what they see in evaluation mode, too."""
+
+    @staticmethod
+    def evaluate(**options: Any) -> tuple[list[Any], list[warnings.WarningMessage]]:
+        torch.manual_seed(0)
+        layer = nn.BatchNorm1d(4, track_running_stats=False)
+        model = nn.Sequential(nn.Linear(6, 4), layer, nn.Linear(4, 3)).double()
+        batch = torch.randn(11, 6, dtype=torch.float64), torch.arange(11) % 3
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **options)
+            found = [microbatcher.evaluate(batch, return_outputs=True) for _ in range(2)]
+        assert torch.equal(found[1].outputs, microbatcher.predict(batch))
+        return found, caught
+
+    def test_a_split_evaluation_is_warned_of_once_by_name(self) -> None:
+        found, caught = self.evaluate(eval_microbatch_size=3)
+        assert found[0].num_microbatches == 4
+        assert [each.category for each in caught] == [BatchNormWarning]
+        assert "over 3 rows at a time instead of 11: 1, in evaluation" in str(caught[0].message)
+        assert self.evaluate(eval_microbatch_size=3, batchnorm="ignore")[1] == []
+        assert self.evaluate(eval_microbatch_size=None)[1] == []
+
+    @pytest.mark.parametrize("mode", ["disable", "exact"])
+    def test_batches_stay_whole_where_that_was_asked_for(self, mode: str) -> None:
+        whole = self.evaluate(eval_microbatch_size=None)[0][0]
+        found, caught = self.evaluate(eval_microbatch_size=3, microbatch_size=None, batchnorm=mode)
+        assert caught == []
+        assert found[0].num_microbatches == 1
+        assert torch.equal(found[0].outputs, whole.outputs)
+        assert torch.equal(found[0].loss, whole.loss)
+
+    def test_error_refuses_with_the_remedy_of_evaluation(self) -> None:
+        with pytest.raises(UnsplittableModelError, match=r"evaluation as well: 1.*eval_microbatch"):
+            self.evaluate(eval_microbatch_size=3, microbatch_size=None, batchnorm="error")
