@@ -18,7 +18,7 @@ from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
-from automicro.loss.passes import Computation, Mode
+from automicro.loss.passes import Computation, Mode, accept_writes
 from automicro.loss.probe import Prober
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice
@@ -728,6 +728,7 @@ class Microbatcher:
             6
         """
         yield
+        accept_writes()
         if self._work is not None:
             self._work.accept_writes()
 

@@ -21,7 +21,7 @@ from automicro.errors import LossError
 from automicro.loss.informative_rows import Choice
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch
-from automicro.transaction.surroundings import Place
+from automicro.transaction.surroundings import Place, Snapshot
 
 T = TypeVar("T")
 
@@ -156,6 +156,47 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
     return dataclasses.replace(
         seen, changing=changing, initialised=initialised, is_slight=is_slight
     )
+
+
+def counting(
+    computation: Computation, batch: Any, choice: Choice, places: Sequence[Place]
+) -> list[str]:
+    """Names of the state that depends on how many calls there are for the same rows.
+
+    Not of what adds up by rows, and not of what only the last call decides.
+
+    Args:
+        computation: model and loss.
+        batch: some rows of which are called.
+        choice: of rows.
+        places: of state that each call changes.
+
+    Raises:
+        BaseException: whatever the forward raises on these rows.
+    """
+    cut = CutRows(computation, batch, choice)
+
+    def after(*calls: Any) -> list[Snapshot]:
+        with ExtraPasses(computation) as passes:
+            for rows in calls:
+                passes.losses(rows)
+            return [Snapshot(place.read()) for place in places]
+
+    last = after(cut.large)
+    every = zip(
+        places,
+        after(cut.together),
+        after(cut.small, cut.large),
+        last,
+        after(cut.large),
+        strict=True,
+    )
+    return [
+        place.name
+        for place, whole, parts, alone, again in every
+        # What a clock says is another each time.
+        if not parts.is_like(whole) and not parts.is_like(alone) and alone.is_like(again)
+    ]
 
 
 def _moved_by_rounding(passes: ExtraPasses, cut: "CutRows", bits: int) -> list[float]:

@@ -32,6 +32,7 @@ Mode: TypeAlias = Literal["train", "eval", "predict"]
 """Which forward: with a loss, with one perhaps, without."""
 
 _depth = 0
+_writes: ParameterWrites | None = None  # of the extra pass that is running
 
 
 def is_extra_pass() -> bool:
@@ -48,6 +49,12 @@ def is_extra_pass() -> bool:
         False
     """
     return _depth > 0
+
+
+def accept_writes() -> None:
+    """Let an extra pass that is running take what was written to parameters for allowed."""
+    if _writes is not None:
+        _writes.accept()
 
 
 @contextlib.contextmanager
@@ -181,13 +188,23 @@ class ExtraPasses:
             self._watched = Watched(self._modules, self._variables, self._objects)
         moved = next(iter(on_device([rows], self.computation.device, isolate=True)))
         convention, model = self.computation.convention, self.computation.modules[0]
-        with self.silence, self._writes:
+        with self.silence, self._watching_writes():
             if mode == "predict":
                 holds_rows = self.computation.layout.holds_rows
                 return Output(None, {}, convention.predict(model, moved, holds_rows=holds_rows))
             if mode == "eval":
                 return convention.evaluate(model, moved)
             return convention.train(model, moved)
+
+    @contextlib.contextmanager
+    def _watching_writes(self) -> Iterator[None]:
+        global _writes
+        _writes = self._writes
+        try:
+            with self._writes:
+                yield
+        finally:
+            _writes = None
 
     def run(
         self,

@@ -26,7 +26,7 @@ from automicro.errors import (
 )
 from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
-from automicro.loss.look import Seen, evaluation_values, look
+from automicro.loss.look import Seen, counting, evaluation_values, look
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.memory.oom import Failure, classify, first_line, release
@@ -61,6 +61,7 @@ class Prober:
 
     Attributes:
         changing: state of Python's that each forward changes, as looks have shown.
+        counting: names of that which depends on how many forwards there are for a batch.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Prober:
         self._train.is_done = self._eval.is_done = off
         self._has_said_unchecked = off  # who switches it off knows
         self.changing: list[Place] = []
+        self.counting: list[str] = []
 
     @property
     def loss_average_is(self) -> str:
@@ -270,7 +272,13 @@ class Prober:
         if seen.initialised and not evidence.looks:
             warn(_initialises(seen.initialised), BufferWarning)
         known = {place.name for place in self.changing}
-        self.changing += [place for place in seen.changing if place.name not in known]
+        new = [place for place in seen.changing if place.name not in known]
+        self.changing += new
+        asked = [place for place in new if not place.is_of_metric]
+        if asked:
+            self.counting += self._try(
+                lambda: counting(self._computation, batch, choice, asked), otherwise=lambda why: []
+            )
         if seen.wrong is not None:
             evidence.is_done = evidence.is_wrong = True
             return self._explain(batch, choice, seen)
@@ -312,10 +320,11 @@ class Prober:
             return self._unchecked(
                 f"the forward draws what cannot be held constant ({', '.join(seen.noise)})"
             )
+        state = f" ({', '.join(self.counting[:5])})" if self.counting else ""
         why = (
             f"the gradient of {seen.ordered} is another when the same rows come once more, in "
-            "another order: the forward keeps state from one call to the next, or depends on the "
-            "order of the rows"
+            f"another order: the forward keeps state from one call to the next{state}, or depends "
+            "on the order of the rows"
         )
         if not self._is_known:
             return self._unchecked(why)

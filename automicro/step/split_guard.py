@@ -41,6 +41,7 @@ class SplitGuard:
         self._whole = Fixed(None) if whole is None else whole
         self._has_warned = self._has_warned_of_evaluation = False
         self._named_buffers: set[str] = set()
+        self._named_state: set[str] = set()
 
     def allowed_policy(self, policy: Policy) -> Policy:
         """The policy, or whole batches only where BatchNorm disables splitting.
@@ -124,16 +125,25 @@ class SplitGuard:
                 )
             raise
 
-    def warn(self, sizes: Sequence[int], buffers: Buffers) -> None:
-        """Warn, the first time that a batch is really split, and of buffers that change later.
+    def warn(self, sizes: Sequence[int], buffers: Buffers, counting: Sequence[str] = ()) -> None:
+        """Warn, the first time that a batch is really split, and of state that changes later.
 
         Called inside the attempt: where warnings are errors, it is rolled back.
+
+        Args:
+            sizes: of the microbatches.
+            buffers: of the model.
+            counting: names of state of Python's that counts calls.
 
         Warns:
             BatchNormWarning, BufferWarning
         """
         if self._mode == "ignore":
             return
+        state = [name for name in counting if name not in self._named_state]
+        if state:
+            self._named_state.update(state)
+            warn(_state_message("attributes or variables", state, len(sizes)), BufferWarning)
         if not self._has_warned:
             names = self._batchnorm_names()
             if names:
@@ -162,7 +172,7 @@ class SplitGuard:
         known = set(self._batchnorm_buffers())
         others = [name for name in changed if name not in known]
         if others:
-            warn(_buffer_message(others, num_microbatches), BufferWarning)
+            warn(_state_message("buffers", others, num_microbatches), BufferWarning)
         self._named_buffers |= {*changed, *known}
 
     def _batchnorm_names(self) -> list[str]:
@@ -177,10 +187,10 @@ class SplitGuard:
         ]
 
 
-def _buffer_message(names: Sequence[str], num_microbatches: int) -> str:
+def _state_message(kind: str, names: Sequence[str], num_microbatches: int) -> str:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"the training forward changes buffers: {listed}. It now does so {num_microbatches} times "
+        f"the training forward changes {kind}: {listed}. It now does so {num_microbatches} times "
         "for a batch, once per microbatch, so they depend on the microbatch size. Update them "
         "once per step outside the forward, or keep batches whole with microbatch_size=None; "
         "batchnorm='ignore' accepts it"

@@ -360,7 +360,8 @@ class TrainingWork(_Work):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            self._setup.split_guard.warn(most.sizes, self._buffers)
+            counting = self._setup.prober.counting
+            self._setup.split_guard.warn(most.sizes, self._buffers, counting)
 
     @property
     def rank_loss(self) -> Tensor | None:

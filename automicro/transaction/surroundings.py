@@ -5,13 +5,15 @@ Put back afterwards, so that nobody counts rows twice and no state runs ahead.
 
 import contextlib
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from automicro.reach import OF_EVERY_MODULE, Variable
@@ -26,6 +28,7 @@ _MOST_VALUES = 10_000
 _MOST_MARKED = 2**16  # bytes of an array that is compared
 _MOST_VALUES_MARKED = 64  # in a container that is compared
 _DEPTH = 5
+_ROUNDING = 1e-5  # of the state of a forward in float32, added up in another order
 
 
 def foreign_states() -> tuple[Any, Any]:
@@ -118,11 +121,13 @@ class Place:
         name: for people.
         read: gives the value; `MISSING` where there is none.
         write: puts it back, or takes it away.
+        is_of_metric: whether it is an attribute of a metric, which counts updates by itself.
     """
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
+    is_of_metric: bool = False
 
 
 class ChangingState:
@@ -196,7 +201,9 @@ class Watched:
                 places.append(_attribute(f"{what}.{name}", vars(owner), name))
             else:
                 path, module = self._modules[where]
-                places.append(_attribute(f"{path}.{name}".lstrip("."), vars(module), name))
+                place = _attribute(f"{path}.{name}".lstrip("."), vars(module), name)
+                is_of_metric = all(hasattr(module, each) for each in ("update", "compute", "reset"))
+                places.append(replace(place, is_of_metric=is_of_metric))
         return places
 
     def _mark_all(self) -> dict[tuple[str, int, str], Any]:
@@ -269,6 +276,72 @@ def _mark(value: Any, depth: int = 2) -> Any:
     ):
         return id(value), _mark(table, depth - 1)
     return id(value)
+
+
+class Snapshot:
+    """What a value is at one moment, to be compared with what it is at another.
+
+    Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
+    counts as the same.
+
+    Args:
+        value: any.
+
+    Example:
+        >>> before = Snapshot({"step": 1, "mean": np.zeros(2)})
+        >>> before.is_like(Snapshot({"step": 1, "mean": np.full(2, 1e-9)}))
+        True
+        >>> before.is_like(Snapshot({"step": 2, "mean": np.zeros(2)}))
+        False
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._left = _MOST_VALUES
+        self._frozen = self._freeze(value, _DEPTH)
+
+    def is_like(self, other: "Snapshot") -> bool:
+        """Whether both are the same but for rounding."""
+        return _are_alike(self._frozen, other._frozen)
+
+    def _freeze(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
+            return value
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            # Rounding is the only difference that does not count.
+            is_plain = not isinstance(value, Tensor) or value.layout is torch.strided
+            if not is_plain or value.nbytes > _MOST_BYTES:
+                return tuple(value.shape)
+            array = (
+                value.detach().cpu()
+                if isinstance(value, Tensor)
+                else torch.from_numpy(np.array(value))
+            )
+            return array.to(torch.complex128 if array.is_complex() else torch.float64, copy=True)
+        if depth == 0 or self._left <= 0 or isinstance(value, nn.Module | type) or callable(value):
+            return type(value)
+        if isinstance(value, Mapping):
+            return {str(k): self._freeze(each, depth - 1) for k, each in list(value.items())}
+        if isinstance(value, list | tuple | deque):
+            return [self._freeze(each, depth - 1) for each in list(value)]
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))
+        table = getattr(value, "__dict__", None)
+        return self._freeze(table, depth - 1) if isinstance(table, dict) else type(value)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(
+            one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
+        )
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(one[k], other[k]) for k in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _is_light(value: Any) -> bool:

@@ -722,6 +722,7 @@ def test_joining_uneven_inputs_is_refused_and_nobody_waits(world: World) -> None
         assert "backward(None)" in message
 
 
+@pytest.mark.filterwarnings("ignore:the training forward changes attributes")
 def test_slices_by_cost_have_the_gradient_of_the_whole_batch() -> None:
     model, batch = Reader(), texts([9, 3, 17, 5, 5, 12, 2, 8, 16, 4, 7])
     model(**batch)["loss"].backward()

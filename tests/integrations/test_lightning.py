@@ -55,6 +55,7 @@ EVALUATIONS = ("validation_step", "test_step", "predict_step")
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{said}")
     for said in (
+        "changes attributes or variables",  # in which these models note what they see
         *("LeafSpec", "does not have many workers", "smaller than the logging interval"),
         *("The value of", "litlogger", "exists and is not empty", "It is recommended to use"),
         *("You defined a `validation_step`", "You are using the `dataloader_iter`"),

@@ -2,7 +2,10 @@
 
 import functools
 import random
+import time
 import types
+import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +51,82 @@ class Loop:
 def test_what_the_owner_of_a_method_counts_is_as_before_a_failed_attempt() -> None:
     loop = Loop()
     microbatcher = Microbatcher(loop.model, forward=loop.training_step)
-    for number in range(1, 4):
-        batch = torch.randn(8, 4).double(), torch.randint(3, (8,))
-        result = microbatcher.backward(batch)
-        assert result.num_microbatches == 2
-        assert (loop.step, len(loop.losses)) == (2 * number, 2 * number)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(1, 4):
+            batch = torch.randn(8, 4).double(), torch.randint(3, (8,))
+            result = microbatcher.backward(batch)
+            assert result.num_microbatches == 2
+            assert (loop.step, len(loop.losses)) == (2 * number, 2 * number)
+    (message,) = [str(each.message) for each in told]
+    assert "Loop.step, Loop.losses. It now does so 2 times for a batch" in message
+
+
+class Remembering(nn.Module):
+    """Keeps something in attributes, as one of `KEPT` says."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.net, self.keep = nn.Linear(4, 3).double(), keep
+        self.step, self.mean, self.rows, self.longest = 0, torch.zeros(4).double(), 0, 0
+        self.records: dict[str, list[float]] = {"loss": []}
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.last, self.mask, self.at = torch.zeros(1), None, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self, x)
+        outputs: Tensor = self.net(x)
+        return outputs
+
+
+def _set(**how: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]:
+    def keep(model: Any, x: Tensor) -> None:
+        for name, new in how.items():
+            setattr(model, name, new(model, x))
+
+    return keep
+
+
+KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
+    # What depends on how many calls there are is named …
+    "a counter": ("step", _set(step=lambda m, x: m.step + 1)),
+    "a moving average": ("mean", _set(mean=lambda m, x: m.mean * 0.9 + x.detach().mean(0) * 0.1)),
+    "one in place": ("mean", lambda m, x: m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)),
+    "a record": ("records", lambda m, x: m.records["loss"].append(float(x.sum()))),
+    "a queue": ("recent", lambda m, x: m.recent.append(x.detach().mean(0))),
+    # … and what does not is not.
+    "rows that add up": ("", _set(rows=lambda m, x: m.rows + len(x))),
+    "a sum over rows": ("", _set(mean=lambda m, x: m.mean + x.detach().sum(0))),
+    "the last input": ("", _set(last=lambda m, x: x.detach())),
+    "the largest": ("", _set(longest=lambda m, x: max(m.longest, x.shape[1]))),
+    "what the first call makes": (
+        "",
+        _set(mask=lambda m, x: torch.ones(4) if m.mask is None else m.mask),
+    ),
+    "the time": ("", _set(at=lambda m, x: time.perf_counter())),
+    "a random number": ("", _set(last=lambda m, x: torch.rand(2))),
+}
+
+
+@pytest.mark.parametrize("size", [None, 3, "auto"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_split(
+    kind: str, size: Any
+) -> None:
+    name, keep = KEPT[kind]
+    model = Remembering(keep)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=size)
+        for _ in range(3):
+            microbatcher.backward((torch.randn(8, 4).double(), torch.randn(8, 3).double()))
+    told = [str(each.message) for each in caught if each.category is BufferWarning]
+    if not name or size != 3:
+        assert told == []
+    else:
+        (message,) = told
+        assert message.startswith(f"the training forward changes attributes or variables: {name}.")
+        assert "3 times for a batch" in message
 
 
 class Net(nn.Module):
@@ -401,7 +475,9 @@ def test_a_buffer_that_begins_to_change_late_is_named_then() -> None:
 
     model = Late()
     mb = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4)
-    for step in range(7):
+    with pytest.warns(BufferWarning, match="attributes or variables: calls"):
+        mb.backward(data())
+    for step in range(1, 7):
         mb.backward(data(step))
     model.warm = True
     with pytest.warns(BufferWarning, match="changes buffers: queue"):

@@ -10,6 +10,9 @@ from automicro import Trainer
 from automicro.checkpoints.store import CheckpointConfig
 from tests.step.texts import Reader, texts
 
+# `Reader` notes what it sees, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:the training forward changes attributes")
+
 LENGTHS = [[9, 3, 12, 5], [2, 7, 4, 11], [6, 6, 1, 14], [3, 13, 8, 2]]
 
 
