@@ -21,7 +21,8 @@ from automicro.errors import LossError
 from automicro.loss.informative_rows import Choice
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch
-from automicro.transaction.surroundings import Place, Snapshot
+from automicro.transaction.remembering import Snapshot
+from automicro.transaction.surroundings import Place
 
 T = TypeVar("T")
 

@@ -277,7 +277,7 @@ class Prober:
         asked = [place for place in new if not place.is_of_metric]
         if asked:
             self.counting += self._try(
-                lambda: counting(self._computation, batch, choice, asked), otherwise=lambda why: []
+                lambda: counting(self._computation, batch, choice, asked), otherwise=_uncounted
             )
         if seen.wrong is not None:
             evidence.is_done = evidence.is_wrong = True
@@ -354,6 +354,11 @@ class Prober:
             f"could not check that the loss is {averages}, which it was taken for: {why}. To be "
             f"sure, {_REMEDIES}"
         )
+
+
+def _uncounted(why: str) -> list[str]:
+    logger.debug("which state depends on the number of calls is not known: %s", why)
+    return []
 
 
 def _initialises(names: Sequence[str]) -> str:

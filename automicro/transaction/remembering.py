@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 import operator
 import pathlib
 import re
@@ -18,7 +19,7 @@ import types
 import uuid
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,13 @@ _UNCHANGING_KINDS = (
 )
 _MOST_VALUES = 200_000
 _WATCHED = 32  # elements at each end of a growing list
+# What a mark looks into: values in all, bytes of arrays, elements at each end of a container.
+_MOST_MARKED = 5_000
+_MOST_BYTES_MARKED = 2**22
+_END_MARKED = 500
+# What a snapshot looks into: values in all, containers in containers, bytes of a tensor.
+_MOST_FROZEN, _DEPTH_FROZEN, _MOST_BYTES_FROZEN = 10_000, 12, 2**24
+_ROUNDING = 1e-5  # of the state of a forward in float32, added up in another order
 
 
 class CannotRememberError(Exception):
@@ -347,6 +355,171 @@ class Remembered:
             return copy.deepcopy(value)
         except Exception as error:
             raise CannotRememberError(value, _reason(error)) from error
+
+
+def mark_of(value: Any) -> Any:
+    """Something that is another once `Remembered` would have something to put back.
+
+    Tensors are told by their versions, arrays by what they hold. Of what is large, both ends of
+    containers are looked into, and of iterators nothing.
+
+    Example:
+        >>> counts = {"rows": [1, {"seen": {3}}]}
+        >>> before = mark_of(counts)
+        >>> counts["rows"][1]["seen"].add(4)
+        >>> mark_of(counts) == before
+        False
+    """
+    return _Marker().mark(value)
+
+
+class _Same:
+    """Stands for an object, and keeps it, so that its id is not used again."""
+
+    __slots__ = ("value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+class _Marker:
+    def __init__(self) -> None:
+        self._values_left, self._bytes_left = _MOST_MARKED, _MOST_BYTES_MARKED
+        self._seen: set[int] = set()
+
+    def mark(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (type(None), bool, int, float, complex, str, bytes):
+            return kind, value
+        if isinstance(value, np.generic):
+            return kind, value.tobytes()
+        same = _Same(value)
+        self._values_left -= 1
+        if self._values_left < 0 or id(value) in self._seen:
+            return same
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            return same, seen_version(value)
+        if isinstance(value, np.ndarray | bytearray | array.array):
+            self._bytes_left -= _nbytes(value)
+            return (same, bytes(value)) if self._bytes_left >= 0 else same
+        remember = _remember_of(value)
+        if remember is Remembered._add_tuple:
+            return kind, self._all(value)
+        if remember in (Remembered._add_list, Remembered._add_deque):
+            return same, len(value), self._all(value)
+        if remember is Remembered._add_dict:
+            return same, list(_both_ends(value)), self._all(list(value.values()))
+        if remember is Remembered._add_set:
+            return same, set(value)
+        if remember is Remembered._add_object:
+            table = _attributes_of(value)
+            return same, list(table), self._all(list(table.values()))
+        return same
+
+    def _all(self, values: Sequence[Any]) -> list[Any]:
+        return [self.mark(each) for each in _both_ends(values)]
+
+
+def _both_ends(values: Any) -> Iterable[Any]:
+    """All of a few values, else those at both ends."""
+    if len(values) <= 2 * _END_MARKED:
+        return list(values)
+    ends = itertools.islice(values, _END_MARKED), itertools.islice(reversed(values), _END_MARKED)
+    return [*ends[0], *ends[1]]
+
+
+def _remember_of(value: Any) -> "_Remember":
+    kind = type(value)
+    return _KINDS[kind] if kind in _KINDS else _kind_of(value)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Those in the dictionary and in the slots of an object."""
+    slots = _slots(value.__class__)
+    return {
+        **getattr(value, "__dict__", {}),
+        **{name: getattr(value, name, None) for name in slots},
+    }
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return len(value) * (value.itemsize if isinstance(value, array.array) else 1)
+
+
+class Snapshot:
+    """What a value is at one moment, to be compared with what it is at another.
+
+    Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
+    counts as the same.
+
+    Args:
+        value: any.
+
+    Example:
+        >>> before = Snapshot({"step": 1, "mean": np.zeros(2)})
+        >>> before.is_like(Snapshot({"step": 1, "mean": np.full(2, 1e-9)}))
+        True
+        >>> before.is_like(Snapshot({"step": 2, "mean": np.zeros(2)}))
+        False
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._left = _MOST_FROZEN
+        self._frozen = self._freeze(value, _DEPTH_FROZEN)
+
+    def is_like(self, other: "Snapshot") -> bool:
+        """Whether both are the same but for rounding."""
+        return _are_alike(self._frozen, other._frozen)
+
+    def _freeze(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
+            return value
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            # Rounding is the only difference that does not count.
+            is_plain = not isinstance(value, Tensor) or value.layout is torch.strided
+            if not is_plain or value.nbytes > _MOST_BYTES_FROZEN:
+                return tuple(value.shape)
+            if not isinstance(value, Tensor):
+                # Of objects and texts, the shape: torch has no such numbers.
+                if np.asarray(value).dtype.kind not in "biufc":
+                    return tuple(value.shape)
+                value = torch.from_numpy(np.array(value))
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            return value.detach().cpu().to(wide, copy=True)
+        remember = _remember_of(value)
+        if depth == 0 or self._left <= 0:
+            return type(value)
+        if isinstance(value, Mapping):
+            return {str(k): self._freeze(each, depth - 1) for k, each in list(value.items())}
+        if isinstance(value, list | tuple | deque | bytearray | array.array):
+            return [self._freeze(each, depth - 1) for each in list(value)]
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))
+        if remember is Remembered._add_object:
+            return self._freeze(_attributes_of(value), depth - 1)
+        return type(value)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(
+            one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
+        )
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(one[k], other[k]) for k in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 _Remember = Callable[[Remembered, Any], Any] | None

@@ -4,8 +4,6 @@ Put back afterwards, so that nobody counts rows twice and no state runs ahead.
 """
 
 import contextlib
-import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,22 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from automicro.reach import OF_EVERY_MODULE, Variable
-from automicro.transaction.parameters import seen_version
-from automicro.transaction.remembering import CannotRememberError, Remembered
+from automicro.transaction.remembering import CannotRememberError, Remembered, mark_of
 
 MISSING = object()
 """Stands for an attribute that is not there."""
 
 _MOST_BYTES = 2**24  # in a variable that is remembered with all that it holds
 _MOST_VALUES = 10_000
-_MOST_MARKED = 2**16  # bytes of an array that is compared
-_MOST_VALUES_MARKED = 64  # in a container that is compared
 _DEPTH = 5
-_ROUNDING = 1e-5  # of the state of a forward in float32, added up in another order
 
 
 def foreign_states() -> tuple[Any, Any]:
@@ -212,13 +205,13 @@ class Watched:
             table = vars(module)
             for name in table.keys() - OF_EVERY_MODULE:
                 if not isinstance(table[name], nn.Module):
-                    marks["attribute", key, name] = _mark(table[name])
+                    marks["attribute", key, name] = mark_of(table[name])
         for index, owner in enumerate(self._objects):
             for name, value in vars(owner).items():
                 if not isinstance(value, nn.Module):
-                    marks["object", index, name] = _mark(value)
+                    marks["object", index, name] = mark_of(value)
         for index, variable in enumerate(self._variables):
-            marks["variable", index, variable.name] = _mark(variable.value)
+            marks["variable", index, variable.name] = mark_of(variable.value)
         return marks
 
 
@@ -234,7 +227,7 @@ def plain_marks(root: nn.Module) -> list[Any]:
     False
     """
     return [
-        (name, _mark(value))
+        (name, mark_of(value))
         for module in root.modules()
         for name, value in vars(module).items()
         if name not in OF_EVERY_MODULE and not isinstance(value, nn.Module | Tensor)
@@ -249,99 +242,6 @@ def _attribute(path: str, table: dict[str, Any], name: str) -> Place:
             table[name] = value
 
     return Place(name=path, read=lambda: table.get(name, MISSING), write=write)
-
-
-def _mark(value: Any, depth: int = 2) -> Any:
-    """Something that is another when a value is, or when something changed inside of it."""
-    if isinstance(value, bool | int | float | str | bytes | type(None)):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return id(value), seen_version(value)
-    if isinstance(value, np.ndarray):
-        return id(value), value.tobytes() if value.nbytes <= _MOST_MARKED else None
-    if depth and isinstance(value, list | tuple | deque):
-        some = itertools.islice(reversed(value), _MOST_VALUES_MARKED)
-        return id(value), len(value), tuple(_mark(each, depth - 1) for each in some)
-    if depth and isinstance(value, dict):
-        some = itertools.islice(value.values(), _MOST_VALUES_MARKED)
-        return id(value), len(value), tuple(_mark(each, depth - 1) for each in some)
-    if isinstance(value, set):
-        return id(value), len(value)
-    table = getattr(value, "__dict__", None)
-    if (
-        depth
-        and isinstance(table, dict)
-        and not isinstance(value, nn.Module)
-        and not callable(value)
-    ):
-        return id(value), _mark(table, depth - 1)
-    return id(value)
-
-
-class Snapshot:
-    """What a value is at one moment, to be compared with what it is at another.
-
-    Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
-    counts as the same.
-
-    Args:
-        value: any.
-
-    Example:
-        >>> before = Snapshot({"step": 1, "mean": np.zeros(2)})
-        >>> before.is_like(Snapshot({"step": 1, "mean": np.full(2, 1e-9)}))
-        True
-        >>> before.is_like(Snapshot({"step": 2, "mean": np.zeros(2)}))
-        False
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._left = _MOST_VALUES
-        self._frozen = self._freeze(value, _DEPTH)
-
-    def is_like(self, other: "Snapshot") -> bool:
-        """Whether both are the same but for rounding."""
-        return _are_alike(self._frozen, other._frozen)
-
-    def _freeze(self, value: Any, depth: int) -> Any:
-        self._left -= 1
-        if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
-            return value
-        if isinstance(value, Tensor | np.ndarray | np.generic):
-            # Rounding is the only difference that does not count.
-            is_plain = not isinstance(value, Tensor) or value.layout is torch.strided
-            if not is_plain or value.nbytes > _MOST_BYTES:
-                return tuple(value.shape)
-            array = (
-                value.detach().cpu()
-                if isinstance(value, Tensor)
-                else torch.from_numpy(np.array(value))
-            )
-            return array.to(torch.complex128 if array.is_complex() else torch.float64, copy=True)
-        if depth == 0 or self._left <= 0 or isinstance(value, nn.Module | type) or callable(value):
-            return type(value)
-        if isinstance(value, Mapping):
-            return {str(k): self._freeze(each, depth - 1) for k, each in list(value.items())}
-        if isinstance(value, list | tuple | deque):
-            return [self._freeze(each, depth - 1) for each in list(value)]
-        if isinstance(value, set | frozenset):
-            return sorted(map(repr, value))
-        table = getattr(value, "__dict__", None)
-        return self._freeze(table, depth - 1) if isinstance(table, dict) else type(value)
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(
-            one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
-        )
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_alike(one[k], other[k]) for k in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_alike, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 def _is_light(value: Any) -> bool:

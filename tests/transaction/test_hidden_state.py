@@ -1,11 +1,12 @@
 """State that torch does not register: generators, captured modules, odd buffers, merged weights."""
 
+import array
 import functools
 import random
 import time
 import types
 import warnings
-from collections import deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from automicro import (
     Microbatcher,
     Trainer,
     find_batchnorm,
+    is_extra_pass,
 )
 from automicro.modules import ModuleIndex, evaluation_mode
 from automicro.reach import Reach
@@ -127,6 +129,96 @@ def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_spl
         (message,) = told
         assert message.startswith(f"the training forward changes attributes or variables: {name}.")
         assert "3 times for a batch" in message
+
+
+class Box:
+    """An object of the caller's, with whatever attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+class Called(Box):
+    def __call__(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ("many", "n")
+
+    def __init__(self) -> None:
+        self.n, self.many = 0, list[int]()
+
+
+def _next_member(values: set[int]) -> None:
+    largest = max(values)
+    values.remove(largest)
+    values.add(largest + 1)
+
+
+def _one_more(values: Any, key: Any = 0) -> None:
+    values[key] += 1
+
+
+def _count_up(owner: Any, name: str = "n") -> None:
+    setattr(owner, name, getattr(owner, name) + 1)
+
+
+# What an attribute holds, what each call does to it, and what counts the calls.
+COUNTING: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], int]]] = {
+    "list": (list, lambda v: v.append(1), len),
+    "list of lists": (lambda: [[[]]], lambda v: v[0][0].append(1), lambda v: len(v[0][0])),
+    "long list": (lambda: [0] * 300, _one_more, lambda v: v[0]),
+    "dict": (lambda: {"a": 0}, lambda v: _one_more(v, "a"), lambda v: v["a"]),
+    "deep dict": (
+        lambda: {"a": {"b": {"c": {"d": 0}}}},
+        lambda v: _one_more(v["a"]["b"]["c"], "d"),
+        lambda v: v["a"]["b"]["c"]["d"],
+    ),
+    "Counter": (Counter, lambda v: _one_more(v, "a"), lambda v: v["a"]),
+    "UserDict": (lambda: UserDict(a=0), lambda v: _one_more(v, "a"), lambda v: v["a"]),
+    "set that grows": (set, lambda v: v.add(len(v)), len),
+    "set of one size": (lambda: {1, 2}, _next_member, lambda v: max(v) - 2),
+    "deque": (lambda: deque([0], 1), lambda v: v.append(v[0] + 1), lambda v: v[0]),
+    "array": (lambda: np.zeros(40_000), _one_more, lambda v: int(v[0])),
+    "NumPy's number": (lambda: Box(n=np.int64(0)), _count_up, lambda v: int(v.n)),
+    "bytearray": (lambda: bytearray(4), _one_more, lambda v: v[0]),
+    "typed array": (lambda: array.array("i", [0]), _one_more, lambda v: v[0]),
+    "tensor": (lambda: torch.zeros(2), lambda v: v.add_(1), lambda v: int(v[0])),
+    "object": (lambda: Box(n=0), _count_up, lambda v: v.n),
+    "object that is called": (lambda: Called(n=0), _count_up, lambda v: v.n),
+    "object in objects": (
+        lambda: Box(a=Box(b=[Box(n=0)])),
+        lambda v: _count_up(v.a.b[0]),
+        lambda v: v.a.b[0].n,
+    ),
+    "slot": (Slotted, _count_up, lambda v: v.n),
+    "list in a slot": (Slotted, lambda v: v.many.append(1), lambda v: len(v.many)),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_what_an_attribute_holds_counts_no_failed_attempt_and_no_look(kind: str) -> None:
+    make, count, counted = COUNTING[kind]
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.kept = nn.Linear(4, 3).double(), make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            count(self.kept)
+            if len(x) > 4 and not is_extra_pass():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            outputs: Tensor = self.net(x)
+            return outputs
+
+    model = Counts()
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss())
+    batch = torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    with pytest.warns(BufferWarning, match="attributes or variables: kept"):
+        result = microbatcher.backward(batch)
+    assert (result.ooms, result.num_microbatches) == (1, 2)
+    assert counted(model.kept) == 2
 
 
 class Net(nn.Module):
