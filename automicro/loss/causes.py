@@ -211,11 +211,14 @@ def unexplained(computation: Computation, wrong: tuple[str, float], why: str) ->
     )
 
 
+def taken_for(averages: Mapping[str, Average]) -> str:
+    """What losses were taken for, in words."""
+    return " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
+
+
 def _taken(computation: Computation) -> str:
-    taken_for = " and ".join(
-        dict.fromkeys(each.describe() for each in computation.averages.values())
-    )
-    return f"the loss was taken for {taken_for}, but the gradients of a few rows show"
+    known = taken_for(computation.averages)
+    return f"the loss was taken for {known}, but the gradients of a few rows show"
 
 
 def _size(wrong: tuple[str, float]) -> str:

@@ -138,7 +138,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
             gaps=_of_lasting(gaps, lasting, 0.0),
             along=math.fsum(along),
         )
-        limits = _limits(used, computation.device)
+        limits = limits_of(used, computation.device)
         judge = functools.partial(_judge, limits=limits, noise=noise, values=(value, parts))
         seen = judge(numbers)
         is_single = torch.float32 in used and not used & {torch.float16, torch.bfloat16}
@@ -303,7 +303,8 @@ def _worst(
     )
 
 
-def _limits(used: set[torch.dtype], device: torch.device) -> Limits:
+def limits_of(used: set[torch.dtype], device: torch.device) -> Limits:
+    """Those of the lowest precision that was used."""
     known = [LIMITS[dtype] for dtype in used if dtype in LIMITS]
     widest = max(known, key=lambda each: each.own, default=LIMITS[torch.float32])
     if device.type != "cpu" and widest is LIMITS[torch.float32]:
@@ -394,25 +395,27 @@ def _of_lasting(values: Sequence[T], lasting: Sequence[bool], nothing: T) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """Evaluation losses of some rows.
+    """Losses of some rows.
 
     Attributes:
         together: of all.
-        apart: added up from two parts.
-        chance: how far the loss moves when the rows come in the opposite order.
+        apart: added up from parts.
+        chance: how far the loss moves when nothing but rounding or state is another.
         tolerance: relative rounding.
+        scale: of the numbers that were added up, where these may be larger.
     """
 
     together: float
     apart: float
     chance: float
     tolerance: float
+    scale: float = 0.0
 
     @property
     def add_up(self) -> bool:
         """Whether they do, as far as can be seen."""
         gap = abs(self.together - self.apart)
-        scale = max(abs(self.together), abs(self.apart))
+        scale = max(abs(self.together), abs(self.apart), self.scale)
         return not gap > self.tolerance * scale + _CLEARLY * self.chance
 
 
@@ -450,7 +453,7 @@ def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> V
         together=together,
         apart=one + other,
         chance=abs(together - again),
-        tolerance=_limits(passes.silence.dtypes, computation.device).own,
+        tolerance=limits_of(passes.silence.dtypes, computation.device).own,
     )
 
 

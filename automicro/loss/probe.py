@@ -6,6 +6,7 @@ is nothing where the average was declared or read off, and a glance at the host'
 was assumed.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,18 @@ from automicro.errors import (
     describe_error,
     warn,
 )
-from automicro.loss.causes import KEEP_WHOLE, describe_failure, explain, unexplained
+from automicro.loss.causes import (
+    KEEP_WHOLE,
+    describe_failure,
+    explain,
+    taken_for,
+    unexplained,
+)
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
-from automicro.loss.look import Seen, counting, evaluation_values, look
+from automicro.loss.look import Seen, Values, counting, evaluation_values, look
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
+from automicro.loss.whole_look import compare_whole, describe_whole, fewer_and_fewer
 from automicro.memory.oom import Failure, classify, first_line, release
 from automicro.transaction.surroundings import Place
 
@@ -40,6 +48,7 @@ MAX_LOOKS = 20
 LAST_GLANCE = 4096
 """After so many batches without anything new nobody looks any more."""
 
+_COMPARED = (1, 2, 10, 100)  # the batches that are split of which the whole is looked at
 _FEWER_ROWS = (16, 4, 2)
 _LOOKS_TO_TELL = 2
 _PATIENCE = 4  # looks that learn nothing, after which that is said
@@ -51,6 +60,8 @@ _REMEDIES = (
 
 class Prober:
     """Looks at the first batches that could be split, and at later ones that show something new.
+
+    Of a few that are split in the end, it compares the loss of the whole with the microbatches'.
 
     Args:
         computation: model and loss.
@@ -82,6 +93,7 @@ class Prober:
         eval_is_known = all(average.is_known for average in computation.eval_averages.values())
         self._eval = _Evidence(assumed=not eval_is_known)
         self._train.is_done = self._eval.is_done = off
+        self._train.compares = self._eval.compares = not (off or self._why_not)
         self._has_said_unchecked = off  # who switches it off knows
         self.changing: list[Place] = []
         self.counting: list[str] = []
@@ -141,6 +153,48 @@ class Prober:
             return False
         return self._glance(self._eval, batch, num_rows, self._compare_values)
 
+    def compares(self, mode: Mode) -> bool:
+        """Whether batches that are split are still counted, and some compared."""
+        return self._of(mode).compares and not self._train.is_wrong
+
+    def compare(self, batch: Any, sizes: Sequence[int], mode: Mode) -> None:
+        """Compare the loss of a batch that is split with its microbatches', where that is due.
+
+        Without gradients; whatever it changes is put back. Where there is no memory for the whole
+        batch, half or a quarter of its microbatches are taken.
+
+        Raises:
+            LossAverageError: they are not the same, and that is refused.
+
+        Warns:
+            LossAverageWarning: they are not.
+        """
+        evidence = self._of(mode)
+        evidence.splits += 1
+        evidence.compares = evidence.splits < _COMPARED[-1]
+        if evidence.splits not in _COMPARED or evidence.is_wrong:
+            return
+        for some in fewer_and_fewer(sizes):
+            values = self._try(
+                functools.partial(compare_whole, self._computation, batch, some, mode),
+                otherwise=str,
+            )
+            if not isinstance(values, str):
+                break
+            logger.info("the loss of %d rows could not be computed at once: %s", sum(some), values)
+        if not isinstance(values, Values) or values.add_up:
+            return
+        evidence.is_done = evidence.is_wrong = True
+        self._tell(evidence, describe_whole(self._computation, values, some, mode))
+
+    def _of(self, mode: Mode) -> "_Evidence":
+        return self._eval if mode == "eval" else self._train
+
+    def _tell(self, evidence: "_Evidence", message: str) -> None:
+        if evidence.is_wrong and self._refuses:
+            raise LossAverageError(message)
+        warn(message, LossAverageWarning)
+
     def _glance(
         self,
         evidence: "_Evidence",
@@ -185,10 +239,8 @@ class Prober:
             del failure  # it holds this frame: a cycle
         if again:
             self._glance(evidence, batch, num_rows, compare, is_retry=True)
-        if message is not None and evidence.is_wrong and self._refuses:
-            raise LossAverageError(message)
         if message is not None:
-            warn(message, LossAverageWarning)
+            self._tell(evidence, message)
         return True
 
     def _takes_fewer_rows(self, evidence: "_Evidence", failure: Exception) -> bool:
@@ -347,12 +399,9 @@ class Prober:
         if self._is_known:
             logger.info("splitting was not checked: %s", why)
             return None
-        averages = " and ".join(
-            dict.fromkeys(each.describe() for each in self._computation.averages.values())
-        )
         return (
-            f"could not check that the loss is {averages}, which it was taken for: {why}. To be "
-            f"sure, {_REMEDIES}"
+            f"could not check that the loss is {taken_for(self._computation.averages)}, which it "
+            f"was taken for: {why}. To be sure, {_REMEDIES}"
         )
 
 
@@ -385,6 +434,8 @@ class _Evidence:
         classes: those seen, by path.
         most_rows: of a look.
         looks: that were taken.
+        splits: batches that were split.
+        compares: whether further ones are of use.
         has_told_of_memory: whether it was said that there was not enough for one.
     """
 
@@ -401,6 +452,8 @@ class _Evidence:
         self._batches = 0
         self._next = 1
         self.looks = 0
+        self.splits = 0
+        self.compares = True
         self.has_told_of_memory = False
         self._blind: frozenset[str] | None = None
         self._same_blind = 0

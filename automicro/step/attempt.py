@@ -120,6 +120,9 @@ class Work(Protocol[T]):
 
     narrator: Narrator | None
 
+    def look(self, plan: Plan) -> None:
+        """Look at what splitting may change, before the attempt at a plan that splits."""
+
     def parts(self) -> Sequence[Part]:
         """All that an attempt may change. They begin in this order, and roll back in the other."""
 

@@ -317,6 +317,9 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             # Blocks that are kept for smaller microbatches cannot serve these.
             empty_cache(phase.device)
             last_size = None
+        if plan.num_microbatches > len(plan.cuts):
+            with announcing_failure(ranks):
+                work.look(plan)
         ranks.begin(plan.num_microbatches, training=phase.is_training)
         done = try_once(
             work,

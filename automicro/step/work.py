@@ -14,6 +14,7 @@ from torch import Tensor
 from automicro.batch.device import on_device
 from automicro.errors import describe_error
 from automicro.loss.averages import Weight
+from automicro.loss.passes import Mode
 from automicro.loss.probe import Prober
 from automicro.loss.weights import BatchWeights, CutBatch, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
@@ -168,6 +169,8 @@ class _Work:
         narrator: tells of every microbatch; None where nobody listens.
     """
 
+    _mode: Mode = "train"
+
     def __init__(self, setup: Setup, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
         self._setup, self._phase, self._step = setup, phase, step
         self._passes = setup.passes
@@ -181,6 +184,17 @@ class _Work:
         self._watch = phase.watch([each.contents for each in step.batches])
         self._buffers = phase.buffers()
         self.narrator = phase.narrator()
+        self._has_looked = False
+
+    def look(self, plan: Plan) -> None:
+        prober = self._setup.prober
+        if self._has_looked or not prober.compares(self._mode):
+            return
+        for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
+            if cut.is_split and not self._has_looked:
+                self._has_looked = True
+                with self._ranks.looking_alone():
+                    prober.compare(batch, cut.sizes, self._mode)
 
     @property
     def _sorted_metrics(self) -> Metrics | None:
@@ -432,6 +446,8 @@ class EvaluationWork(_Work):
     ) -> None:
         super().__init__(setup, phase, step, metrics, kept)
         self._predicts = predicts
+        self._mode = "predict" if predicts else "eval"
+        self._has_looked = predicts  # without a loss there is nothing to see
 
     def parts(self) -> list[Part]:
         return [

@@ -426,10 +426,13 @@ def test_a_look_is_four_passes_over_sixteen_rows_and_then_nothing() -> None:
     with Tally() as tally:
         for _ in range(40):
             microbatcher.backward(batch)
-    assert len(tally.lengths) == 8  # two looks, so that no cut agrees by coincidence
-    for look in (tally.lengths[:4], tally.lengths[4:]):
+    whole = [64, 16, 16, 16, 16]  # and its microbatches, at batches 1, 2 and 10 that are split
+    # Two looks, so that no cut agrees by coincidence.
+    assert len(tally.lengths) == 8 + 3 * len(whole)
+    for look in (tally.lengths[:4], tally.lengths[9:13]):
         assert look[:2] == [16, 16]
         assert sum(look[2:]) == 16
+    assert [tally.lengths[4:9], tally.lengths[13:18], tally.lengths[18:]] == [whole] * 3
 
 
 def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
@@ -449,7 +452,8 @@ def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
             microbatcher.backward((rows(), rows()))
     finally:
         handle.remove()
-    assert sorted(looked_at) == [1, 2, 4, 8, 16]
+    # At batch 10 the whole is compared with its microbatches once more.
+    assert sorted(looked_at) == [1, 2, 4, 8, 10, 16]
 
 
 # What a look leaves behind: nothing

@@ -50,6 +50,9 @@ class Attempt:
     ) -> None:
         self._attempt, self._parts, self._residents = attempt, parts, residents
 
+    def look(self, plan: Plan) -> None:
+        pass
+
     def parts(self) -> Sequence[Part]:
         return self._parts
 

@@ -1,0 +1,147 @@
+"""Whether the loss of a whole batch is what its microbatches give together.
+
+A few rows do not show everything: the 32 hardest rows of a batch are all rows of 16, and a quantile
+may agree by coincidence. So where a batch is split, its loss is computed as a whole and in its
+microbatches, draws held constant; nothing is kept for a backward.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from automicro.batch.device import on_host
+from automicro.loss.averages import Average
+from automicro.loss.causes import KEEP_WHOLE, taken_for
+from automicro.loss.look import Values, limits_of
+from automicro.loss.passes import Computation, ExtraPasses, Mode
+from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.memory.oom import empty_cache
+from automicro.values import read_scalars
+
+_SHAKEN_BITS = (8, 12, 15)  # of a float32: about 1e-6 of it
+_SHAKEN_BITS_LOW = (1 << 15, 1 << 16, 3 << 15)  # about the last that bfloat16 keeps
+_LEAST_SCALE = 0.05  # a loss near zero may be the difference of numbers near one
+_FRACTIONS = (1, 2, 4)
+
+
+def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The microbatches to compare: all, half of them, a quarter, for where there is no memory.
+
+    >>> list(fewer_and_fewer([4, 4, 4, 3, 3]))
+    [[4, 4, 4, 3, 3], [4, 4]]
+    """
+    for fraction in _FRACTIONS:
+        if len(sizes) // fraction > 1:
+            yield sizes[: len(sizes) // fraction] if fraction > 1 else sizes
+
+
+def compare_whole(
+    computation: Computation, batch: Any, sizes: Sequence[int], mode: Mode
+) -> Values | None:
+    """The loss of the rows of these microbatches, together and apart, from the state as it is.
+
+    None where that tells nothing: there is no loss, it is not finite, it is another one when it is
+    computed once more, or something draws that cannot be held constant.
+
+    Args:
+        computation: model and loss.
+        batch: as a whole.
+        sizes: rows of its microbatches; the last ones may be left out.
+        mode: which forward. Modules are in its mode.
+
+    Raises:
+        CollectiveError: the forward was about to communicate with other ranks.
+        BaseException: whatever the forward raises on these rows.
+    """
+    averages = computation.eval_averages if mode == "eval" else computation.averages
+    whole, parts = _cut(computation, batch, sizes)
+    # In training with gradients, by which forwards may go; nothing is kept for them.
+    keeping_nothing = torch.no_grad() if mode == "eval" else saved_tensors_hooks(_nothing, _refuse)
+    with ExtraPasses(computation) as passes, keeping_nothing:
+        losses = _Losses(passes, averages, mode)
+        together = losses.of(whole, [whole], [sum(sizes)])
+        apart = losses.of(whole, parts, sizes)
+        if not (together and apart and math.isfinite(together[0])):
+            return None
+        used = passes.silence.dtypes
+        values = Values(
+            together=together[0],
+            apart=math.fsum(apart),
+            chance=0.0,
+            tolerance=limits_of(used, computation.device).total,
+            scale=max(_LEAST_SCALE, *map(abs, apart)),
+        )
+        if not values.add_up:
+            chances = [abs(losses.of(whole, [whole], [sum(sizes)])[0] - together[0])]
+            is_low = not used.isdisjoint((torch.float16, torch.bfloat16))
+            for bits in _SHAKEN_BITS_LOW if is_low else _SHAKEN_BITS:
+                with passes.shaken(bits):
+                    chances.append(abs(losses.of(whole, [whole], [sum(sizes)])[0] - together[0]))
+            values = dataclasses.replace(values, chance=max(chances))
+        is_chance = losses.drew_elsewhere or bool(passes.silence.unsilenced)
+    if computation.device.type != "cpu":
+        empty_cache(computation.device)  # blocks of a whole batch serve no microbatch
+    return None if is_chance else values
+
+
+def _nothing(_: Tensor) -> None:
+    return None
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
+
+
+def _cut(computation: Computation, batch: Any, sizes: Sequence[int]) -> tuple[Any, Sequence[Any]]:
+    """The rows of these microbatches as one, and apart: views."""
+    layout, num_rows = computation.layout, sum(sizes)
+    with on_host():
+        rest = layout.num_rows(batch) - num_rows
+        whole = layout.split(batch, [num_rows, rest])[0] if rest else batch
+        return whole, layout.split(whole, sizes)
+
+
+class _Losses:
+    """Computes losses, weighted as microbatches would be; notes what draws by itself."""
+
+    def __init__(self, passes: ExtraPasses, averages: Mapping[str, Average], mode: Mode) -> None:
+        self._passes, self._averages, self._mode = passes, averages, mode
+        self.drew_elsewhere = False
+
+    def of(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+        """Of each part of a batch; none where one of them has no loss."""
+        with on_host():
+            cut = CutBatch(batch=batch, microbatches=parts, sizes=sizes)
+            weights = BatchWeights(self._averages, [cut])
+        found: list[Tensor] = []
+        for index, part in enumerate(parts):
+            output = self._passes.losses(part, mode=self._mode)
+            self.drew_elsewhere |= bool(self._passes.foreign_draws())
+            loss = output.loss
+            if not (isinstance(loss, Tensor) and loss.is_floating_point() and loss.dim() == 0):
+                return []  # the step itself says what is wrong with it
+            loss, _ = weights.apply(index, loss, output.losses, has_total=output.has_total)
+            found.append(loss)
+        return read_scalars(found)
+
+
+def describe_whole(
+    computation: Computation, values: Values, sizes: Sequence[int], mode: Mode
+) -> str:
+    """That the loss of a whole batch is another one, and the remedy."""
+    averages = computation.eval_averages if mode == "eval" else computation.averages
+    kind = "evaluation loss" if mode == "eval" else "loss"
+    return (
+        f"the {kind} was taken for {taken_for(averages)}, and that of a few rows is, but "
+        f"{sum(sizes)} rows have a loss of {values.together:.6g} as a whole, and of "
+        f"{values.apart:.6g} put together from {len(sizes)} microbatches (draws held constant): it "
+        "depends on how many rows are computed together, as the hardest rows of a batch do (topk), "
+        "a quantile, a threshold or a scale of the batch. Compute what the whole batch has a part "
+        f"in before it is cut, and give it along with the rows, or {KEEP_WHOLE}, or ask "
+        "automicro.verify for the place"
+    )

@@ -1,0 +1,124 @@
+"""The loss of whole batches beside that of their microbatches: what a few rows do not show."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automicro import LossAverageError, LossAverageWarning, Microbatcher, is_extra_pass
+
+ROWS = 64
+
+
+def net() -> Any:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 6, dtype=torch.float64), torch.arange(rows) % 3
+
+
+def each(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def hardest(model: Any, batch: Any) -> Tensor:
+    """Online hard example mining: of up to 16 rows a plain mean."""
+    losses = each(model, batch)
+    return losses.topk(min(16, len(losses))).values.mean()
+
+
+def above_the_16th(model: Any, batch: Any) -> Tensor:
+    losses = each(model, batch)
+    place = max(1, len(losses) - 15)
+    return losses[losses >= losses.detach().kthvalue(place).values].mean()
+
+
+def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in batches:
+            microbatcher.backward(each)
+    return [str(one.message) for one in caught if one.category is LossAverageWarning]
+
+
+@pytest.mark.parametrize("loss", [hardest, above_the_16th])
+@pytest.mark.parametrize("loss_average", ["auto", "samples"])
+def test_what_only_many_rows_show_is_named(loss: Callable[..., Tensor], loss_average: str) -> None:
+    microbatcher = Microbatcher(net(), forward=loss, microbatch_size=16, loss_average=loss_average)
+    (message,) = warnings_of(microbatcher, batch(), batch(), batch())
+    assert "64 rows have a loss of" in message
+    assert "4 microbatches" in message
+    assert "microbatch_size=None" in message
+    assert microbatcher.loss_average_is == "wrong"
+
+
+def test_it_is_refused_before_anything_has_changed() -> None:
+    model = net()
+    microbatcher = Microbatcher(model, forward=hardest, microbatch_size=16, probe="error")
+    with pytest.raises(LossAverageError, match="64 rows have a loss of"):
+        microbatcher.backward(batch())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        if len(batch[0]) > (32 if is_extra_pass() else 8):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hardest(model, batch)
+
+    microbatcher = Microbatcher(net(), forward=forward)
+    (message,) = warnings_of(microbatcher, batch(), batch())
+    assert "32 rows have a loss of" in message  # of 64, half of the microbatches
+
+
+def test_an_evaluation_loss_is_compared_by_itself() -> None:
+    microbatcher = Microbatcher(net(), forward=hardest, eval_microbatch_size=16)
+    with pytest.warns(LossAverageWarning, match="the evaluation loss was taken for"):
+        microbatcher.evaluate(batch())
+
+
+def dropped(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(F.dropout(batch[0], 0.3)), batch[1])
+
+
+def near_zero(model: Any, batch: Any) -> Any:
+    """Its value is zero but for rounding, and its gradient is not."""
+    chosen = model(batch[0]).log_softmax(1).gather(1, batch[1][:, None])[:, 0]
+    weights = batch[0][:, 0] - batch[0][:, 0].mean().detach() * 0
+    return -((chosen - chosen.detach()).exp() * weights).mean() + weights.mean()
+
+
+def drawing_elsewhere(model: Any, batch: Any) -> Tensor:
+    return each(model, batch).mean() * (1 + random.random())
+
+
+@pytest.mark.parametrize("forward", [dropped, near_zero, drawing_elsewhere])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_right_losses_are_not_named(forward: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    microbatcher = Microbatcher(
+        net().to(dtype), forward=forward, microbatch_size=16, loss_average="samples"
+    )
+    given = [(inputs.to(dtype), targets) for inputs, targets in (batch(), batch())]
+    assert not [each for each in warnings_of(microbatcher, *given) if "have a loss of" in each]
+
+
+def test_a_batch_that_stays_whole_costs_no_pass() -> None:
+    seen: list[int] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if is_extra_pass():
+            seen.append(len(args[0]))
+
+    microbatcher = Microbatcher(net(), forward=hardest)
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        assert warnings_of(microbatcher, batch()) == []
+    finally:
+        handle.remove()
+    assert max(seen) == 16
