@@ -155,8 +155,8 @@ class Kept:
                     f"{name} has {found.pop()} entries for microbatches of {min(sizes)} and of "
                     f"{max(sizes)} rows, so it is not one per row (a confusion matrix, a "
                     "histogram, attention by layers?), and joining it end to end means nothing. "
-                    "Return what has its rows in the first dimension, leave it out of the outputs, or let a "
-                    "metric count it",
+                    "Return what has its rows in the first dimension, leave it out of the "
+                    "outputs, or let a metric count it",
                     MetricWarning,
                 )
 
