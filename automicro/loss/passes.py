@@ -1,6 +1,7 @@
 """Passes over a few rows that leave no trace."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -162,6 +163,7 @@ class ExtraPasses:
                 torch.enable_grad(),
                 uncompiled(),
                 extra_pass(),
+                _few_rows_are_meant(),
             ):
                 stack.enter_context(manager)
             stack.enter_context(_alone(self.computation.modules))
@@ -340,6 +342,14 @@ def _roll_back(transaction: Transaction) -> None:
                 raise failure
     finally:
         del failure  # it holds this frame: a cycle
+
+
+@contextlib.contextmanager
+def _few_rows_are_meant() -> Iterator[None]:
+    """Say nothing of a deviation of one row, which none of the caller's batches may have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*degrees of freedom", category=UserWarning)
+        yield
 
 
 @contextlib.contextmanager

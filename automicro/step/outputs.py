@@ -12,8 +12,8 @@ from torch import Tensor
 from automicro.batch.cutting import concat_rows
 from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import map_tensors
-from automicro.errors import BatchError, Bystander, LossError
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
 from automicro.loss.conventions import Carried, Output, outputs_with_rows
 from automicro.memory.budget import active_budget
 from automicro.step.events import Microbatch, blame
@@ -31,6 +31,7 @@ class Kept:
         where: outputs are kept.
         device: where the model computes, and where state for the next batch stays.
         carry_layout: where that has its rows; None where there is none.
+        named: paths of outputs that were warned of, of all steps.
 
     Attributes:
         outputs: of all rows in order, detached; None where they were not asked for, and before
@@ -42,8 +43,13 @@ class Kept:
     """
 
     def __init__(
-        self, where: object, device: torch.device, carry_layout: BatchLayout | None
+        self,
+        where: object,
+        device: torch.device,
+        carry_layout: BatchLayout | None,
+        named: set[str] | None = None,
     ) -> None:
+        self._named = set() if named is None else named
         if where not in (True, False, "host", "device"):
             raise ValueError(
                 f"return_outputs={where!r}; say True for outputs where the batch lies, 'host', "
@@ -97,15 +103,22 @@ class Kept:
                 self._read_carry(self._layout, output.carry, num_rows)
             self._carries.append(map_tensors(output.carry, _copied))
 
-    def join(self, cuts: Sequence[Cut]) -> None:
+    def join(self, cuts: Sequence[Cut], *, is_training: bool = True) -> None:
         """Put all rows together, in the order of their batches.
 
         Args:
             cuts: of these batches.
+            is_training: False takes what has no rows, a number say, from a batch that stayed whole.
 
         Raises:
             BatchError: what the forward gave cannot be joined.
+
+        Warns:
+            MetricWarning: it is joined, and shows that it is not one value per row.
         """
+        if not is_training and len(self._outputs) == 1 and cuts[0].packing is None:
+            self.outputs, self._outputs = self._outputs[0], []
+        self._warn_of_fixed_lengths([size for cut in cuts for size in cut.sizes])
         is_at_home = self._home is not None and self._home.type == "cpu"
         try:
             with on_host() if is_at_home else contextlib.nullcontext():
@@ -121,6 +134,31 @@ class Kept:
         if self._carries:
             self.carry = concat_rows(self._carries, self._row_dims, order=order_of(cuts))
         self._outputs, self._carries = [], []
+
+    def _warn_of_fixed_lengths(self, sizes: Sequence[int]) -> None:
+        """Warn, once for each, of what is as long for every microbatch, whatever its rows.
+
+        Warns:
+            MetricWarning
+        """
+        if len(set(sizes)) < 2 or len(sizes) != len(self._outputs):
+            return
+        lengths: dict[str, set[int]] = {}
+        for output in self._outputs:
+            for path, leaf in tensor_leaves(output):
+                lengths.setdefault(path, set()).add(leaf.size(0) if leaf.dim() else 0)
+        for path, found in lengths.items():
+            if len(found) == 1 and 0 not in found and path not in self._named:
+                self._named.add(path)
+                name = f"output {path!r}" if path else "the output"
+                warn(
+                    f"{name} has {found.pop()} entries for microbatches of {min(sizes)} and of "
+                    f"{max(sizes)} rows, so it is not one per row (a confusion matrix, a "
+                    "histogram, attention by layers?), and joining it end to end means nothing. "
+                    "Return what has its rows in the first dimension, leave it out of the "
+                    "outputs, or let a metric count it",
+                    MetricWarning,
+                )
 
     def _find_home(self, batch: list[Tensor]) -> torch.device | None:
         if self._where == "device":
@@ -248,6 +286,7 @@ class Carrying:
         self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any] | None
     ) -> None:
         self.is_on = carry_layout is not None
+        self._named: set[str] = set()
         self._carry_layout: BatchLayout | None = None
         self.layout = BatchLayout(batch_layout)
         if carry_layout is not None:
@@ -273,7 +312,7 @@ class Carrying:
         """What keeps outputs and state of one step; see `Kept`."""
         if where is False and self._carry_layout is None:
             return _NOTHING_KEPT
-        return Kept(where, device, self._carry_layout)
+        return Kept(where, device, self._carry_layout, self._named)
 
     def refuse_several(self, batches: Iterable[Any]) -> None:
         """Refuse batches that are to be taken as one, unless they are one with its state.

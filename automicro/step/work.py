@@ -251,7 +251,7 @@ class _Work:
             if tell is not None:
                 tell("microbatch_end")
         if self._keeps:
-            self._kept.join(self._cuts)
+            self._kept.join(self._cuts, is_training=self._mode == "train")
         if (counted := self._sorted_metrics) is not None:
             counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in self._cuts])
 

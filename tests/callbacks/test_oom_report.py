@@ -2,6 +2,7 @@
 
 import errno
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -152,20 +153,24 @@ class Full(nn.Module):
     def __init__(self, allocator: Allocator, most: int, *, asks_first: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, 3)
-        self.allocator, self.most, self.asks_first = allocator, most, asks_first
+        # Held otherwise, it would be put back as it was before an attempt that failed.
+        self.allocator = weakref.ref(allocator)
+        self.most, self.asks_first = most, asks_first
 
     def forward(self, x: Tensor) -> Tensor:
-        self.allocator.held = [f"{len(x)} rows"]
+        allocator = self.allocator()
+        assert allocator is not None
+        allocator.held = [f"{len(x)} rows"]
         try:
             if self.asks_first:
-                self.allocator.refuse()
+                allocator.refuse()
             if len(x) > self.most:
-                self.allocator.refuse()
+                allocator.refuse()
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
             out: Tensor = self.layer(x)
             return out
         finally:
-            self.allocator.held = []
+            allocator.held = []
 
 
 def test_a_snapshot_shows_the_device_while_it_is_full(

@@ -680,3 +680,23 @@ def test_a_small_term_over_the_batch_is_named_in_float32_as_well(share: float) -
     microbatcher = Microbatcher(model, forward=forward, microbatch_size=3)
     batches = [(torch.randn(40, 6), torch.arange(40) % 3) for _ in range(2)]
     assert warnings_of(microbatcher, *batches)
+
+
+def test_what_one_row_makes_torch_say_is_not_said() -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        return F.mse_loss(model(batch[0]), batch[1]) + model[0].weight.sum() * batch[1].std()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Microbatcher(net(6, 6), forward=forward).backward((rows(4), rows(4, 1)))
+    assert not [each for each in caught if "degrees of freedom" in str(each.message)]
+
+
+def test_what_a_look_makes_others_say_is_said() -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        if is_extra_pass():
+            warnings.warn("a look of few rows", UserWarning, stacklevel=1)
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    with pytest.warns(UserWarning, match="few rows"):
+        Microbatcher(net(6, 6), forward=forward).backward((rows(), rows()))

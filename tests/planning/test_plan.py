@@ -122,6 +122,7 @@ def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
     assert (report.fits, report.exit_code, larger.exit_code) == (True, 0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:the training forward changes attributes")
 def test_the_planned_size_runs_at_once_and_is_where_auto_ends() -> None:
     limit, data, model = 3 << 20, batch(512), Blocks()
     report = plan(Blocks(), data, memory=limit)

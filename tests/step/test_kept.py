@@ -1,6 +1,7 @@
 """Outputs of training steps, and state that goes from batch to batch."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import BatchError, LossError, MemoryBudget, Microbatcher, SampleTooLargeError
+from automicro import (
+    BatchError,
+    LossError,
+    MemoryBudget,
+    MetricWarning,
+    Microbatcher,
+    SampleTooLargeError,
+)
 from automicro.step.events import Microbatch, Subject
 
 ROWS, STEPS, FEATURES = 6, 5, 3
@@ -145,6 +153,46 @@ def test_what_cannot_be_joined_is_named_at_any_size(size: int) -> None:
     with pytest.raises(BatchError, match=r"'1' is a 0-d Tensor .* Return one value per row"):
         microbatcher.backward(pair(), return_outputs=True)
     microbatcher.backward(pair())
+
+
+def with_number(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return with_outputs(model, batch) | {"count": len(batch[0]), "share": 0.5}
+
+
+def test_a_number_of_an_evaluation_is_given_while_the_batch_is_whole() -> None:
+    def evaluated(size: int | None) -> Any:
+        microbatcher = Microbatcher(classifier(), forward=with_number, eval_microbatch_size=size)
+        return microbatcher.evaluate(pair(), return_outputs=True).outputs
+
+    outputs = evaluated(None)
+    assert (outputs["count"], outputs["share"], len(outputs["a"])) == (ROWS, 0.5, ROWS)
+    with pytest.raises(BatchError, match="'count' is of type int"):
+        evaluated(4)
+
+
+def with_matrix(model: nn.Module, batch: Any) -> dict[str, Any]:
+    given = with_outputs(model, batch)
+    confusion = torch.zeros(2, 2).index_put_(
+        (batch[1], given["a"].argmax(1)), torch.ones(len(batch[1])), accumulate=True
+    )
+    return given | {"confusion": confusion}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) -> None:
+    microbatcher = Microbatcher(
+        classifier(), forward=with_matrix, microbatch_size=4, eval_microbatch_size=4
+    )
+    named = (
+        "'confusion' has 2 entries for microbatches of 3 and of 4 rows, so it is not one per row"
+    )
+    run = microbatcher.backward if is_training else microbatcher.evaluate
+    with pytest.warns(MetricWarning, match=named) as caught:
+        run(pair(7), return_outputs=True)
+    assert len([each for each in caught if each.category is MetricWarning]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MetricWarning)
+        run(pair(7), return_outputs=True)  # once
 
 
 def test_a_place_that_there_is_not_is_refused() -> None:
