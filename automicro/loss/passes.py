@@ -25,7 +25,7 @@ from automicro.torch_private import AnyBatchNorm, with_hooks
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.parameters import ParameterWrites, refused_writes
-from automicro.transaction.rng import RandomState, devices_of
+from automicro.transaction.rng import RandomState, devices_of, state_of
 from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
 from automicro.transaction.transaction import Transaction
 
@@ -127,7 +127,7 @@ class ExtraPasses:
         self._variables: Sequence[Variable] = ()
         self._objects: Sequence[Any] = ()
         self._watched: Watched | None = None
-        self._foreign = foreign_states()
+        self._foreign = self._foreign_states()
         modules = computation.reached
         self._modules = modules
         every = {id(p): p for m in modules for p in m.parameters()}
@@ -184,7 +184,7 @@ class ExtraPasses:
         assert self._again is not None
         self._again.roll_back()
         self._again.begin()
-        self._foreign = foreign_states()
+        self._foreign = self._foreign_states()
         self._calls += 1
         if self._calls == 2:  # what the first call makes for all later ones is no state
             self._watched = Watched(self._modules, self._variables, self._objects)
@@ -274,13 +274,22 @@ class ExtraPasses:
 
     def foreign_draws(self) -> tuple[str, ...]:
         """Which generators that are not torch's the last pass drew from."""
-        now = foreign_states()
-        names = ("Python's random", "NumPy's random")
-        return tuple(
-            name
-            for name, before, after in zip(names, self._foreign, now, strict=True)
-            if before != after
-        )
+        now = self._foreign_states()
+        return tuple(name for name, state in self._foreign.items() if now.get(name) != state)
+
+    def _foreign_states(self) -> dict[str, Any]:
+        """What draws beside torch is at: both global generators, and the caller's own."""
+        own = [
+            each
+            for each in self.computation.reach.generators()
+            if not isinstance(each, torch.Generator)
+        ]
+        python, numpy = foreign_states()
+        return {
+            "Python's random": python,
+            "NumPy's random": numpy,
+            "a generator of your own": [repr(state_of(each)) for each in own],
+        }
 
     def take_gradients(self) -> list[Tensor | None]:
         """Those of all leaves, in the order of `leaves`, which have none afterwards."""

@@ -675,7 +675,10 @@ class _Sizer:
         return proposed
 
     def end(self, sizes: Sequence[int]) -> None:
-        self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
+        if not is_extra_pass():
+            self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
+        elif self._before is not None:  # an extra pass teaches nothing, so that it leaves no trace
+            self._policy.load_state_dict(self._before)
         self._nested.remember(self.key, [Earlier(size, _DRAWN) for size in sizes])
         self._nested.sizes = list(sizes)
         self._nested.has_shrunk = False

@@ -85,6 +85,7 @@ class Laboratory:
         if not looks:
             prober = run.microbatcher._prober
             prober._train.is_done = prober._eval.is_done = True
+            prober._train.compares = prober._eval.compares = False
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()
         call(scene, run)
