@@ -160,8 +160,8 @@ class Prober:
     def compare(self, batch: Any, sizes: Sequence[int], mode: Mode) -> None:
         """Compare the loss of a batch that is split with its microbatches', where that is due.
 
-        Without gradients; whatever it changes is put back. Where there is no memory for the whole
-        batch, half or a quarter of its microbatches are taken.
+        Nothing is kept for a backward, and what it changes is put back. Without memory for the
+        whole batch, half or a quarter of its microbatches are taken.
 
         Raises:
             LossAverageError: they are not the same, and that is refused.
