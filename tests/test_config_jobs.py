@@ -9,17 +9,18 @@ import torch
 from automicro import FitSummary
 from automicro.cli.config.build import build_trainer
 from automicro.cli.config.load import load_config
+from tests.sweeps import mostly_in_sweeps
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 
 
-def mostly_in_sweeps(*quick: str) -> pytest.MarkDecorator:
-    """Try these configs with make test, and the others with make sweeps."""
-    cases = [
-        pytest.param(path, id=path.stem, marks=() if path.stem in quick else pytest.mark.sweep)
-        for path in CONFIGS
-    ]
-    return pytest.mark.parametrize("path", cases)
+def these(*quick: str) -> pytest.MarkDecorator:
+    """Every shipped config; make test tries those of these names."""
+    paths = [path for path in CONFIGS if path.stem in quick]
+    assert len(paths) == len(quick)
+    return pytest.mark.parametrize(
+        "path", mostly_in_sweeps(CONFIGS, quick=paths), ids=lambda path: path.stem
+    )
 
 
 def train(path: Path, options: list[str]) -> FitSummary:
@@ -29,7 +30,7 @@ def train(path: Path, options: list[str]) -> FitSummary:
     return trainer.fit()
 
 
-@mostly_in_sweeps("digits", "speech", "two_towers")
+@these("digits", "two_towers")
 def test_a_shipped_config_trains_a_few_steps(path: Path) -> None:
     # Evaluation would take most of the time, and a schedule may need more steps than these.
     left_out = ["eval_interval=null", "scheduler=null", "run_dir=null"]
@@ -46,7 +47,7 @@ def test_a_shipped_config_trains_a_few_steps(path: Path) -> None:
         assert summary.train_ooms == 0
 
 
-@mostly_in_sweeps("digits", "words_lm")
+@these("digits", "words_lm")
 def test_no_shipped_config_fits_in_whole_batches(path: Path) -> None:
     whole = ["microbatch_size=null", "microbatch_unit=rows", "rehearse=null", "max_duration=1ep"]
     whole += ["nested=null", *(["model.args.microbatch_size=null"] * (path.stem == "two_towers"))]

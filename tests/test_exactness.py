@@ -47,6 +47,7 @@ from tests.models import (
     x,
     y,
 )
+from tests.sweeps import mostly_in_sweeps
 
 SIZES = [1, 2, 3, 5, 7, 8, 20]
 TABLES = {"model": MODELS, "batch": STRUCTURES, "loss": LOSSES}
@@ -231,11 +232,18 @@ def wrong_in(name: str, jobs: list[tuple[str, int]]) -> dict[str, Any]:
     return wrong
 
 
-# Each job in each wiring, and each wiring at each size; the product of all by `make job`.
+# Each job in a wiring, and each wiring at each size; by `make sweeps` each job in each wiring; the
+# product of all by `make job`.
+@pytest.mark.parametrize(
+    "every", mostly_in_sweeps([True, False], quick=[False]), ids=["every job", "some jobs"]
+)
 @pytest.mark.parametrize("name", WIRINGS)
-def test_every_job_is_exact_in_every_wiring(name: str) -> None:
-    jobs = [(job, [1, 3, 8][number % 3]) for number, job in enumerate(CASES)]
-    assert wrong_in(name, jobs) == {}
+def test_jobs_are_exact_in_every_wiring(name: str, every: bool) -> None:
+    sizes = [1, 3, 8]
+    jobs = [(job, sizes[number % 3]) for number, job in enumerate(CASES)]
+    some = jobs[list(WIRINGS).index(name) :: len(WIRINGS)]
+    assert {size for _, size in some} == set(sizes)
+    assert wrong_in(name, jobs if every else some) == {}
 
 
 @pytest.mark.slow
@@ -266,7 +274,7 @@ def takes_numbers_in_pairs(case: Case) -> bool:
     )
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("size", mostly_in_sweeps([1, 3, 8], quick=[1]))
 def test_one_leaf_twice_in_a_batch_gets_the_gradient_of_both(size: int) -> None:
     wrong: dict[str, float] = {}
     jobs = [job for job, case in CASES.items() if takes_numbers_in_pairs(case)]

@@ -93,6 +93,7 @@ def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any)
     assert [result.attempts for result in results[1:]] == [1, 1, 1]  # it stays at the level
 
 
+@pytest.mark.sweep
 def test_a_fixed_size_goes_up_the_levels_and_stays() -> None:
     wanted, _ = trained(rows=4, microbatch_size=4)
     _, whole = trained(rows=4, memory_limit="1GiB")
@@ -110,6 +111,7 @@ def test_the_error_names_what_would_help() -> None:
         trained(memory_limit=int(needed() * 0.5))
 
 
+@pytest.mark.sweep
 def test_nothing_is_left_where_no_level_fits() -> None:
     with pytest.raises(SampleTooLargeError, match="not even with recompute \\+ offload"):
         trained(memory_limit="2500KiB", when_too_large=["recompute", "offload"])
@@ -258,6 +260,7 @@ def test_what_a_row_would_need_at_each_level_is_told_and_fits_then() -> None:
     assert planned_in(text, "precision='bf16'") < needed()
 
 
+@pytest.mark.sweep
 def test_a_message_of_a_level_names_what_helps_beside_it() -> None:
     text = refusal(Model(), batches(1)[0], needed() // 4, when_too_large="recompute")
     assert "not even with recompute" in text

@@ -21,6 +21,7 @@ from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.step.results import StepResult
 from tests.callbacks.runs import assert_equal, copy_of, trainer_with
+from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import FEATURES, make_loader, make_model
 
 
@@ -75,7 +76,7 @@ def hide(batch: Any, size: int) -> Any:
     return inputs, batch[1]
 
 
-@pytest.mark.parametrize("dies_after", [4, 6, 9])
+@pytest.mark.parametrize("dies_after", mostly_in_sweeps([4, 6, 9], quick=[6]))
 def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, dies_after: int) -> None:
     undisturbed = Job(tmp_path / "undisturbed")
     summary = undisturbed.trainer.fit()

@@ -177,6 +177,7 @@ def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.sweep
 def test_a_compiled_language_model_keeps_its_tail() -> None:
     model, given = language_model("llama"), batch(with_count=False)
     _, wanted = loss_and_gradients(model, given)

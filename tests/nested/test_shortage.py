@@ -140,6 +140,7 @@ def test_a_part_whose_single_row_does_not_fit_ends_with_an_error_that_says_so() 
     assert all(each.grad is None for each in model.parameters())
 
 
+@pytest.mark.sweep
 def test_a_shortage_before_a_part_is_reached_ends() -> None:
     """The look reached the part in one piece, and no attempt comes as far as it."""
     transformers = pytest.importorskip("transformers")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import automicro
 from automicro import MemoryBudget, Microbatcher
 from automicro.planning import kernels
+from tests.sweeps import mostly_in_sweeps
 
 LOSS = nn.CrossEntropyLoss()
 ROWS = 64
@@ -118,7 +119,7 @@ CASES: dict[str, tuple[type[Model], Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [ROWS, 16])
+@pytest.mark.parametrize("size", mostly_in_sweeps([ROWS, 16], quick=[16]))
 @pytest.mark.parametrize("case", CASES)
 def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
     case: str, size: int, without_workspaces: None
@@ -162,6 +163,7 @@ def test_where_one_row_fits_only_at_a_further_level_the_report_is_of_that() -> N
     assert "plain      not even one row fits, it needs" in text
 
 
+@pytest.mark.sweep
 def test_parts_that_adapt_are_planned_at_their_smallest_and_told_as_large_as_fits() -> None:
     whole = plan(WithTail(), named(2048), nested={"tail": "auto"})
     assert whole.nested_sizes == {"tail": 2048}
@@ -182,6 +184,7 @@ def test_parts_that_adapt_are_planned_at_their_smallest_and_told_as_large_as_fit
     assert twice.needed_bytes > limit
 
 
+@pytest.mark.sweep
 def test_the_planned_slices_run_without_a_shortage() -> None:
     limit = plan(WithTail(), named(2048)).needed_bytes // 2
     report = plan(WithTail(), named(2048), memory=limit, nested={"tail": "auto"})

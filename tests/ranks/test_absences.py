@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.ranks import absences
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 
 @pytest.mark.parametrize("where", ["fit_with_an_error", "forward_with_an_error"])

@@ -17,9 +17,9 @@ from tests.ranks.agreeing import (
     scale,
     train_within,
 )
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.jobs import connections
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 KINDS = ["ddp", "fsdp"]
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.ranks import by_cost
 from tests.ranks.by_cost import Lengths
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 LONG, SHORT = [9, 3, 17, 5, 5, 12, 2, 8], [4, 2, 3, 6, 1]
 CASES: dict[str, list[Lengths]] = {

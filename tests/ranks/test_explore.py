@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.explore_jobs import train
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 
 @pytest.mark.parametrize(

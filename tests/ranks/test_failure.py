@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.faulty_models import Fault
 from tests.ranks.jobs import fail, fail_beside_one
 from tests.ranks.world import PROGRESS_SECONDS, World, world_of
+from tests.sweeps import mostly_in_sweeps
 
 KINDS = ["ddp", "fsdp"]
 

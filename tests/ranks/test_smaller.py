@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.family_jobs import compare_levels
 from tests.ranks.faulty_models import Fault
 from tests.ranks.smaller_jobs import KINDS, compare_cut, options_of, plan_of
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
 WHAT = (

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.ranks import trainer_jobs as jobs
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 MODES = ("ddp", "fsdp")
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.uneven import (
     LOSSES,
     count_through_fillers,
@@ -11,6 +10,7 @@ from tests.ranks.uneven import (
     warnings_of_buffers,
 )
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 ROWS = {2: [[9, 4], [3, 10], [13, 0]], 4: [[5, 1, 4, 3], [6, 0, 0, 7]]}
 

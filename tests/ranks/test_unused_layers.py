@@ -7,7 +7,6 @@ import pytest
 from automicro.ranks.interface import Report
 from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
-from tests.ranks.cases import mostly_in_sweeps
 from tests.ranks.plans import points
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.unused_jobs import (
@@ -19,6 +18,7 @@ from tests.ranks.unused_jobs import (
     use_a_second_model,
 )
 from tests.ranks.world import World, world_of
+from tests.sweeps import mostly_in_sweeps
 
 # Where the rows of each rank that need the layer stand.
 ORDERS = [("first", "last"), ("first", "first"), ("none", "last"), ("none", "none")]

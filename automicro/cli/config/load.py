@@ -321,7 +321,7 @@ def _load(
     values = _resolve(unresolved)
     # Again: what stood behind an interpolation is known only now.
     typed = _typed(escape(values))
-    data = _resolve_data(unresolved, typed, num_devices)
+    data = _resolve_data(unresolved, values, typed, num_devices)
     typed = cast(DictConfig, OmegaConf.merge(typed, escape(data)))
     plain = cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
     shown = values | data | _following(unresolved, values, [key for key in tree if key in MARKS])
@@ -348,7 +348,9 @@ def _resolve(unresolved: dict[str, Any], **instead: Any) -> dict[str, Any]:
     return {key: None if value == "???" else value for key, value in values.items()}
 
 
-def _resolve_data(unresolved: dict[str, Any], typed: DictConfig, devices: int) -> dict[str, Any]:
+def _resolve_data(
+    unresolved: dict[str, Any], values: Mapping[str, Any], typed: DictConfig, devices: int
+) -> dict[str, Any]:
     """The data once more, the batch sizes being what one device loads at a time."""
     train, evaluation = {}, {}
     for key in BATCH_SIZES:
@@ -362,9 +364,11 @@ def _resolve_data(unresolved: dict[str, Any], typed: DictConfig, devices: int) -
                 num_devices=devices,
                 accumulate_batches=typed.accumulate_batches,
             )
+    of_training = _resolve(unresolved, **train) if train else values
+    of_evaluation = _resolve(unresolved, **evaluation) if evaluation else values
     return {
-        **{key: _resolve(unresolved, **train)[key] for key in OF_TRAINING},
-        "eval_dataloader": _resolve(unresolved, **evaluation)["eval_dataloader"],
+        **{key: of_training[key] for key in OF_TRAINING},
+        "eval_dataloader": of_evaluation["eval_dataloader"],
     }
 
 
@@ -374,8 +378,8 @@ def _following(
     """The values with marks where they follow other keys, where nothing is computed from these."""
     run_dir = [key for key in changeable if key == "run_dir" and values[key] is not None]
     sizes = [key for key in changeable if key in BATCH_SIZES]
-    marked = _with_marks(unresolved, run_dir)
-    of_data = _with_marks(unresolved, [*run_dir, *sizes])
+    marked = _with_marks(unresolved, run_dir) if run_dir else values
+    of_data = _with_marks(unresolved, [*run_dir, *sizes]) if sizes else marked
     return {
         **{key: value for key, value in marked.items() if key not in DATA},
         **{key: value for key, value in of_data.items() if key in DATA},
