@@ -357,9 +357,13 @@ class Explore(Policy):
                 and (not is_least if _rows(each) is None else progress.elements(each) >= elements)
             ]
         )
-        if not progress.search.candidates:  # nothing is left to compare
-            self._progress = _Progress(is_over=True)
-            self.exploration = None
+        if not progress.search.candidates:
+            self._leave_choosing()
+
+    def _leave_choosing(self) -> None:
+        """Nothing is left to compare: go on with what fits."""
+        self._progress = _Progress(is_over=True)
+        self.exploration = None
 
     def _place(self, outcome: Outcome) -> dict[str, Value]:
         """The coordinates of an attempt but for its size."""
@@ -480,6 +484,9 @@ class Explore(Policy):
             search.exclude([progress.current])  # every batch needs another level
         if self._tries_cuts:
             self._refit(search)
+        if not search.candidates:
+            self._leave_choosing()
+            return
         found = search.find()
         ended = self._why_over(found)
         progress.is_over = ended is not None

@@ -414,6 +414,27 @@ def test_promises_hold_for_any_batches(name: str, data: st.DataObject) -> None:
     assert json.dumps(other.policy.state_dict()) == json.dumps(one.policy.state_dict())
 
 
+def test_choosing_ends_where_nothing_that_it_compares_fits_any_more() -> None:
+    """Memory shrinks while it compares, and batches of other rows tell so, one by one."""
+    job = Job(
+        POLICIES["all"](),
+        [3.0, 3.0, 3.0, 0.75],
+        overhead(1, [1.0] * 4),
+        capacity=10.5,
+        more=lambda chosen: 1.05 * (chosen.get("sync") == "last"),
+    )
+    before = [(1, 5), (1, 3), (2, 4), (2, 2), (12, 3), (1, 1), (1, 1), (1, 1), (2, 2), (1, 2)]
+    after = [(5, 5), (10, 2), *[(1, 1)] * 13, (1, 3), (3, 1), (9, 1), (1, 1), (1, 1), (7, 3)]
+    for rows, cost in [*before, (14, 3)]:
+        job.batch(rows, float(cost))
+    job.capacity = 7.5
+    for rows, cost in after:
+        job.batch(rows, float(cost))
+    level, size = job.batch(8, 1.0)
+    assert size * job.per_row[level] <= job.capacity
+    assert job.policy.exploration is None, "it has left off"
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
     """Each has batches and proposals of its own; the agreement and the outcome are of all."""
