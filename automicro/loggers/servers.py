@@ -447,10 +447,10 @@ class MLflowLogger:
             OSError: the folder cannot be written.
             Exception: what MLflow raises.
         """
-        from mlflow.entities import Metric
-
         if self._client is None:
             raise not_started(self)
+        from mlflow.entities import Metric
+
         new = self._given.take(values, step=step)
         if new:
             now = int(time.time() * 1000)

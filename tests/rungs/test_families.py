@@ -23,7 +23,7 @@ from tests.rungs.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
 
 pytest.importorskip("transformers")
 
-FEW = ("mistral", "t5")
+FEW = ("mistral",)
 LEVELS = {"recompute": 1, "offload": 1, "recompute + offload": 2}
 EVERY = LANGUAGE | OTHERS | OF_TORCHVISION
 

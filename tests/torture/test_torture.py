@@ -109,6 +109,7 @@ def test_wrong_uses_of_the_command_say_what_to_do(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.sweep
 def test_a_seed_chooses_the_same_trials_again() -> None:
     one, again = (torture(linear, calls=["step"], most_plans=3, seed=5) for _ in range(2))
     assert one.rows == again.rows
