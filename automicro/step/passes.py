@@ -75,6 +75,7 @@ class Passes:
         self.device = computation.device
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
+        self._is_torchs = run_backward is Tensor.backward
         self._update_metric = update_metric
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
@@ -222,6 +223,10 @@ class Passes:
             )
             self._has_warned_of_nothing = True
 
+    def can_begin(self, weights: BatchWeights) -> bool:
+        """Whether backwards may begin with these weights, so that no loss is multiplied by one."""
+        return self._is_torchs and self._is_alone and weights.are_plain
+
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
         return [tensor for _, tensor in self.layout.leaves(batch)]
@@ -235,10 +240,13 @@ class Passes:
         gradients: Gradients,
         tell: Tell | None = None,
         keep: Keep | None = None,
+        *,
+        begins: bool = False,
     ) -> Losses:
         """Forward and backward of one microbatch; its weighted losses, detached.
 
         The model's outputs die here, before the next forward begins, but for what is kept of them.
+        Where the backward ``begins`` with the weight, the loss is as the forward gave it.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -254,12 +262,13 @@ class Passes:
             output = self._forward(self._convention.train, microbatch, tell)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
-        loss, parts = weights.apply(
-            index,
-            check_loss(output.loss, may_be_zero=True),
-            output.losses,
-            has_total=output.has_total,
-        )
+        loss = check_loss(output.loss, may_be_zero=True)
+        begun: tuple[Tensor, ...] = ()
+        if begins:
+            gradient, parts = weights.begin(index, loss, output.losses)
+            begun = (gradient,)
+        else:
+            loss, parts = weights.apply(index, loss, output.losses, has_total=output.has_total)
         if tell is not None:
             tell("loss_end", loss.detach())
             tell("backward_start", loss.detach())
@@ -273,7 +282,7 @@ class Passes:
         elif is_nothing:
             gradients.run_for_nothing(self._run_backward, loss, weight=weight)
         else:
-            gradients.run(self._run_backward, loss, weight=weight)
+            gradients.run(self._run_backward, loss, *begun, weight=weight)
         if tell is not None:
             tell("backward_end", loss.detach())
         if metrics is not None:
@@ -283,7 +292,7 @@ class Passes:
             self._count(metrics, outputs, microbatch)
         if keep is not None:
             keep(output)
-        return loss.detach(), {name: part.detach() for name, part in parts.items()} if parts else {}
+        return weights.report(loss, parts)
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
         """Warn, the first time, of what is added to the losses and cannot be trained on.
