@@ -75,10 +75,10 @@ class Passes:
         self.device = computation.device
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
-        self._is_torchs = run_backward is Tensor.backward
         self._update_metric = update_metric
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
+        self._can_begin = self._is_alone and run_backward is Tensor.backward
         self.scales_for_ranks = scales_for_ranks
         self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
@@ -223,9 +223,9 @@ class Passes:
             )
             self._has_warned_of_nothing = True
 
-    def can_begin(self, weights: BatchWeights) -> bool:
-        """Whether backwards may begin with these weights, so that no loss is multiplied by one."""
-        return self._is_torchs and self._is_alone and weights.are_plain
+    def begins_with(self, weights: BatchWeights) -> bool:
+        """Whether backwards begin with these weights, and losses of `train` are not weighted."""
+        return self._can_begin and weights.are_plain
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
@@ -240,13 +240,11 @@ class Passes:
         gradients: Gradients,
         tell: Tell | None = None,
         keep: Keep | None = None,
-        *,
-        begins: bool = False,
     ) -> Losses:
-        """Forward and backward of one microbatch; its weighted losses, detached.
+        """Forward and backward of one microbatch; its losses, detached.
 
         The model's outputs die here, before the next forward begins, but for what is kept of them.
-        Where the backward ``begins`` with the weight, the loss is as the forward gave it.
+        Losses are weighted, but for the total where the backward `begins_with` the weight.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -263,16 +261,17 @@ class Passes:
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
         loss = check_loss(output.loss, may_be_zero=True)
+        weight = weights.of_all[index]
         begun: tuple[Tensor, ...] = ()
-        if begins:
+        if self.begins_with(weights):
             gradient, parts = weights.begin(index, loss, output.losses)
             begun = (gradient,)
         else:
             loss, parts = weights.apply(index, loss, output.losses, has_total=output.has_total)
         if tell is not None:
-            tell("loss_end", loss.detach())
-            tell("backward_start", loss.detach())
-        weight = weights.of_all[index]
+            told = loss.detach() * weight if begun and weight is not None else loss.detach()
+            tell("loss_end", told)
+            tell("backward_start", told)
         if not loss.requires_grad:
             gradients.skip(weight=weight)
         elif not self._is_alone:
@@ -284,7 +283,7 @@ class Passes:
         else:
             gradients.run(self._run_backward, loss, *begun, weight=weight)
         if tell is not None:
-            tell("backward_end", loss.detach())
+            tell("backward_end", told)
         if metrics is not None:
             outputs = map_tensors(output.outputs, Tensor.detach)
             if self._convention.has_eval_forward:

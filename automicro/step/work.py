@@ -336,12 +336,10 @@ class TrainingWork(_Work):
         if is_alone and not listens:  # the usual case, with nothing around a microbatch
             every = [each for cut in cuts for each in cut.microbatches]
             moved = on_device(every, passes.device, isolate=self._watch.isolate)
-            metrics, begins = self._metrics, passes.can_begin(weights)
             for index, rows in enumerate(moved):
-                done = passes.train(rows, weights, index, metrics, gradients, begins=begins)
-                losses.append(done)
+                losses.append(passes.train(rows, weights, index, self._metrics, gradients))
                 del rows
-            return self._summed(losses, weights, plan, begun=begins)
+            return self._summed(losses, weights, plan)
         if plan.totals:
             passes.check_counts(weights, self._step.denominators)
         fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
@@ -359,15 +357,14 @@ class TrainingWork(_Work):
             del given
         return self._summed(losses, weights, plan)
 
-    def _summed(
-        self, losses: Sequence[Losses], weights: BatchWeights, plan: Plan, *, begun: bool = False
-    ) -> Losses:
+    def _summed(self, losses: Sequence[Losses], weights: BatchWeights, plan: Plan) -> Losses:
         """The losses of all microbatches together, once nothing speaks against them."""
         if plan.cuts and not self._gradients.is_reached:
             refuse_constant()
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
+        begun = self._passes.begins_with(weights)
         summed = weights.sum(losses) if begun else add_up(losses)
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
