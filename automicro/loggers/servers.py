@@ -9,10 +9,10 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from automicro.loggers.lines import AppendFile, to_json
-from automicro.loggers.logger import not_started
+from automicro.loggers.logger import LightningInterface, not_started
 
 _PREFIX = "events.out.tfevents."
 _RGBA = 4  # as TensorBoard numbers them
@@ -491,27 +491,6 @@ class MLflowLogger:
         if self._tracking_uri is not None or is_set:
             return self._tracking_uri
         return f"sqlite:///{self._folder.resolve()}/mlflow.db"
-
-
-@runtime_checkable
-class LightningInterface(Protocol):
-    """What all loggers of Lightning have, and what others have that follow them."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> Any:
-        """Take down values by name."""
-        ...
-
-    def log_hyperparams(self, params: Any) -> Any:
-        """Take down settings."""
-        ...
-
-    def save(self) -> Any:
-        """Write what is still held."""
-        ...
-
-    def finalize(self, status: str) -> Any:
-        """End."""
-        ...
 
 
 class LightningLogger:
