@@ -13,6 +13,7 @@ from automicro.cli.config.keys import GROUPS, KEYS
 from automicro.cli.config.load import load_config
 from automicro.cli.config.schema import (
     RunConfig,
+    TrainerConfig,
     defaults,
     defaults_inside,
     keys_inside,
@@ -20,7 +21,6 @@ from automicro.cli.config.schema import (
 )
 from automicro.data import LengthBatchSampler
 from automicro.microbatcher import Microbatcher
-from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
 from tests.config_jobs import JOB

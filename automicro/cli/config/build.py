@@ -16,14 +16,19 @@ from automicro.checkpoints.reading import load_checkpoint
 from automicro.cli.config.check import SIZES, check_values, read_checkpoint
 from automicro.cli.config.keys import KEYS, LISTS, about
 from automicro.cli.config.nodes import is_node, prepare, prepare_value
-from automicro.cli.config.schema import CallConfig, EvaluatorConfig, RunConfig, SamplingConfig
+from automicro.cli.config.schema import (
+    CallConfig,
+    EvaluatorConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError
 from automicro.events.callback import Callback
 from automicro.loggers import Logger
 from automicro.memory.oom import first_line
 from automicro.policy.policy import Policy
-from automicro.trainer.config import TrainerConfig
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
