@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli.config.load import load_config
 from automicro.errors import ConfigError
-from tests.config_jobs import JOB, complaint
+from tests.config_jobs import JOB, complaint, load_config
 
 FORM = "write {call: dotted.path, args: {name: value}}"
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli.config.build import build_trainer
 from automicro.errors import ConfigError
-from tests.config_jobs import complaint, job
+from tests.config_jobs import build_trainer, complaint, job
 
 FORM = "write {call: dotted.path, args: {name: value}}"
 DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
