@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from automicro.batch.device import on_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import UnsplittableModelError
 from automicro.memory.budget import active_budget
@@ -215,8 +216,7 @@ class Host:
         if not isinstance(value, Tensor):
             self._values[key] = value, None
             return
-        budget = active_budget()
-        with contextlib.nullcontext() if budget is None else budget.host():
+        with on_host():
             pinned = value.device.type == "cuda"
             held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
             held.copy_(value.detach(), non_blocking=pinned)
