@@ -35,8 +35,10 @@ from automicro.trainer.data.loading import (
     begin,
     generator_states,
     num_batches,
+    order_of,
     rest,
     restore_generators,
+    samplers_of,
 )
 from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation
@@ -184,7 +186,7 @@ def _order_of(loader: Any) -> Iterable[Any] | None:
     """What gives the indices of each batch; None where batches come from elsewhere."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return order_of(loader)
 
 
 def _known_costs(order: Any) -> Sequence[float] | None:
@@ -350,8 +352,8 @@ def undisturbed(loader: Any, *others: object) -> Iterator[None]:
     """
     state = rng_state()
     generators = [(each, generator_states(each)) for each in (loader, *others)]
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler)
+    sampler, batch_sampler, _ = samplers_of(loader)
+    samplers = (sampler, batch_sampler)
     inner = [getattr(each, "sampler", None) for each in samplers]
     kept = [_Attributes(each, inside=True) for each in (*samplers, *inner, *others)]
     kept += [_Attributes(each) for each in (getattr(loader, "dataset", None), loader)]

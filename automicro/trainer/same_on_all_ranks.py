@@ -19,7 +19,7 @@ from automicro.events.callback import Callback
 from automicro.ranks.discovery import announce_failed_construction
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.loading import num_batches
+from automicro.trainer.data.loading import num_batches, order_of, samplers_of
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.processes import say_absent
@@ -95,14 +95,13 @@ def _data(loader: Any) -> str:
     if has_own_rows or isinstance(dataset, IterableDataset):
         return kind
     parts = [f"{kind} of {num_batches(dataset)} rows"]
-    batch_sampler = loader.batch_sampler
-    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
             options = f"num_replicas={sampler.num_replicas}, shuffle={sampler.shuffle}"
             options += f", seed={sampler.seed}, drop_last={sampler.drop_last}"
             return f"{kind} of {num_batches(dataset)} rows, with a DistributedSampler({options})"
     if loader.batch_size is None:
-        order = loader.sampler if batch_sampler is None else batch_sampler
+        order = order_of(loader)
         parts.append(f"{num_batches(order)} entries of a {type(order).__name__}")
     else:
         rows = num_batches(loader.sampler)
