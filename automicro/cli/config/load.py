@@ -39,6 +39,7 @@ from automicro.cli.config.schema import (
 )
 from automicro.cli.config.sources import Sources, load_or_tell
 from automicro.errors import ConfigError
+from automicro.memory.oom import first_line
 from automicro.options import read_accumulation
 from automicro.trainer.processes import agreed_time
 
@@ -135,15 +136,6 @@ def _way_back(
             if found:
                 return found
     return None
-
-
-def first_line(error: Exception) -> str:
-    r"""What an error says before it explains itself.
-
-    >>> first_line(ValueError("wrong\nbecause"))
-    'wrong'
-    """
-    return str(error).partition("\n")[0]
 
 
 @functools.cache
