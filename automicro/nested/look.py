@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.batch.device import on_host
@@ -43,6 +42,7 @@ from automicro.memory.oom import Failure, classify, release
 from automicro.modules import evaluation_mode, runs_collectives
 from automicro.nested.slices import Call, Unwritten, aliases_of, marked, tolerance_of
 from automicro.reach import OF_EVERY_MODULE
+from automicro.sharding import num_ranks
 from automicro.torch_private import AnyBatchNorm, all_versions, uncheckpointed
 from automicro.transaction.leaves import nodes_of
 from automicro.values import same_values
@@ -199,7 +199,7 @@ class _Look:
         Raises:
             LossAverageError, UnsplittableModelError: as `look`.
         """
-        if _has_other_ranks() and runs_collectives(self._modules):
+        if num_ranks() > 1 and runs_collectives(self._modules):
             raise UnsplittableModelError(
                 "a part with a size of its own communicates with other ranks in its forward "
                 "(SyncBatchNorm, or sharded parameters), and ranks may cut it into different "
@@ -737,10 +737,6 @@ def _ends(batch: Any) -> frozenset[int]:
     few = _MOST_ENDS // 2
     extremes: list[int] = torch.stack(targets.aminmax()).tolist() if targets.numel() else []
     return frozenset([*values[:few], *values[-few:], *extremes])
-
-
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_loss(output: Any) -> bool:

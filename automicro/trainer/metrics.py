@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
+from automicro.sharding import num_ranks
 from automicro.transaction.metrics import flatten_metrics
 from automicro.values import same_values
 
@@ -35,12 +36,9 @@ def match_peers(metrics: Sequence["Metric"]) -> None:
 
     >>> match_peers([])
     """
-    if not metrics or not (dist.is_available() and dist.is_initialized()):
+    if not metrics or num_ranks() == 1:
         return
-    world_size = dist.get_world_size()
-    if world_size == 1:
-        return
-    forms: list[Any] = [None] * world_size
+    forms: list[Any] = [None] * num_ranks()
     dist.all_gather_object(forms, [_forms(metric) for metric in metrics])
     for metric, *others in zip(metrics, *forms, strict=True):
         elsewhere = next((each for each in others if each is not None), None)
@@ -219,7 +217,7 @@ class MetricSet:
     def _compute(self, name: str, metric: Any) -> Any:
         """One metric's value: computing changes no counts, so that it may be done again."""
         try:
-            if _has_peers():  # who would wait for it
+            if num_ranks() > 1:  # who would wait for it
                 return metric.compute()
             return once_more(metric.compute, self._device, doing="computing a metric")
         except Exception as error:
@@ -229,16 +227,12 @@ class MetricSet:
             raise
 
 
-def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
-    if not is_of_torchmetrics(metric) and _has_peers():
+    if not is_of_torchmetrics(metric) and num_ranks() > 1:
         raise TypeError(
             f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
-            f"{dist.get_world_size()} ranks; make it a torchmetrics.Metric, with add_state"
+            f"{num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
         )
 
 

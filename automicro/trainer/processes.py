@@ -17,6 +17,7 @@ from torch import Tensor
 
 from automicro.errors import PeerFailedError, PeerLostError
 from automicro.memory.device import device_identity
+from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
 
 _MEETING = timedelta(minutes=10)
@@ -289,7 +290,7 @@ def said_by_first(value: int, device: torch.device) -> int:
         value: this rank's.
         device: where the ranks can exchange it.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.broadcast(tensor, 0)

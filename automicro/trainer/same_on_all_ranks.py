@@ -18,6 +18,7 @@ from automicro.errors import DesyncError, describe_error, facts_of
 from automicro.events.callback import Callback
 from automicro.ranks.discovery import announce_failed_construction
 from automicro.ranks.interface import Ranks
+from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import num_batches, order_of, samplers_of
 from automicro.trainer.data.sharing import ITSELF
@@ -327,7 +328,7 @@ def require_same(
 
     >>> require_same(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return
     from automicro.ranks.coordinated import wait_for_all
     from automicro.ranks.guards.collectives import own_collectives
@@ -341,7 +342,7 @@ def require_same(
         highest, lowest = extremes.tolist()
         if highest == -lowest:
             return
-        outlines: list[Outline] = [{}] * dist.get_world_size()
+        outlines: list[Outline] = [{}] * num_ranks()
         dist.all_gather_object(outlines, own)
     raise DesyncError(describe_differences(outlines, what=what))
 
