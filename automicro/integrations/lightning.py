@@ -400,7 +400,7 @@ class _Run:
 
     def _has_own(self, hooks: Sequence[str]) -> bool:
         """Whether the module or a callback has one of these that is not the host's own."""
-        owners = (self._module, *self._trainer.callbacks)
+        owners = (self._module, *_callbacks_of(self._trainer))
         return any(_is_own(owner, name) for owner in owners for name in hooks)
 
     @contextlib.contextmanager
@@ -408,7 +408,7 @@ class _Run:
         """Keep hooks around the backward from running for each microbatch."""
         is_alone = self._trainer.world_size == 1
         with Replacements() as replacements:
-            for owner in (*self._trainer.callbacks, self._module):
+            for owner in (*_callbacks_of(self._trainer), self._module):
                 replacements.put(owner, "on_after_backward", _nothing)
                 own = owner.on_before_backward
                 hook = functools.partial(between.before_backward, own) if is_alone else _nothing
@@ -497,7 +497,7 @@ class _Run:
             if trainer.world_size == 1:
                 hooks = (*_CLEARING, "on_before_backward")
                 told.kept.others = [
-                    c for c in trainer.callbacks if any(_is_own(c, n) for n in hooks)
+                    c for c in _callbacks_of(trainer) if any(_is_own(c, n) for n in hooks)
                 ]
             own: dict[str, Any] = {
                 "model": trainer.strategy.model,
@@ -1323,6 +1323,10 @@ def _is_number(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.dtype is dtype
 
 
+def _callbacks_of(trainer: Any) -> list[Any]:
+    return list(trainer.callbacks)  # which no class of Lightning declares
+
+
 def _nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
@@ -1372,7 +1376,7 @@ def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _refuse(owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule") -> None:
     """Raise ValueError where nothing can be cut, or no failed attempt undone."""
     _refuse_strategy(trainer.strategy)
-    for callback in trainer.callbacks:
+    for callback in _callbacks_of(trainer):
         if isinstance(callback, AutoMicrobatch) and callback is not owner:
             raise ValueError("AutoMicrobatch was given to this trainer twice; leave one out")
         if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
