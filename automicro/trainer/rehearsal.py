@@ -32,10 +32,10 @@ from automicro.torch_private import forget_workers, is_uninitialized
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import (
     announce_epoch,
+    batch_order,
     begin,
     generator_states,
     num_batches,
-    order_of,
     rest,
     restore_generators,
     samplers_of,
@@ -162,7 +162,7 @@ def find_costliest(
     if most_batches is not None:
         total = most_batches if total is None else min(total, most_batches)
     announce_epoch(loader, epoch)
-    order = _order_of(loader)
+    order = _known_order(loader)
     if order is None:
         return _scan(_passed_over(loader, name), total, rows_of, most_seconds)
     if isinstance(loader, DataLoader):
@@ -182,11 +182,11 @@ def find_costliest(
     return Scan(batches=best.batches, seen=best.seen, total=best.seen)
 
 
-def _order_of(loader: Any) -> Iterable[Any] | None:
+def _known_order(loader: Any) -> Iterable[Any] | None:
     """What gives the indices of each batch; None where batches come from elsewhere."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    return order_of(loader)
+    return batch_order(loader)
 
 
 def _known_costs(order: Any) -> Sequence[float] | None:
@@ -232,7 +232,7 @@ def begins_again(loader: Any) -> bool:
     """
     if isinstance(loader, Iterator):
         return False
-    if _order_of(loader) is not None:
+    if _known_order(loader) is not None:
         return True
     source = loader.dataset if isinstance(loader, DataLoader) else loader
     before = _Attributes(source)

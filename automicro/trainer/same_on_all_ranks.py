@@ -20,7 +20,7 @@ from automicro.ranks.discovery import announce_failed_construction
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.loading import num_batches, order_of, samplers_of
+from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.processes import say_absent
@@ -102,7 +102,7 @@ def _data(loader: Any) -> str:
             options += f", seed={sampler.seed}, drop_last={sampler.drop_last}"
             return f"{kind} of {num_batches(dataset)} rows, with a DistributedSampler({options})"
     if loader.batch_size is None:
-        order = order_of(loader)
+        order = batch_order(loader)
         parts.append(f"{num_batches(order)} entries of a {type(order).__name__}")
     else:
         rows = num_batches(loader.sampler)

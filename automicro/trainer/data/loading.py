@@ -380,10 +380,10 @@ def samplers_of(loader: object) -> tuple[Any, Any, Any]:
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
-def order_of(loader: DataLoader[Any]) -> Any:
+def batch_order(loader: DataLoader[Any]) -> Iterable[Any]:
     """What gives the indices of each batch.
 
-    >>> list(order_of(DataLoader([5, 6, 7], batch_size=2)))
+    >>> list(batch_order(DataLoader([5, 6, 7], batch_size=2)))
     [[0, 1], [2]]
     """
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -20,10 +20,10 @@ from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
+    batch_order,
     find_generators,
     generator_states,
     num_batches,
-    order_of,
     restore_generators,
     samplers_of,
 )
@@ -314,7 +314,7 @@ class LoaderSharing:
                 return loader
             here = batch_sampler.at(rank=place.rank, world_size=place.world_size)
             return with_batch_sampler(loader, here)
-        order = order_of(loader)
+        order = batch_order(loader)
         if place.world_size > 1 and num_batches(order) is None:
             raise ValueError(
                 f"the sampler of {name} ({type(order).__name__}) has no length, so its rows "
