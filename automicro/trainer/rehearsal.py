@@ -521,8 +521,8 @@ class Rehearsal:
         context: RunContext,
         *,
         count_rows: Callable[[Any], int],
-        accumulate_batches: int = 1,
-        repeatable: bool = False,
+        accumulate_batches: int,
+        repeatable: bool,
     ) -> None:
         self.report: RehearsalReport | None = None
         self._loader = loader

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.peers import ALONE, Peers, from_first
+from automicro.checkpoints.peers import Peers, from_first
 from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint, hint_at_composer
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
@@ -39,7 +39,7 @@ def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
     )
 
 
-def check_best_metric(config: CheckpointConfig | None, expected: ExpectedValues) -> None:
+def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> None:
     """Refuse a metric to keep the best by that no evaluation in training gives.
 
     Raises:
@@ -47,7 +47,7 @@ def check_best_metric(config: CheckpointConfig | None, expected: ExpectedValues)
 
     >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
     """
-    if config is None or not config.keep_best:
+    if not config.keep_best:
         return
     name = config.best_metric
     if expected.gives(name) is False or not name.startswith(IN_EVALUATION):
@@ -80,7 +80,7 @@ class Checkpointer:
         snapshot: Snapshot,
         context: RunContext,
         *,
-        peers: Peers = ALONE,
+        peers: Peers,
     ) -> None:
         self._config = config
         self._snapshot = snapshot
