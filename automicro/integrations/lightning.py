@@ -317,7 +317,7 @@ class _Run:
         trainer, told, call = self._trainer, self._told, self._host.call
         microbatcher = self._ready()
         if zero_grad is not None:
-            if self._has_own(_CLEARING):
+            if self._has_own_clearing():
                 zero_grad = functools.partial(self._watch, zero_grad)
             else:
                 microbatcher.release_gradients()  # a second set of them would take memory
@@ -351,7 +351,7 @@ class _Run:
         """
         if self._trainer.world_size > 1 or self._was_split:
             return True
-        if not self._has_own(_CLEARING):
+        if not self._has_own_clearing():
             return False
         if self._hooks_write:
             return True
@@ -398,10 +398,10 @@ class _Run:
                 parameter.copy_(copy_of_it)
         self._hooks_write = False
 
-    def _has_own(self, hooks: Sequence[str]) -> bool:
-        """Whether the module or a callback has one of these that is not the host's own."""
+    def _has_own_clearing(self) -> bool:
+        """Whether the module or a callback has a hook for it that is not the host's own."""
         owners = (self._module, *_callbacks_of(self._trainer))
-        return any(_is_own(owner, name) for owner in owners for name in hooks)
+        return any(_is_own(owner, name) for owner in owners for name in _CLEARING)
 
     @contextlib.contextmanager
     def _keeping_from_hooks(self, between: "_Between") -> Iterator[None]:
@@ -1130,7 +1130,7 @@ class _Told:
         module: "LightningModule",
         layout: int | Mapping[str, Any],
         *,
-        sorted_by: Any = None,
+        sorted_by: str | None,
     ) -> None:
         self._sorted_by = sorted_by
         self.kept = Kept(module, apart_from=_OF_EVERY_LIGHTNING_MODULE)
