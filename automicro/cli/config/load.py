@@ -39,6 +39,7 @@ from automicro.cli.config.schema import (
 )
 from automicro.cli.config.sources import Sources, load_or_tell
 from automicro.errors import ConfigError
+from automicro.memory.oom import first_line
 from automicro.options import read_accumulation
 from automicro.trainer.processes import agreed_time
 
@@ -135,15 +136,6 @@ def _way_back(
             if found:
                 return found
     return None
-
-
-def first_line(error: Exception) -> str:
-    r"""What an error says before it explains itself.
-
-    >>> first_line(ValueError("wrong\nbecause"))
-    'wrong'
-    """
-    return str(error).partition("\n")[0]
 
 
 @functools.cache
@@ -248,30 +240,6 @@ class LoadedConfig:
                 **values["checkpoint"],
             }
         return {key: values[key] for key in KEYS if key in values}
-
-
-def load_config(
-    paths: str | Path | Sequence[str | Path],
-    overrides: Sequence[str] = (),
-    *,
-    num_devices: int = 1,
-) -> RunConfig:
-    """Read a config as `read_config` does, and return its typed keys.
-
-    Args:
-        paths: a YAML file, or several.
-        overrides: ``key=value`` each, applied in order.
-        num_devices: by how many devices an optimization batch is shared.
-
-    Raises:
-        ConfigError: anything wrong, with file, key, value and remedy.
-
-    >>> config = load_config("configs/digits.yaml", ["max_duration=2ba"])
-    >>> config.max_duration, config.train_dataloader.args["batch_size"]
-    ('2ba', 512)
-    """
-    several = [paths] if isinstance(paths, str | Path) else paths
-    return read_config(several, overrides, num_devices=num_devices).config
 
 
 def read_config(
