@@ -87,7 +87,7 @@ job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and all else in te
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests $(addprefix --ignore tests/,$(OWN_TARGETS))
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
-	$(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'
 
 torture-resume: $(INSTALLED)  ## kill a run at two hundred points, and resume it bit for bit
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/trainer/resume -q -s -m 'not gpu'

@@ -1,5 +1,6 @@
 """Which rows of a batch can tell one average from another, and what they have yet to show."""
 
+import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,21 +268,28 @@ def _cut(
     draw = random.Random(seed)  # not the caller's
     best: tuple[list[int], list[int]] | None = None
     best_score = -1.0
-    varying = [each for each in features if _varies_among(each, rows)]
+    # Numbers of Python's: of sixteen rows, thousands of operations on tensors would be as many
+    # places at which memory can run out, and take longer than the look itself.
+    varying = [
+        (each.kind, dict(zip(rows, each.of(rows).tolist(), strict=True)))
+        for each in features
+        if _varies_among(each, rows)
+    ]
     for _ in range(_CUTS_TRIED):
         small = sorted(draw.sample(list(rows), num_small))
         large = [row for row in rows if row not in small]
-        score = min((_difference(each, small, large) for each in varying), default=1.0)
+        score = min((_difference(*each, small, large) for each in varying), default=1.0)
         if score > best_score:
             best, best_score = (small, large), score
     assert best is not None
     return best
 
 
-def _difference(feature: Feature, small: Sequence[int], large: Sequence[int]) -> float:
-    one, other = feature.of(small), feature.of(large)
-    together = torch.cat([one, other])
-    if feature.kind != "class" and not (float(one.abs().sum()) and float(other.abs().sum())):
+def _difference(
+    kind: str, values: Mapping[int, float], small: Sequence[int], large: Sequence[int]
+) -> float:
+    one, other = [values[row] for row in small], [values[row] for row in large]
+    if kind != "class" and not (any(one) and any(other)):
         return 0.0  # a part that counts nothing has no loss to compare
-    spread = float(together.max() - together.min())
-    return abs(float(one.mean() - other.mean())) / spread
+    spread = max(values.values()) - min(values.values())
+    return abs(math.fsum(one) / len(one) - math.fsum(other) / len(other)) / spread

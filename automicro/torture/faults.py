@@ -50,18 +50,22 @@ class FaultMode(CountingMode):
     """Counts operations and raises at those that a plan names.
 
     Counts live bytes like a device would, and remembers by weak reference every storage that
-    operations made, with the index of the operation, so that survivors of a failed attempt show.
+    operations made up to the last fault, with the index of the operation, so that survivors of a
+    failed attempt show.
     """
 
     def __init__(self, plan: Sequence[Fault] = ()) -> None:
         super().__init__(None)
         self.plan = {fault.index: fault for fault in plan}
         self.num_operations = 0
+        self.num_extra = 0  # of looks
         self.foreign: list[BaseException] = []  # held, to compare identity; not so the others
         self.out_of_memory: list[weakref.ref[BaseException]] = []
         self.raised_at: list[int] = []
         self.raised_in: list[list[str]] = []  # functions on the stack, the outermost first
-        self.names: list[str] = []
+        self._functions: list[Any] = []
+        # Nobody asks for what is made behind the last fault, and noting it takes long.
+        self._last = max(self.plan, default=-1)
         self._made: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -70,7 +74,8 @@ class FaultMode(CountingMode):
             return func(*args, **kwargs)  # a dry run, no device is asked for anything
         index = self.num_operations
         self.num_operations += 1
-        self.names.append(str(func))
+        self.num_extra += is_extra_pass()
+        self._functions.append(func)
         fault = self.plan.get(index)
         if fault is not None and not fault.after:
             self._raise(fault)
@@ -78,8 +83,14 @@ class FaultMode(CountingMode):
         if fault is not None:
             del output
             self._raise(fault)
-        self._note(index, output, (args, kwargs))
+        if index < self._last:
+            self._note(index, output, (args, kwargs))
         return output
+
+    @property
+    def names(self) -> list[str]:
+        """Of all operations, in order."""
+        return [str(each) for each in self._functions]
 
     def survivors(self, before: int) -> int:
         """How many storages made before an operation are still alive."""

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from automicro.showing import html_text
 from automicro.torture.faults import Fault
 from automicro.torture.subject import MakeSubject, check_subject
-from automicro.torture.trials import CALLS, Scene, Trials, attempt
+from automicro.torture.trials import CALLS, LOOKS_OVER_AFTER, Scene, Trials
 
 Plan = tuple[Fault, ...]
+
+FOREIGN = ["boom", "interrupt"]
 
 
 def single_faults(trials: Trials, kinds: Iterable[str]) -> list[Plan]:
@@ -22,6 +24,23 @@ def single_faults(trials: Trials, kinds: Iterable[str]) -> list[Plan]:
         for kind in kinds
         for index in range(trials.num_operations)
         for after in (False, True)
+    ]
+
+
+def faults_at_each(trials: Trials, count: int, one_in: int = 1, seed: int = 0) -> list[Plan]:
+    """At operations so many of these: out of memory before and after it, others before it."""
+    draw = trials.scene.draw(seed, "each")
+    return [
+        (fault,)
+        for index in range(draw.randrange(one_in), trials.num_operations, one_in)
+        for fault in draw.sample(
+            [
+                Fault(index),
+                Fault(index, after=True),
+                *(Fault(index, kind=kind) for kind in FOREIGN),
+            ],
+            count,
+        )
     ]
 
 
@@ -82,6 +101,7 @@ class Row:
         outcomes: how many trials ended how.
         bytes_alive: the most that a failed attempt left behind.
         wrong: what is not as promised.
+        extra: how many of the operations belong to looks.
     """
 
     name: str
@@ -92,6 +112,7 @@ class Row:
     outcomes: Counter[str] = field(default_factory=Counter)
     bytes_alive: int = 0
     wrong: list[str] = field(default_factory=list)
+    extra: int = 0
 
     @property
     def recovered(self) -> int:
@@ -189,6 +210,8 @@ def torture(
     calls: Sequence[str] = CALLS,
     most_plans: int | None = None,
     every_operation: bool = False,
+    faults_at_each: int = 4,
+    one_in: int = 1,
     seed: int = 0,
     show: Callable[[Row], None] = lambda row: None,
 ) -> TortureReport:
@@ -202,9 +225,11 @@ def torture(
         calls: what to disturb, of ``"backward"``, ``"evaluate"``, ``"unscale"`` (where there is a
             loss scaler), ``"clip"``, ``"step"``.
         most_plans: trials of each row of the table; all unless given.
-        every_operation: at every operation of a later step's ``backward`` and ``evaluate``, run out
-            of memory before it and after it, and raise a foreign error and Ctrl-C before it,
-            whatever ``most_plans`` says.
+        every_operation: at every operation of a later step's ``backward`` and of a later
+            ``evaluate``, run out of memory before it and after it, and raise a foreign error and
+            Ctrl-C before it, whatever ``most_plans`` says.
+        faults_at_each: how many of these four, each in a trial of its own; fewer are drawn.
+        one_in: at one operation in so many, in place of every one.
         seed: of the choice among trials.
         show: called with each row of the table as soon as it is there.
 
@@ -232,24 +257,27 @@ def torture(
     name = name or getattr(make_subject, "__name__", "model")
     rows: list[Row] = []
     with quiet():
-        for trials, what, plans in _work(
-            make_subject, name, calls, most_plans, every_operation, seed
-        ):
+        choice = Choice(most_plans, faults_at_each if every_operation else 0, one_in, seed)
+        for trials, what, plans in _work(make_subject, name, calls, choice):
             rows.append(sweep(trials, what, plans))
             show(rows[-1])
     return TortureReport(rows)
 
 
 def scenes(name: str, make: MakeSubject, calls: Sequence[str]) -> list[Scene]:
-    """Every call, in the first step and later, and on a simulated device."""
+    """Every call, the first time and later, and on a simulated device."""
     found = []
     if "backward" in calls:
         found += [Scene(name=name, make=make, warm_steps=warm) for warm in (0, 1)]
         found.append(Scene(name=name, make=make, in_budget=True))
+    if "evaluate" in calls:
+        found += [
+            Scene(name=name, make=make, call="evaluate", warm_evaluations=warm)
+            for warm in (0, LOOKS_OVER_AFTER)
+        ]
     found += [
         Scene(name=name, make=make, call=call, warm_steps=warm)
         for call, warms in (
-            ("evaluate", (1,)),
             ("unscale", (1,)),
             ("clip", (1,)),
             ("step", (0, 1)),
@@ -260,31 +288,43 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str]) -> list[Scene]:
     return found
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which trials are made.
+
+    Attributes:
+        most: of each row of the table; None for all.
+        at_each: how many at each operation of a settled call, of the four single faults.
+        one_in: at one operation in so many.
+        seed: of what is drawn.
+    """
+
+    most: int | None
+    at_each: int
+    one_in: int
+    seed: int
+
+
 def _work(
-    make: MakeSubject,
-    name: str,
-    calls: Sequence[str],
-    most: int | None,
-    every_operation: bool,
-    seed: int,
+    make: MakeSubject, name: str, calls: Sequence[str], choice: Choice
 ) -> Iterator[tuple[Trials, str, list[Plan]]]:
+    most, seed = choice.most, choice.seed
     for scene in scenes(name, make, calls):
         trials = Trials(scene)
-        plans = single_faults(trials, ["oom"])
-        is_settled = scene.is_transaction and scene.warm_steps > 0 and not scene.in_budget
-        is_whole = every_operation and is_settled
-        if not is_whole:
-            plans = sample(trials, plans, most, seed, "one")
-        yield trials, "one out of memory", plans
+        is_whole = choice.at_each > 0 and scene.is_settled and not scene.in_budget
+        if is_whole:
+            plans = faults_at_each(trials, choice.at_each, choice.one_in, seed)
+            for what, kinds in ("one out of memory", ["oom"]), ("foreign errors", FOREIGN):
+                yield trials, what, [plan for plan in plans if plan[0].kind in kinds]
+        else:
+            plans = single_faults(trials, ["oom"])
+            yield trials, "one out of memory", sample(trials, plans, most, seed, "one")
         if not scene.is_transaction or scene.in_budget:
             continue
-        plans = single_faults(trials, ["boom", "interrupt"])
-        if is_whole:
-            plans = [plan for plan in plans if not plan[0].after]
-        else:
-            plans = sample(trials, plans, most, seed, "foreign")
-        yield trials, "foreign errors", plans
-        plans = double_faults(trials, ["oom", "boom", "interrupt"], num_first=3, seed=seed)
+        if not is_whole:
+            plans = single_faults(trials, FOREIGN)
+            yield trials, "foreign errors", sample(trials, plans, most, seed, "foreign")
+        plans = double_faults(trials, ["oom", *FOREIGN], num_first=3, seed=seed)
         yield trials, "two faults", sample(trials, plans, most, seed, "two")
         if trials.can_be_smaller:
             yield trials, "many faults", bursts(trials, most or MOST_BURSTS, seed)
@@ -294,9 +334,10 @@ def sweep(trials: Trials, what: str, plans: Sequence[Plan]) -> Row:
     """Try every plan and add up."""
     title = str(trials.scene).removeprefix(f"{trials.scene.name}: ")
     row = Row(trials.scene.name, f"{title}, {what}", trials.num_operations)
-    gc.freeze()  # what was imported on the way; automicro collects after each failure
+    row.extra = trials.num_extra
+    trials.get_ready()
     for plan in plans:
-        verdict = attempt(trials, plan)
+        verdict = trials.attempt(plan)
         row.plans += 1
         row.faults += len(plan)
         row.outcomes[verdict.outcome] += 1

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError, facts_of
 from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
@@ -16,6 +19,7 @@ from automicro.policy.halving import Halving
 from automicro.policy.policy import Outcome, Policy
 from automicro.torture.cuts import Cut, Noting
 from automicro.torture.faults import Boom, Fault, FaultMode
+from automicro.torture.forks import can_fork, in_fork
 from automicro.torture.subject import (
     MakeSubject,
     TortureRun,
@@ -30,9 +34,12 @@ from automicro.torture.subject import (
 )
 
 CALLS = ("backward", "evaluate", "unscale", "clip", "step")
-_LOOKS_OVER_AFTER = 3  # batches, and the one that is counted: looks are at 1, 2 and 4
+# Batches, and as many evaluations: looks are at 1, 2, 4 and 8, comparisons with the whole at the
+# first two that are split.
+LOOKS_OVER_AFTER = 4
 AFTER_THE_GRADIENT = ("unscale", "clip", "step")
 STEPS_AFTER = 2
+MOST_BATCHES = 9  # of a run, of training or of evaluation
 
 
 class Scripted(Policy):
@@ -43,6 +50,10 @@ class Scripted(Policy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scripted":
         return self  # all levels go by the same script
+
+    def go_by(self, sizes: Sequence[int]) -> None:
+        """Propose these from now on."""
+        self._sizes = list(sizes)
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return self._sizes[0]
@@ -68,6 +79,7 @@ class Scene:
             clipping) or ``"step"``.
         warm_steps: clean steps before it, each with a batch of its own; before these, where there
             are any, some on the first batch until the probe's looks are over.
+        warm_evaluations: clean evaluations before it.
         in_budget: whether it runs on a simulated device.
     """
 
@@ -75,10 +87,13 @@ class Scene:
     make: MakeSubject
     call: str = "backward"
     warm_steps: int = 1
+    warm_evaluations: int = 0
     in_budget: bool = False
 
     def __str__(self) -> str:
         first = "" if self.warm_steps else ", first batch"
+        if self.call == "evaluate" and not self.warm_evaluations:
+            first += ", first evaluation"
         return f"{self.name}: {self.call}{first}{', in a budget' if self.in_budget else ''}"
 
     @property
@@ -86,23 +101,23 @@ class Scene:
         """Whether the call is undone as a whole; the others write in place."""
         return self.call not in AFTER_THE_GRADIENT
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all looks lie behind it, so that each operation is one of every later call."""
+        warm = self.warm_evaluations if self.call == "evaluate" else len(self._warm_batches)
+        return self.is_transaction and warm >= LOOKS_OVER_AFTER
+
     def place(self) -> contextlib.AbstractContextManager[object]:
         """Where the call runs: on the CPU, or on a device simulated there."""
         return MemoryBudget(None) if self.in_budget else contextlib.nullcontext()
 
-    def clean_policies(
-        self, first_size: int, cuts: Sequence[Cut], keeps_gradient: bool
-    ) -> tuple[Policy, Policy]:
-        """For training and evaluation without faults: smaller from the disturbed call on."""
-        batches_before = len(self._warm_batches) + self._has_gradient(keeps_gradient)
-        batches_before += self.call in AFTER_THE_GRADIENT
+    def clean_sizes(self, first_size: int, cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:
+        """In training and evaluation without faults: of each batch from the disturbed call on."""
         size = cuts[0].size
-        sizes = [first_size] * batches_before
-        if self.call == "backward":
-            sizes.append(size)
+        sizes = [size] if self.call == "backward" else []
         sizes += [each.size for each in cuts[1:]]
         later = size if self.call == "backward" else first_size
-        return Scripted(sizes + [later] * 9), Scripted([size] * 9)
+        return sizes + [later] * MOST_BATCHES, [size] * MOST_BATCHES
 
     def prepare(self, policy: Policy, eval_policy: Policy) -> TortureRun:
         """A run up to the call that is to be disturbed."""
@@ -112,23 +127,25 @@ class Scene:
                 run.microbatcher.backward(run.batches[index], metrics=run.metrics)
                 run.step()
                 run.zero_grad()
-            if self._has_gradient(run.keeps_gradient):
+            if run.keeps_gradient and self.warm_steps > 0:
                 run.microbatcher.backward(run.batches[0], metrics=run.metrics)
             if self.call in AFTER_THE_GRADIENT:
                 run.microbatcher.backward(run.batches[1], metrics=run.metrics)
+            for _ in range(self.warm_evaluations):
+                self._evaluate(run)
         if self.call == "clip" and run.scaler is not None:
             run.scaler.unscale(run.optimizer)
         return run
 
     def play(self, run: TortureRun) -> Any:
         """The call that is disturbed."""
-        batch = run.batches[self.warm_steps]
         device = next(run.model.parameters()).device
         with without_advice():
             if self.call == "backward":
+                batch = run.batches[self.warm_steps]
                 return run.microbatcher.backward(batch, metrics=run.metrics)
             if self.call == "evaluate":
-                return run.microbatcher.evaluate(batch, metrics=run.metrics, return_outputs=True)
+                return self._evaluate(run)
         if self.call == "unscale" and run.scaler is not None:
             run.scaler.unscale(run.optimizer)
         elif self.call == "clip":
@@ -136,6 +153,10 @@ class Scene:
         else:
             run.step()
         return None
+
+    def _evaluate(self, run: TortureRun) -> Any:
+        batch = run.batches[self.warm_steps]
+        return run.microbatcher.evaluate(batch, metrics=run.metrics, return_outputs=True)
 
     def go_on(self, run: TortureRun, cuts: Sequence[Cut] = ()) -> "End":
         """A few more steps, where anything that was left wrong would show.
@@ -172,11 +193,8 @@ class Scene:
 
     @property
     def _warm_batches(self) -> list[int]:
-        settling = [0] * _LOOKS_OVER_AFTER if self.warm_steps else []
+        settling = [0] * (LOOKS_OVER_AFTER - self.warm_steps) if self.warm_steps else []
         return [*settling, *range(self.warm_steps)]
-
-    def _has_gradient(self, keeps_gradient: bool) -> bool:
-        return keeps_gradient and self.warm_steps > 0
 
 
 @dataclass(frozen=True)
@@ -192,6 +210,7 @@ class Reference:
     """What a run without any fault gives, cut the same way."""
 
     num_operations: int
+    num_extra: int
     allocated_bytes: int
     after_call: dict[str, Any]
     replaced: list[str]
@@ -212,6 +231,27 @@ class Trial:
     raised: BaseException | None = None
 
 
+class Prepared:
+    """A run up to the call that is to be disturbed, and what all runs share, as it was then.
+
+    Attributes:
+        scripts: its policies of training and evaluation, where these go by a script.
+    """
+
+    def __init__(self, run: TortureRun, scripts: Sequence[Scripted] = ()) -> None:
+        self.scripts = scripts
+        self._run = run
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._torch = torch.get_rng_state()
+
+    def take(self) -> TortureRun:
+        """The run, with all that as it was; only once in a process."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        return self._run
+
+
 class Trials:
     """One scene, tried again and again.
 
@@ -226,8 +266,9 @@ class Trials:
         self.retry_size = -(-subject.first_size // 2)
         self.can_be_smaller = subject.can_be_smaller
         self._first_level = subject.first_level
-        self._keeps_gradient = subject.keeps_gradient
-        self._reference = functools.cache(self._run_reference)
+        self._references: dict[tuple[Cut, tuple[Cut, ...]], Reference] = {}
+        self._prepared: Prepared | None = None
+        self._clean: Prepared | None = None
 
     def reference(self, size: int) -> Reference:
         """The clean run whose disturbed call, and all after it, use slices of this size."""
@@ -235,18 +276,58 @@ class Trials:
 
     def reference_of(self, cut: Cut, later: Sequence[Cut] = ()) -> Reference:
         """The clean run whose disturbed call is cut like this, and all after it like these."""
-        return self._reference(cut, tuple(later))
+        key = cut, tuple(later)
+        if key not in self._references:
+            run = functools.partial(self._run_reference, *key)
+            self._references[key] = run() if self._clean is None else in_fork(run)
+        return self._references[key]
 
     @property
     def num_operations(self) -> int:
         """Operations of the call without any fault."""
         return self.reference(self.first_size).num_operations
 
-    def disturb(self, plan: Sequence[Fault]) -> Trial:
-        """Run a plan of faults."""
-        for size in (self.first_size, self.retry_size):
-            self.reference(size)  # now: it sets the global generators
-        run = self.scene.prepare(self._policy(), self._policy())
+    @property
+    def num_extra(self) -> int:
+        """How many of these belong to looks."""
+        return self.reference(self.first_size).num_extra
+
+    def get_ready(self) -> None:
+        """Prepare one run for all trials that follow, where each can be tried in a copy of it.
+
+        A copy of the process has the same run, from its weights to what the allocator holds, and
+        what a trial does to it is gone with the copy. So is it with the runs without faults. Where
+        there can be no copy, each trial prepares a run of its own.
+        """
+        if self._prepared is None:
+            self.reference(self.first_size)  # a backward starts the threads that there will be
+            gc.freeze()  # what was imported on the way; automicro collects after each failure
+            if can_fork():
+                self._clean = self._prepare_clean()
+                self._prepared = Prepared(self._prepare())
+            self._learn_references()
+
+    def attempt(self, plan: Sequence[Fault]) -> "TrialVerdict":
+        """Run a plan of faults and compare everything."""
+        prepared = self._prepared
+        if prepared is None:
+            return attempt(self, plan)
+        known = set(self._references)
+
+        def try_it() -> tuple[TrialVerdict, dict[Any, Reference]]:
+            verdict = attempt(self, plan, prepared.take())
+            new = {key: each for key, each in self._references.items() if key not in known}
+            return verdict, new
+
+        verdict, new = in_fork(try_it)
+        self._references.update(new)
+        return verdict
+
+    def disturb(self, plan: Sequence[Fault], run: TortureRun | None = None) -> Trial:
+        """Run a plan of faults, in a run that is prepared; in one of its own unless given."""
+        if run is None:
+            self._learn_references()
+            run = self._prepare()
         mode = FaultMode(plan)
         noted = self.scene.cutting(run, None, lambda: mode.num_operations)
         trial = Trial(run, mode, values(run), objects(run), noted)
@@ -258,6 +339,18 @@ class Trials:
             trial.raised = error
         return trial
 
+    def _learn_references(self) -> None:
+        """Before a run is prepared: it sets the global generators."""
+        for size in (self.first_size, self.retry_size):
+            self.reference(size)
+
+    def _prepare(self) -> TortureRun:
+        return self.scene.prepare(self._policy(), self._policy())
+
+    def _prepare_clean(self) -> "Prepared":
+        scripts = tuple(Scripted([self.first_size] * MOST_BATCHES) for _ in range(2))
+        return Prepared(self.scene.prepare(*scripts), scripts)
+
     def _policy(self) -> Halving:
         # On a device that counts its memory, sizes would also grow, without any fault.
         return Halving(initial=self.first_size, refine=False, grow=False)
@@ -265,7 +358,12 @@ class Trials:
     def _run_reference(self, cut: Cut, later: tuple[Cut, ...]) -> Reference:
         scene = self.scene
         cuts = [cut, *later]
-        run = scene.prepare(*scene.clean_policies(self.first_size, cuts, self._keeps_gradient))
+        clean = self._clean or self._prepare_clean()
+        run = clean.take()
+        for script, sizes in zip(
+            clean.scripts, scene.clean_sizes(self.first_size, cuts), strict=True
+        ):
+            script.go_by(sizes)
         before = objects(run)
         with scene.place(), FaultMode() as mode, scene.cutting(run, cut)() as noted:
             _count_reservation(run, mode)
@@ -275,7 +373,13 @@ class Trials:
         changed = replaced(before, objects(run))
         end = scene.go_on(run, later)
         return Reference(
-            mode.num_operations, allocated_bytes, after, changed, end.values, noted.cut
+            mode.num_operations,
+            mode.num_extra,
+            allocated_bytes,
+            after,
+            changed,
+            end.values,
+            noted.cut,
         )
 
 
@@ -294,6 +398,7 @@ ABSORBED = {
     "look": PROBE,
     "look_at_evaluation": PROBE,
     "look_at_padding": PROBE,
+    "once_more": "tried once more",
     "_unless_it_always_fails": "look at a metric",
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",
@@ -322,9 +427,9 @@ class TrialVerdict:
     bytes_alive: int = 0
 
 
-def attempt(trials: Trials, plan: Sequence[Fault]) -> TrialVerdict:
+def attempt(trials: Trials, plan: Sequence[Fault], run: TortureRun | None = None) -> TrialVerdict:
     """Run a plan of faults and compare everything."""
-    trial = trials.disturb(plan)
+    trial = trials.disturb(plan, run)
     if not trial.mode.raised_at:
         return TrialVerdict("not reached", [f"operation {plan[0].index} never ran"])
     if trial.raised is None:

@@ -22,6 +22,7 @@ from automicro import (
 )
 from automicro.batch.layout import BatchLayout
 from automicro.loss.informative_rows import Choice, choose_rows
+from automicro.torture.faults import FaultMode
 from tests.cases import (
     contrastive,
     count_boxes,
@@ -497,6 +498,15 @@ def test_what_no_row_shows_is_pending() -> None:
     ones = torch.ones(ROWS)
     pending = chosen((tokens(), tokens(), ones)).pending
     assert {("1", "valid"), ("2", "weight")} <= pending
+
+
+def test_rows_are_chosen_in_few_operations_whatever_they_hold() -> None:
+    counts = []
+    for batch in ((tokens(), with_ignored(tokens())), (tokens(), tokens())):
+        with FaultMode() as mode:
+            chosen(batch)
+        counts.append(mode.num_operations)
+    assert max(counts) < 250  # of tensors; each could run out of memory
 
 
 @pytest.mark.parametrize("num_classes", [3, 12])

@@ -17,7 +17,7 @@ from automicro.torture.torture import (
     single_faults,
     sweep,
 )
-from automicro.torture.trials import Scene, Trials, attempt
+from automicro.torture.trials import LOOKS_OVER_AFTER, Scene, Trials, attempt
 from tests.torture.more_subjects import SUBJECTS
 
 pytestmark = pytest.mark.sweep
@@ -51,6 +51,7 @@ def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
     trials = Trials(scene(name))
+    assert trials.num_extra == 0  # looks are over
     outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), 2)
     assert any(outcome.startswith("recovered") for outcome in outcomes)
     outcomes = check(trials, "foreign errors", single_faults(trials, ["boom", "interrupt"]), 1)
@@ -88,8 +89,14 @@ def test_every_call_is_recovered_or_refused_by_name(each: Scene) -> None:
     ],
 )
 def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:
+    settled = Scene(
+        name=name, make=SUBJECTS[name], call="evaluate", warm_evaluations=LOOKS_OVER_AFTER
+    )
+    trials = Trials(settled)
+    assert trials.num_extra == 0
+    check(trials, "any fault", single_faults(trials, KINDS), 3)
     trials = Trials(scene(name, "evaluate"))
-    check(trials, "any fault", single_faults(trials, KINDS), 4)
+    check(trials, "any fault, first evaluation", single_faults(trials, KINDS), 1)
 
 
 def test_clipping_that_fails_before_it_writes_is_tried_again() -> None:

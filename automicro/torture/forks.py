@@ -1,0 +1,65 @@
+"""Work in a copy of this process: it finds everything as it is here, and leaves no trace here."""
+
+import contextlib
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_THREADS = Path("/proc/self/task")
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process can go on: there is one thread, so nobody holds a lock.
+
+    False where an accelerator is in use or torch shares operations among threads: these exist from
+    the first backward on. False where the threads of a process cannot be counted.
+    """
+    return hasattr(os, "fork") and _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
+
+
+def in_fork(work: Callable[[], T]) -> T:
+    """What the work gives, done in a copy of this process. It has to be possible to pickle it.
+
+    Raises:
+        RuntimeError: the copy failed, with what it said.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _be_child(work, writing)
+    try:
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            told = pipe.read()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
+    if not told:
+        raise RuntimeError(f"a trial's process ended without a word, with status {status}")
+    result, failure = pickle.loads(told)
+    if failure is not None:
+        raise RuntimeError(f"a trial failed in a process of its own:\n{failure}")
+    given: T = result
+    return given
+
+
+def _be_child(work: Callable[[], T], writing: int) -> None:
+    # Nothing of the parent's may run again here: no handler, no flush, no clean-up.
+    try:
+        try:
+            told = pickle.dumps((work(), None))
+        except BaseException as error:
+            told = pickle.dumps((None, "".join(traceback.format_exception(error))))
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(told)
+    finally:
+        os._exit(0)

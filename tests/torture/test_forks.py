@@ -1,0 +1,60 @@
+"""Work in a copy of the process."""
+
+import threading
+
+import pytest
+
+from automicro.torture import forks
+from automicro.torture.faults import Fault
+from automicro.torture.subject import differences, values
+from automicro.torture.trials import Scene, Trials, attempt
+from tests.torture.subjects import batchnorm_and_dropout
+
+
+# The workers of pytest-xdist have a second thread, which waits.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
+
+def test_nothing_of_it_is_left() -> None:
+    numbers = [1]
+
+    def work() -> list[int]:
+        numbers.append(2)
+        return numbers
+
+    assert forks.in_fork(work) == [1, 2]
+    assert numbers == [1]
+
+
+def test_what_fails_there_is_told_here() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        forks.in_fork(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="in a process of its own"):
+        forks.in_fork(threading.Lock)  # cannot be pickled
+
+
+def test_there_is_no_copy_while_another_thread_may_hold_a_lock() -> None:
+    going = threading.Event()
+    thread = threading.Thread(target=going.wait)
+    thread.start()
+    try:
+        assert not forks.can_fork()
+    finally:
+        going.set()
+        thread.join()
+
+
+@pytest.mark.sweep
+def test_a_trial_in_a_copy_is_the_trial_in_a_run_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(name="BatchNorm and dropout", make=batchnorm_and_dropout)
+    monkeypatch.setattr("automicro.torture.trials.can_fork", lambda: True)
+    trials = Trials(scene)
+    trials.get_ready()
+    prepared = trials._prepared
+    assert prepared is not None
+    before = values(prepared.take())
+    for plan in [Fault(60)], [Fault(60, kind="boom")], [Fault(60, after=True), Fault(120)]:
+        assert trials.attempt(plan) == attempt(Trials(scene), plan)
+        assert differences(before, values(prepared.take())) == []
