@@ -267,21 +267,30 @@ def _cut(
     draw = random.Random(seed)  # not the caller's
     best: tuple[list[int], list[int]] | None = None
     best_score = -1.0
-    varying = [each for each in features if _varies_among(each, rows)]
+    # As numbers of Python: a few rows are compared many times.
+    varying = [
+        (each.kind, dict(zip(rows, each.of(rows).tolist(), strict=True)))
+        for each in features
+        if _varies_among(each, rows)
+    ]
     for _ in range(_CUTS_TRIED):
         small = sorted(draw.sample(list(rows), num_small))
         large = [row for row in rows if row not in small]
-        score = min((_difference(each, small, large) for each in varying), default=1.0)
+        score = min(
+            (
+                _difference(kind, [values[row] for row in small], [values[row] for row in large])
+                for kind, values in varying
+            ),
+            default=1.0,
+        )
         if score > best_score:
             best, best_score = (small, large), score
     assert best is not None
     return best
 
 
-def _difference(feature: Feature, small: Sequence[int], large: Sequence[int]) -> float:
-    one, other = feature.of(small), feature.of(large)
-    together = torch.cat([one, other])
-    if feature.kind != "class" and not (float(one.abs().sum()) and float(other.abs().sum())):
+def _difference(kind: str, one: Sequence[float], other: Sequence[float]) -> float:
+    if kind != "class" and not (any(one) and any(other)):
         return 0.0  # a part that counts nothing has no loss to compare
-    spread = float(together.max() - together.min())
-    return abs(float(one.mean() - other.mean())) / spread
+    spread = max(*one, *other) - min(*one, *other)
+    return abs(sum(one) / len(one) - sum(other) / len(other)) / spread
