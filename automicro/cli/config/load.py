@@ -401,11 +401,16 @@ def _replace(value: Any, mark: str, text: str) -> Any:
     return value.replace(mark, text) if isinstance(value, str) else value
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """What every config is read against. To be merged, which leaves it as it is."""
+    return cast(DictConfig, OmegaConf.structured(RunConfig))
+
+
 def _typed(tree: dict[str, Any]) -> DictConfig:
     check_shapes(tree)
-    schema = OmegaConf.structured(RunConfig)
     try:
-        return cast(DictConfig, OmegaConf.merge(schema, tree))
+        return cast(DictConfig, OmegaConf.merge(_schema(), tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
         if isinstance(error, ValidationError) and key in HINTS:
