@@ -1,5 +1,6 @@
 """From YAML files and overrides to a `RunConfig`, and back to YAML."""
 
+import copy
 import datetime
 import functools
 import re
@@ -58,6 +59,8 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     >>> resolve({"seed": 3, "model": {"args": {"seed": "${seed}"}}})["model"]
     {'args': {'seed': 3}}
     """
+    if not _refers(tree):  # OmegaConf makes a node of each value
+        return copy.deepcopy(tree)
     _register_now()
     # Without types: what an interpolation brings is checked afterwards, as if it had been written.
     config = OmegaConf.create(tree)
@@ -67,6 +70,15 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
         with about(*filter(None, [getattr(error, "full_key", None)])):
             _refuse(error, tree)
         raise
+
+
+def _refers(value: Any) -> bool:
+    """Whether anything in a value is, or looks like, an interpolation."""
+    if isinstance(value, Mapping):
+        return any(map(_refers, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_refers, value))
+    return isinstance(value, str) and "${" in value
 
 
 def _refuse(error: Exception, tree: dict[str, Any]) -> None:
@@ -369,11 +381,16 @@ def _replace(value: Any, mark: str, text: str) -> Any:
     return value.replace(mark, text) if isinstance(value, str) else value
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """What every config is read against. To be merged, which leaves it as it is."""
+    return cast(DictConfig, OmegaConf.structured(RunConfig))
+
+
 def _typed(tree: dict[str, Any]) -> DictConfig:
     check_shapes(tree)
-    schema = OmegaConf.structured(RunConfig)
     try:
-        return cast(DictConfig, OmegaConf.merge(schema, tree))
+        return cast(DictConfig, OmegaConf.merge(_schema(), tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
         if isinstance(error, ValidationError) and key in HINTS:
