@@ -277,9 +277,9 @@ class _Pass:
         call = self.call
         num_rows = call.layout.num_rows(batch)
         if call.earlier is None:
-            self.sizes = call.cut(num_rows, call.sizer.begin())
+            self._cut(call.cut(num_rows, call.sizer.begin()))
         else:
-            self.sizes = [each.size for each in call.earlier]
+            self._cut([each.size for each in call.earlier])
         while True:
             failure: BaseException | None = None
             undo = call.undoing()
@@ -305,9 +305,13 @@ class _Pass:
                 smaller = call.sizer.smaller(max(self.sizes))
                 if smaller is None or call.earlier is not None:
                     raise failure
-                self.sizes = call.cut(num_rows, smaller)
+                self._cut(call.cut(num_rows, smaller))
             finally:
                 failure = None  # it holds this frame: a cycle
+
+    def _cut(self, sizes: Sequence[int]) -> None:
+        """Let slices have these rows; `automicro.torture` notes them here."""
+        self.sizes = list(sizes)
 
     def _through_stages(self, batch: Any) -> Joined:
         self._host = Host()

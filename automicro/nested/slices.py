@@ -682,7 +682,8 @@ def keep_for_backward(
 
 def kept_for_backward(ctx: Any) -> tuple[Any, dict[str, Tensor], Sequence[Tensor]]:
     """The batch again, with leaves in the place of inputs; these inputs, and the parameters."""
-    tensors, others = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+    saved = ctx.saved_tensors  # once: what is computed again refuses to give them twice
+    tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
     inputs = dict(zip(ctx.paths, tensors, strict=False))
     leaves = {path: each.detach() for path, each in inputs.items()}
     batch = with_inputs(ctx.call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
