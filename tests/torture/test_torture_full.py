@@ -56,8 +56,7 @@ def tortured(name: str) -> TortureReport:
         name=title(name),
         most_plans=MOST_PLANS,
         every_operation=True,
-        faults_at_each=4 if name in ALL_FOUR else 1,
-        one_in=10 if name in SAMPLED else 1,
+        faults_per_operation=4 if name in ALL_FOUR else 0.1 if name in SAMPLED else 1,
     )
 
 
