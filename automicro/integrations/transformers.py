@@ -443,7 +443,6 @@ class Enabled:
             forward=weakly(self._forward),
             backward=weakly(self._backward),
             optimizer=trainer.optimizer,
-            modules=self._further_modules(model),
         )
         self._ask_of_evaluation(model, batch)
         return made
@@ -462,6 +461,10 @@ class Enabled:
         """
         counts = self._num_items is not None
         divides = self._divides(model, batch, loss_of) if counts else False
+        if (
+            "optimizer" in own
+        ):  # after a forward, which leaves the root of FSDP2 with whole parameters
+            own["modules"] = self._further_modules(model)
         microbatcher = Microbatcher(
             model,
             loss_average="none" if divides else self._mean(model),
