@@ -140,6 +140,8 @@ class Noting:
                 if forced is not None and walk._number < len(forced):
                     sizes = forced[walk._number]
                     if walk._earlier is not None:
+                        if list(sizes) != [each.size for each in walk._earlier]:
+                            slices._num_shrunk += 1  # as where these did not fit
                         walk._earlier = _cut_again(walk._earlier, sizes)
             found[walk._number] = tuple(sizes)
         original(walk, sizes)

@@ -10,7 +10,6 @@ from automicro.torture.subject import differences, values
 from automicro.torture.trials import Scene, Trials, attempt
 from tests.torture.subjects import batchnorm_and_dropout
 
-
 # The workers of pytest-xdist have a second thread, which waits.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
