@@ -7,7 +7,6 @@ a captured graph has one size, and its pool keeps the memory of sizes that faile
 """
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from automicro.batch.tensors import tensor_leaves
+from automicro.errors import suggestion
 from automicro.memory.budget import active_budget
 from automicro.torch_private import (
     compile_in_place,
@@ -239,7 +239,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
         if name not in known:
             raise ValueError(
                 f"compile has the key {name!r}, which torch.compile does not take"
-                f"{_near(name, known)}; it takes {', '.join(known)}"
+                f"{suggestion(str(name).lower(), known)}; it takes {', '.join(known)}"
             )
     mode, options = keywords.get("mode"), keywords.get("options")
     if mode is not None and options is not None:
@@ -254,7 +254,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
             usual = ", ".join(torch.compiler.list_backends())
             raise ValueError(
                 f"compile has backend={backend!r}, which torch does not know"
-                f"{_near(backend, backends)}; use one of {usual}, or a callable"
+                f"{suggestion(str(backend).lower(), backends)}; use one of {usual}, or a callable"
             )
     if backend != "inductor":
         return
@@ -262,13 +262,14 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
         modes = list(compile_modes())
         raise ValueError(
             f"compile has mode={mode!r}, which torch.compile does not know"
-            f"{_near(mode, modes)}; use one of {', '.join(modes)}"
+            f"{suggestion(str(mode).lower(), modes)}; use one of {', '.join(modes)}"
         )
     for name in options or ():
         if str(name).replace("-", "_") not in compile_options():
             raise ValueError(
                 f"compile has the option {name!r}, which torch.compile does not know"
-                f"{_near(name, compile_options())}; torch._inductor.list_options() lists them all"
+                f"{suggestion(str(name).lower(), compile_options())}; "
+                "torch._inductor.list_options() lists them all"
             )
 
 
@@ -284,8 +285,3 @@ def _capturing(keywords: Mapping[str, Any]) -> str | None:
     if (keywords.get("options") or {}).get(_CUDA_GRAPHS):
         return f"options={{{_CUDA_GRAPHS!r}: True}}"
     return None
-
-
-def _near(name: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name).lower(), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -44,9 +44,11 @@ by `remember` and read by `facts_of`.
 """
 
 import contextlib
+import difflib
 import sys
 import traceback
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -85,6 +87,16 @@ def describe_error(error: BaseException) -> str:
         return kind
     last = where[-1]
     return f"{kind} in {last.name}, {last.filename}:{last.lineno}: {last.line}"
+
+
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """A hint to be put behind a wrong name; empty where nothing is near.
+
+    >>> suggestion("optimzer", ["model", "optimizer"])
+    " (did you mean 'optimizer'?)"
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -360,14 +360,16 @@ class _Trials:
         try:
             while not ended:
                 found = search.find()
-                if found.confidence >= SURE and self._seconds:
+                is_sure = found.confidence >= SURE and bool(self._seconds)
+                beside = self._beside(search) if is_sure else None
+                if is_sure and beside is None:
                     ended = "sure enough"
                 elif self._steps >= max_steps:
                     ended = f"max_steps={max_steps}"
                 elif time.monotonic() - start >= max_seconds:
                     ended = f"max_minutes={max_seconds / 60:g}"
                 else:
-                    self._round(search, int(found.next[SIZE]), max_steps)
+                    self._round(search, beside or int(found.next[SIZE]), max_steps)
         except KeyboardInterrupt:
             if not self._seconds:
                 raise
@@ -417,6 +419,12 @@ class _Trials:
         """The largest that was measured and is no more than the batch."""
         known = [size for size in self._seconds if size <= self._pool.batch_rows]
         return Candidate.of(**{SIZE: max(known, default=min(self._seconds, default=1))})
+
+    def _beside(self, search: Search) -> int | None:
+        """Half or twice the base, where it was not measured: a cliff shows at no other size."""
+        base = int(search.base[SIZE])
+        sizes = {int(each[SIZE]) for each in search.candidates} - self._seconds.keys()
+        return next((size for size in (base // 2, 2 * base) if size in sizes), None)
 
     def _round(self, search: Search, size: int, max_steps: int) -> None:
         is_new = size not in self._peaks

@@ -1,6 +1,5 @@
 """Arguments that are refused early, each with what was probably meant."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -8,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import BatchError, LossError
+from automicro.errors import BatchError, LossError, suggestion
 from automicro.migration import PRECISION_SYNONYMS
 from automicro.units import Duration, Unit, parse_time
 
@@ -37,9 +36,10 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     accepted = list(choices)
     if isinstance(value, str) and value in accepted:
         return value
-    near = difflib.get_close_matches(str(value), accepted, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"{name}={value!r} is not known{hint}; use one of {', '.join(accepted)}")
+    raise ValueError(
+        f"{name}={value!r} is not known{suggestion(value, accepted)}; use one of "
+        f"{', '.join(accepted)}"
+    )
 
 
 def check_probe(probe: object) -> bool:

@@ -42,6 +42,7 @@ _WIDTH, _LEGEND = 760, 250  # pixels, as all that follows
 _LEFT, _TOP, _RIGHT, _BELOW = 84, 52, 32, 46
 _GAP = 30
 _LETTER = 6.4  # the width of one
+_MOST_LETTERS = 34  # of a name beside a picture
 _MOST_COLUMNS = 400  # of a timeline: finer ones could not be seen
 
 
@@ -570,8 +571,8 @@ def _corners(area: Area) -> list[tuple[float, float]]:
     return [*upper, *reversed(lower)]
 
 
-def _shortened(name: str, letters: int) -> str:
-    return name if len(name) <= letters else "…" + name[1 - letters :]
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MOST_LETTERS else "…" + name[1 - _MOST_LETTERS :]
 
 
 # The hand that draws SVG
@@ -685,7 +686,7 @@ def _svg_legend(areas: Sequence[Area], top: float) -> list[str]:
         y = top + number * 18
         parts.append(f'<rect x="{_WIDTH}" y="{y}" width="12" height="12" fill="{area.colour}"/>')
         name = f"<title>{escape(area.name)}</title>"
-        parts.append(_text(_WIDTH + 18, y + 10, _shortened(area.name, 34), inside=name))
+        parts.append(_text(_WIDTH + 18, y + 10, _shortened(area.name), inside=name))
     return parts
 
 
@@ -755,7 +756,7 @@ def _draw_panel(panel: Panel, axes: "Axes") -> None:
     if panel.areas:
         handles, names = axes.get_legend_handles_labels()
         axes.legend(
-            handles[::-1], [_shortened(name, 34) for name in names[::-1]], loc="upper left",
+            handles[::-1], [_shortened(name) for name in names[::-1]], loc="upper left",
             bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=9, handlelength=1, handleheight=1,
             borderaxespad=0, labelspacing=0.45,
         )  # fmt: skip

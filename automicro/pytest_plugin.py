@@ -6,7 +6,6 @@ file beside the tests and names the module that a change made larger. Loaded by 
 ``automicro[pytest]`` is installed; torch is imported only in tests that use it.
 """
 
-import difflib
 import functools
 import inspect
 import json
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from automicro.errors import AutomicroWarning, warn
+from automicro.errors import AutomicroWarning, suggestion, warn
 
 if TYPE_CHECKING:
     from automicro.planning.baseline import Peaks
@@ -126,9 +125,9 @@ def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ())
     known = [*inspect.signature(plan).parameters, *also]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise TypeError(f"{who} {name!r}{hint}; there are {', '.join(known)}")
+            raise TypeError(
+                f"{who} {name!r}{suggestion(name, known)}; there are {', '.join(known)}"
+            )
 
 
 class FitsBaseline:

@@ -1,4 +1,4 @@
-"""Parameters and gradients of which every rank holds a part."""
+"""How many ranks there are, and parameters and gradients of which every rank holds a part."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -7,6 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def num_ranks() -> int:
+    """How many processes have met in torch's process group; 1 where none have.
+
+    >>> num_ranks()
+    1
+    """
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_sharded(tensor: object) -> bool:

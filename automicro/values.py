@@ -81,6 +81,22 @@ def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
     return torch.stack([each.detach().to(place, dtype) for each in scalars])
 
 
+def alone(scalar: Tensor) -> Tensor:
+    """A number without a graph, in memory that holds nothing else.
+
+    Kernels may leave a mean in the memory of its terms, which would live as long as the mean does.
+
+    >>> scalar = torch.nn.functional.mse_loss(torch.ones(1000), torch.zeros(1000))
+    >>> alone(scalar), alone(scalar).untyped_storage().nbytes()
+    (tensor(1.), 4)
+    """
+    detached = scalar.detach()
+    if type(detached) is not Tensor or detached.layout is not torch.strided:
+        return detached
+    is_alone = detached.untyped_storage().nbytes() <= detached.element_size()
+    return detached if is_alone else detached.clone()
+
+
 def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
     """The values of 0-d tensors. Waits once for a device, however many there are.
 

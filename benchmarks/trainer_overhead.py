@@ -24,7 +24,7 @@ from torch import nn
 
 from automicro import Microbatcher, Trainer
 from automicro.cli.config.build import Recipe
-from automicro.cli.config.load import load_config
+from automicro.cli.config.load import read_config
 from automicro.loggers import JSONLinesLogger
 from benchmarks.overhead import Counter, median_with_interval
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    recipe = Recipe(load_config("configs/docs_lm.yaml", ["memory_limit=null"]))
+    recipe = Recipe(read_config(["configs/docs_lm.yaml"], ["memory_limit=null"]).config)
     loaded = iter(recipe.make("train_dataloader"))
     batches = [next(loaded) for _ in range(arguments.batches + WARM_UP)]
     with tempfile.TemporaryDirectory() as folder:

@@ -38,6 +38,19 @@ VARIABLES_OF_LIBRARIES = {
 THREADS_OF_LIBRARIES = {"tqdm_monitor"}
 
 
+# Seconds, where a test has none of its own: on a slow machine with other work on it the longest
+# take minutes.
+COSTLY_TIMEOUT = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give costly tests more time than quick ones before they count as hanging."""
+    for item in items:
+        is_costly = any(item.get_closest_marker(name) for name in ("slow", "sweep"))
+        if is_costly and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(COSTLY_TIMEOUT))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def little_for_the_collector() -> None:
     """Take what imports and earlier modules made out of the collector's sight.
@@ -52,7 +65,7 @@ def batches_that_do_not_fit(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Let runs keep them with what else tests write."""
     folder = tmp_path_factory.mktemp("automicro-kept", numbered=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("automicro.trainer.failures.new_folder", lambda: folder)
+        patch.setattr("automicro.replaying.new_folder", lambda: folder)
         yield
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import graphlib
 import importlib
 import inspect
@@ -9,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,13 +137,31 @@ PUBLIC_IN_DATA = ["LengthBatchSampler"]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trees_that_stay() -> Iterator[None]:
+    """Let the collector of cycles not look at half a million nodes, again and again."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all of a file: walking a tree takes longer than what is asked of it."""
+    return list(ast.walk(parsed(path)))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+def is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
 PRIVATE_ATTRIBUTES_OF_TORCH = {
@@ -175,18 +195,18 @@ def unit(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imports(path: Path, *, top_only: bool = False) -> set[str]:
+@functools.cache
+def imports(path: Path, *, top_only: bool = False) -> frozenset[str]:
     """Return the absolute names of what a file imports; ``from a import b`` gives ``a.b``."""
-    tree = parsed(path)
-    statements = top_level_statements(tree) if top_only else list(ast.walk(tree))
-    found = set()
+    statements = top_level_statements(parsed(path)) if top_only else nodes(path)
+    found: set[str] = set()
     for node in statements:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}:{node.lineno} imports relatively: name it whole"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def top_level_statements(tree: ast.Module) -> list[ast.AST]:
@@ -195,8 +215,8 @@ def top_level_statements(tree: ast.Module) -> list[ast.AST]:
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
+            continue  # no expression imports
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         statements.append(node)
@@ -289,8 +309,8 @@ def test_private_names_of_torch_stand_in_one_place() -> None:
             for name in imports(path)
             if name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
         ]
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+        for node in nodes(path):
+            if isinstance(node, ast.Attribute) and not is_own(node.value):
                 found += {node.attr} & PRIVATE_ATTRIBUTES_OF_TORCH
             # getattr(module, "_buffers"), sys.modules["torch._dynamo"]
             text = node.value if isinstance(node, ast.Constant) else None
@@ -314,7 +334,7 @@ def test_every_module_says_what_it_is() -> None:
 def test_functions_take_a_few_parameters() -> None:
     wrong = []
     for module, path in MODULES.items():
-        for scope in ast.walk(parsed(path)):
+        for scope in nodes(path):
             owner = scope.name if isinstance(scope, ast.ClassDef) else None
             if not isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue

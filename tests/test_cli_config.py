@@ -8,9 +8,9 @@ from torch import nn
 from automicro.cli import main
 from automicro.cli.commands.config import markdown_page
 from automicro.cli.config.keys import KEYS
-from automicro.cli.config.load import load_config
 from automicro.cli.config.sources import read_file
 from tests.cli_jobs import enter_folder_with_job
+from tests.config_jobs import load_config
 
 EVALUATION = ("data", "metrics", "microbatch_size", "max_batches", "interval")
 

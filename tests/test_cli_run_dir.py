@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from automicro.cli import main
-from automicro.cli.config.load import load_config
 from automicro.cli.run_dir import RunDir
 from automicro.trainer.report import FitSummary
 from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
+from tests.config_jobs import load_config
 
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
 

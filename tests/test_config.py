@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from automicro import MemoryBudget
-from automicro.cli.config.build import Recipe, build_trainer
-from automicro.cli.config.load import load_config
+from automicro.cli.config.build import Recipe
 from automicro.cli.config.nodes import prepare
 from automicro.cli.config.schema import CallConfig
-from tests.config_jobs import JOB, args_of, job
+from tests.config_jobs import JOB, args_of, build_trainer, job, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = ROOT / "configs" / "digits.yaml"

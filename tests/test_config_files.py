@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from automicro.cli.config.load import escape, load_config, read_config, rows_to_load, to_yaml
+from automicro.cli.config.load import escape, read_config, rows_to_load, to_yaml
 from automicro.cli.config.schema import CallConfig
 from automicro.cli.config.sources import merge, read_file
 from automicro.errors import ConfigError
-from tests.config_jobs import JOB, args_of, job
+from tests.config_jobs import JOB, args_of, job, load_config
 
 
 @pytest.fixture(autouse=True)

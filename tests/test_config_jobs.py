@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from automicro import FitSummary
-from automicro.cli.config.build import build_trainer
-from automicro.cli.config.load import load_config
+from tests.config_jobs import build_trainer, load_config
 from tests.sweeps import mostly_in_sweeps
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))

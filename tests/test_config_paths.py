@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from automicro.cli.config.build import build_trainer
-from automicro.cli.config.load import load_config
 from automicro.errors import ConfigError
-from tests.config_jobs import complaint, job
+from tests.config_jobs import build_trainer, complaint, job, load_config
 
 
 @pytest.fixture(autouse=True)

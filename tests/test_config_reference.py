@@ -8,11 +8,10 @@ import pytest
 
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.commands.config import documentation, markdown_page, read_entries
-from automicro.cli.config.build import build_trainer
 from automicro.cli.config.keys import GROUPS, KEYS
-from automicro.cli.config.load import load_config
 from automicro.cli.config.schema import (
     RunConfig,
+    TrainerConfig,
     defaults,
     defaults_inside,
     keys_inside,
@@ -20,10 +19,9 @@ from automicro.cli.config.schema import (
 )
 from automicro.data import LengthBatchSampler
 from automicro.microbatcher import Microbatcher
-from automicro.trainer.config import TrainerConfig
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
-from tests.config_jobs import JOB
+from tests.config_jobs import JOB, build_trainer, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = inspect.signature(Trainer).parameters

@@ -7,14 +7,14 @@ import pytest
 
 from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.build import Recipe, build_trainer
-from automicro.cli.config.load import load_config, read_config, to_yaml
+from automicro.cli.config.build import Recipe
+from automicro.cli.config.load import read_config, to_yaml
 from automicro.cli.config.schema import CallConfig, EvaluatorConfig
 from automicro.cli.config.sources import merge
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError
 from automicro.trainer.evaluators import Evaluator
-from tests.config_jobs import JOB, job
+from tests.config_jobs import JOB, build_trainer, job, load_config
 
 DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1, 2, 3], batch_size: 2}}"
 LOGGER = '{call: automicro.loggers.JSONLinesLogger, args: {path: "${run_dir}/log.jsonl"}}'

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,20 @@ def not_printed(shown: list[str], printed: list[str]) -> list[str]:
     return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
 
 
-@pytest.mark.parametrize(("name", "code", "shown"), blocks(), ids=[each[0] for each in blocks()])
+# Seconds each, of what tests/planning, tests/torture and tests/integrations ask in less.
+LONG = {"docs/plan.md-1", "docs/torture.md-0", "docs/integrations/transformers.md-0"}
+
+
+def cases() -> list[Any]:
+    found = blocks()
+    assert {name for name, _, _ in found} >= LONG
+    return [
+        pytest.param(*each, id=each[0], marks=pytest.mark.sweep if each[0] in LONG else ())
+        for each in found
+    ]
+
+
+@pytest.mark.parametrize(("name", "code", "shown"), cases())
 def test_the_code_in_the_documentation_runs_and_prints_what_is_shown(
     name: str, code: str, shown: list[str]
 ) -> None:

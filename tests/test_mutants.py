@@ -47,6 +47,7 @@ def lines(mutants: list[Mutant]) -> list[str]:
     return [mutant.line for mutant in mutants]
 
 
+@pytest.mark.sweep
 def test_a_mistake_that_a_test_sees_is_caught_and_others_survive(tree: Path) -> None:
     verdicts = measure(pick(tree, seed=0, count=9), ["."], root=tree, seconds=10)
     found = {(each.mutant.line, each.outcome, each.reached) for each in verdicts}

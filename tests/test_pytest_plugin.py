@@ -15,7 +15,8 @@ import pytest
 
 from automicro.planning.plan import plan
 from automicro.pytest_plugin import assert_fits
-from tests.planning.test_plan import LOSS, Blocks, adam, batch
+from tests.planning.conftest import adam
+from tests.planning.test_plan import LOSS, Blocks, batch
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = """

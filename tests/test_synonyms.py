@@ -8,12 +8,11 @@ import pytest
 
 from automicro.cli import main
 from automicro.cli.config.keys import KEYS
-from automicro.cli.config.load import load_config
 from automicro.migration import PRECISION_SYNONYMS, SYNONYMS, synonym_of
 from automicro.options import PRECISIONS, check_precision_name
 from automicro.trainer.composer import refuse_unknown
 from automicro.trainer.trainer import Trainer
-from tests.config_jobs import JOB, complaint
+from tests.config_jobs import JOB, complaint, load_config
 
 NAMES = [name for names, _ in SYNONYMS for name in names]
 EPOCHS = "it has a unit, ep for epochs: write max_duration=3ep"

@@ -1,11 +1,10 @@
 """Ending training when a value no longer gets better."""
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from automicro.errors import warn
+from automicro.errors import suggestion, warn
 from automicro.events.callback import Callback
 from automicro.events.run import IN_EVALUATION, IN_TRAINING, NO_EVALUATION, Run
 from automicro.options import check_choice, read_count
@@ -174,25 +173,19 @@ class EarlyStopping(Callback):
         is_known = name in run.values or run.expected.gives(name)
         if is_known or not name.startswith(IN_TRAINING):
             return
-        names = [
-            each for each in (*run.values, *run.expected.names) if each.startswith(IN_TRAINING)
-        ]
+        known = {*run.values, *run.expected.names}
+        names = sorted(each for each in known if each.startswith(IN_TRAINING))
         warn(
-            f"EarlyStopping monitors {name!r}{_did_you_mean(name, names)}, which nothing has given "
+            f"EarlyStopping monitors {name!r}{suggestion(name, names)}, which nothing has given "
             f"so far, and ends the run after the first epoch if nothing does; the names are: "
-            f"{', '.join(sorted(set(names)))}",
+            f"{', '.join(names)}",
             UserWarning,
         )
 
     def _refuse(self, names: list[str] | None) -> None:
         there = f"the names are: {', '.join(names)}" if names else NO_EVALUATION
-        hint = _did_you_mean(self._monitor, names or ())
+        hint = suggestion(self._monitor, sorted(set(names or ())))
         raise ValueError(f"there is no value called {self._monitor!r} to monitor{hint}; {there}")
-
-
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(set(names)), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _logged_name(name: str) -> str:

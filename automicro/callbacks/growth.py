@@ -1,5 +1,6 @@
 """Sizes that grow in training: of images, and of sequences."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,9 +140,7 @@ class ImageSizeSchedule(GrowthSchedule):
         multiple_of: int = 1,
         resize: Resize | None = None,
     ) -> None:
-        def by_default(batch: Any, size: int) -> Any:
-            return resize_images(batch, size, multiple_of=multiple_of)
-
+        by_default = functools.partial(resize_images, multiple_of=multiple_of)
         super().__init__(
             start,
             end,
@@ -188,8 +187,7 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
         return resized
     if isinstance(batch, Mapping):
         return {**batch, key: resized}
-    parts = [resized, *batch[1:]]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return _like(batch, [resized, *batch[1:]])
 
 
 def _interpolated(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -280,9 +278,7 @@ class SequenceLengthSchedule(GrowthSchedule):
         if isinstance(keys, str):
             raise TypeError(f"keys={keys!r} is one string; pass a list: keys=[{keys!r}]")
 
-        def by_default(batch: Any, size: int) -> Any:
-            return cut_tokens(batch, size, keys=keys)
-
+        by_default = functools.partial(cut_tokens, keys=keys)
         super().__init__(
             start,
             end,

@@ -21,6 +21,7 @@ from automicro.errors import (
     describe_error,
     text_of,
 )
+from automicro.sharding import num_ranks
 from automicro.torch_private import without_modes
 
 T = TypeVar("T")
@@ -206,9 +207,7 @@ def open_peers(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Peers:
     >>> open_peers().world_size
     1
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return ALONE
-    return GroupPeers(timeout_seconds=timeout_seconds)
+    return ALONE if num_ranks() == 1 else GroupPeers(timeout_seconds=timeout_seconds)
 
 
 class GroupPeers:

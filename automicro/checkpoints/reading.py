@@ -323,7 +323,7 @@ def refuse_differences(
         )
 
 
-def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers = ALONE) -> FoundCheckpoint:
+def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers) -> FoundCheckpoint:
     if isinstance(checkpoint, FoundCheckpoint):
         return checkpoint
     path = Path(checkpoint)

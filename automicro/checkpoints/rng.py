@@ -23,11 +23,10 @@ def rng_state() -> dict[str, Any]:
         >>> torch.equal(torch.rand(3), drawn)
         True
     """
-    version, words, gauss = random.getstate()
     budget = active_budget()
     with contextlib.nullcontext() if budget is None else budget.host():
         return {
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "python": python_state_as_tensors(random),
             "numpy": numpy_state_as_tensors(np.random.get_state(legacy=False)),
             "torch": torch.get_rng_state(),
             "accelerators": [
@@ -52,9 +51,8 @@ def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -
         False
     """
     seed = derived_seed(state["torch"], rank=rank, world_size=world_size)
-    version, words, gauss = random.Random(seed).getstate()
     return {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": python_state_as_tensors(random.Random(seed)),
         "numpy": numpy_state_as_tensors(
             np.random.RandomState(seed % 2**32).get_state(legacy=False)
         ),
@@ -87,10 +85,9 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         CheckpointError: it is no such state.
     """
     try:
-        python = state["python"]
-        version, words, gauss = python["version"], tuple(python["words"].tolist()), python["gauss"]
+        python = python_state_of(state["python"])
         numpy, cpu, accelerators = state["numpy"], state["torch"], state["accelerators"]
-        random.setstate((version, words, gauss))
+        random.setstate(python)
         np.random.set_state(numpy_state_of(numpy))
         torch.set_rng_state(cpu.cpu())
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -114,6 +111,22 @@ def _accelerators() -> list[torch.device]:
     if kind is None:
         return []
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def python_state_as_tensors(generator: Any) -> dict[str, Any]:
+    """Where a generator of Python's stands, or the module that has one.
+
+    >>> state = python_state_as_tensors(random.Random(1))
+    >>> python_state_of(state) == random.Random(1).getstate()
+    True
+    """
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": torch.tensor(words), "gauss": gauss}
+
+
+def python_state_of(value: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Python's state again, from what `python_state_as_tensors` made of it."""
+    return value["version"], tuple(value["words"].tolist()), value["gauss"]
 
 
 def numpy_state_as_tensors(value: Any) -> Any:

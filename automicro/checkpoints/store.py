@@ -1,6 +1,5 @@
 """A folder of checkpoints: saving, finding, loading, keeping the last and the best."""
 
-import difflib
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ from automicro.errors import (
     CheckpointWarning,
     DamagedCheckpointError,
     RankError,
+    suggestion,
     text_of,
     warn,
 )
@@ -160,8 +160,7 @@ class CheckpointConfig:
         if isinstance(self.resume, str) and self.resume not in RESUME:
             is_word = not any(sign and sign in self.resume for sign in (os.sep, os.altsep))
             if is_word and not Path(self.resume).exists():
-                near = difflib.get_close_matches(self.resume.lower(), RESUME, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                hint = suggestion(self.resume.lower(), RESUME)
                 raise ValueError(
                     f"resume={self.resume!r} is not known{hint}; use 'auto', 'never' or the "
                     "folder of a checkpoint"

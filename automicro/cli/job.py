@@ -14,8 +14,8 @@ from automicro.cli.config.keys import about, key_in, keys_of
 from automicro.cli.config.load import LoadedConfig, read_config
 from automicro.cli.config.schema import TO_TRAIN, RunConfig
 from automicro.cli.config.sources import ElsewhereError, Sources
-from automicro.cli.errors import is_bug_of_ours, summarize_error
-from automicro.errors import ConfigError, DataLoaderError
+from automicro.cli.errors import is_bug_of_ours, is_refusal, summarize_error
+from automicro.errors import AutomicroError, ConfigError, DataLoaderError
 from automicro.options import check_model
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
@@ -96,6 +96,21 @@ class Job:
                 raise
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
             raise ConfigError(self._located(text, keys_of(error) or key_in(text))) from error
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Tell a config that asks for what makes no sense from what goes wrong in doing it.
+
+        Raises:
+            ConfigError: automicro refuses what it is asked.
+        """
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if isinstance(error, AutomicroError) or not is_refusal(error):
+                raise
+            with self.making():
+                raise
 
     def _located(self, text: str, keys: Sequence[str]) -> str:
         """A message with the lines that it is about, and what else has a part in their values."""

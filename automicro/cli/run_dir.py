@@ -26,11 +26,11 @@ from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
-from automicro.trainer.failures import KEPT
+from automicro.replaying import CONFIG, KEPT
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
 from automicro.trainer.signals import end_told_here
 
-CONFIG, SUMMARY, WEIGHTS = "config.yaml", "summary.json", "weights.pt"
+SUMMARY, WEIGHTS = "summary.json", "weights.pt"
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
 # Keys that change nothing of what is trained; the same folder may be named in many ways.
 THE_SAME_RUN = frozenset({"run_dir", "progress", "max_time"})

@@ -36,6 +36,7 @@ from automicro.units import format_bytes
 _LEAST_SHARE = 0.08  # of what is held: less is no cause
 _LEAST_FRAGMENTED = 0.15  # of what is reserved
 _MOSTLY = 0.4  # of it: more than a large request leaves free by itself
+_MOST_REMEDIES = 3
 # What should not be there weighs more than what every training has.
 _UNEXPECTED, _DOUBTFUL, _EXPECTED, _UNKNOWN = 4.0, 2.0, 1.0, 0.5
 
@@ -137,9 +138,7 @@ def find_causes(holders: Sequence[Holder], device: Device) -> list[Cause]:
     return sorted(causes, key=lambda cause: -cause.weight)
 
 
-def choose_remedies(
-    causes: Sequence[Cause], holders: Sequence[Holder] = (), count: int = 3
-) -> list[Remedy]:
+def choose_remedies(causes: Sequence[Cause], holders: Sequence[Holder]) -> list[Remedy]:
     """The likeliest cause's remedies, then those that give most back of all others.
 
     >>> mlp = Holder(kind="activations", owner="Mlp", num_bytes=4096, largest_bytes=4096)
@@ -151,7 +150,7 @@ def choose_remedies(
     found: dict[str, Remedy] = {}
     for several in (likeliest, [*others, *_of_any_training(holders)]):
         for remedy in sorted(several, key=lambda each: -each.saved_bytes):
-            if remedy.saved_bytes > 0 and len(found) < count:
+            if remedy.saved_bytes > 0 and len(found) < _MOST_REMEDIES:
                 found.setdefault(remedy.text, remedy)
     return sorted(found.values(), key=lambda each: -each.saved_bytes)
 

@@ -267,7 +267,7 @@ def _of_snapshot(
     message = ""
     facts = {"snapshot": f"device {snapshot.device}, {len(snapshot.blocks)} tensors held"}
     if report is not None:
-        message = _text_of(report, "message")
+        message = _message_of(report)
         facts |= _facts_of(report)
         _complete(device, _device_of(report))
     if capacity is not None:
@@ -364,7 +364,7 @@ def _of_figures(source: Path, report: Mapping[str, Any], capacity: int | None) -
         for moment, each in report.get("timeline") or []
     ]
     return _diagnosis(
-        f"{source.name}: a report of OutOfMemoryReport", _text_of(report, "message"),
+        f"{source.name}: a report of OutOfMemoryReport", _message_of(report),
         _facts_of(report), device, holders, remarks, samples,
     )  # fmt: skip
 
@@ -386,7 +386,7 @@ def _facts_of(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _device_of(report: Mapping[str, Any]) -> Device:
-    device = _device_of_text(_text_of(report, "message"))
+    device = _device_of_text(_message_of(report))
     resident = report["resident_bytes"]
     memory = report.get("device_memory") or {}
     known = Device(
@@ -439,7 +439,7 @@ def _holders_of(report: Mapping[str, Any]) -> list[Holder]:
         )
     attributed = sum(holder.num_bytes for holder in holders)
     peak = report.get("peak_bytes")
-    requested = _device_of_text(_text_of(report, "message")).requested_bytes or 0
+    requested = _device_of_text(_message_of(report)).requested_bytes or 0
     rest = 0 if peak is None else int(peak) - attributed - requested
     inside = report.get("inside") or []
     if rest > 0 and not activations:
@@ -471,8 +471,8 @@ def _bytes_of(tensor: Mapping[str, Any]) -> int:
     return size
 
 
-def _text_of(report: Mapping[str, Any], name: str) -> str:
-    return str(report.get(name) or "")
+def _message_of(report: Mapping[str, Any]) -> str:
+    return str(report.get("message") or "")
 
 
 # The message of the error

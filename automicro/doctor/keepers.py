@@ -18,7 +18,6 @@ from automicro.doctor.source import (
     decorators_of,
     functions_in,
     holds,
-    line_of,
     names_in,
     parameters_of,
     root_of,
@@ -52,7 +51,6 @@ class Keeper:
 
     Attributes:
         frame: where.
-        text: what it says.
         how: ``"collects"``, ``"sums"``, ``"catches"`` (an exception, whose traceback holds what its
             frames held), ``"caches"``, ``"retains"`` (a graph), ``"carries"`` (a state into the
             next round), ``"hands on"`` or ``"sets"``.
@@ -61,7 +59,6 @@ class Keeper:
     """
 
     frame: Frame
-    text: str
     how: str
     has_graph: bool
     is_local: bool = False
@@ -341,7 +338,7 @@ class _Flow:
         is_local = root is not None and self.place.is_local(root)
         known = self._found.get(frame[:2])
         if known is None or _RANK.index(how) < _RANK.index(known.how):
-            self._found[frame[:2]] = Keeper(frame, line_of(frame), how, level == _GRAPH, is_local)
+            self._found[frame[:2]] = Keeper(frame, how, level == _GRAPH, is_local)
 
 
 def _is_list(value: ast.expr) -> bool:

@@ -330,8 +330,7 @@ class Enabled:
         self._host_state = HostState(trainer)
         self._series = Series(trainer, self._host_state)
         self._logs = Logs(trainer)
-        self._train: _Made | None = None
-        self._eval: _Made | None = None
+        self._made: dict[str, _Made] = {}  # for "train" and "eval"
         self._known: dict[str, Any] = {}  # sizes of what is made no more
         # Of the batch that is being computed.
         self._num_items: Any = None
@@ -347,12 +346,14 @@ class Enabled:
     @property
     def microbatch_size(self) -> int | None:
         """Rows of the largest microbatch of the last training batch; None before the first."""
-        return None if self._train is None else self._train.microbatcher.microbatch_size
+        made = self._made.get("train")
+        return None if made is None else made.microbatcher.microbatch_size
 
     @property
     def eval_microbatch_size(self) -> int | None:
         """The same of the last evaluated batch."""
-        return None if self._eval is None else self._eval.microbatcher.eval_microbatch_size
+        made = self._made.get("eval")
+        return None if made is None else made.microbatcher.eval_microbatch_size
 
     def disable(self) -> None:
         """Give the trainer its own steps back."""
@@ -362,18 +363,18 @@ class Enabled:
 
     def sizes(self) -> dict[str, Any]:
         """What was found, as plain values; a checkpoint of the trainer's keeps it."""
-        made = {"train": self._train, "eval": self._eval}
         return self._known | {
-            name: each.microbatcher.state_dict() for name, each in made.items() if each is not None
+            name: each.microbatcher.state_dict() for name, each in self._made.items()
         }
 
     def let_go_of_other_models(self, model: nn.Module) -> None:
         """Hold no model of an earlier run, which takes a device's memory."""
         self._known = self.sizes()
-        if self._train is not None and self._inner(self._train.model) is not self._inner(model):
-            self._train = None
-        if self._eval is not None and self._inner(self._eval.model) is not self._inner(model):
-            self._eval = None
+        self._made = {
+            name: each
+            for name, each in self._made.items()
+            if self._inner(each.model) is self._inner(model)
+        }
 
     # Training
 
@@ -389,9 +390,9 @@ class Enabled:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         with self._logs.of_one_batch(), self._series.of_one_batch(), self._held_up(model):
-            made = self._train
+            made = self._made.get("train")
             if made is None or not made.is_for(model, trainer.optimizer, num_items_in_batch):
-                made = self._train = self._make_training(model, batch)
+                made = self._made["train"] = self._make_training(model, batch)
             self.last = made.microbatcher.backward(batch)
         self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
@@ -434,25 +435,46 @@ class Enabled:
         if scaler is not None and scaler.is_enabled():
             # Made when it is first used, which an attempt that is rolled back must not be.
             scaler.scale(torch.zeros((), device=trainer.args.device))
-        counts = self._num_items is not None
-        divides = self._divides(model, batch, self._training_loss) if counts else False
-        microbatcher = Microbatcher(
+        made = self._make(
+            "train",
             model,
+            batch,
+            self._training_loss,
             forward=weakly(self._forward),
             backward=weakly(self._backward),
             optimizer=trainer.optimizer,
             modules=self._further_modules(model),
+        )
+        self._ask_of_evaluation(model, batch)
+        return made
+
+    def _make(
+        self, name: str, model: nn.Module, batch: Any, loss_of: _LossOf, **own: Any
+    ) -> "_Made":
+        """A Microbatcher for what a trainer asks of a model now.
+
+        Args:
+            name: of the phase, under which its sizes are known.
+            model: as the trainer calls it.
+            batch: the first one.
+            loss_of: that, of rows.
+            own: arguments of the phase's.
+        """
+        counts = self._num_items is not None
+        divides = self._divides(model, batch, loss_of) if counts else False
+        microbatcher = Microbatcher(
+            model,
             loss_average="none" if divides else self._mean(model),
             state=[self._host_state, *self._kept(), *self._of_loss(model)],
             scales_for_ranks=False,
             probe="error",
+            **own,
             **{name: value for name, value in self._options.items() if name != "loss_average"},
         )
-        self._recall("train", microbatcher, self._train)
-        self._ask_of_evaluation(model, batch)
+        self._recall(name, microbatcher)
         return _Made(
             model=model,
-            optimizer=trainer.optimizer,
+            optimizer=own.get("optimizer"),
             counts=counts,
             is_sure=divides is not None,
             microbatcher=microbatcher,
@@ -473,7 +495,7 @@ class Enabled:
             "no",
             "IntervalStrategy.NO",
         )
-        is_known = self._options.get("loss_average") is not None or self._eval is not None
+        is_known = self._options.get("loss_average") is not None or "eval" in self._made
         if is_known or not (is_own and evaluates) or trainer.args.world_size > 1:
             return
         rows = split_batch(batch, _LOOKED_AT)[0]
@@ -495,12 +517,12 @@ class Enabled:
             pass  # the step itself says so
         finally:
             self._num_items, self._arguments = num_items, arguments
-            for noted in (*self._kept(), self._collected):
+            for noted in self._kept():
                 noted.clear()
 
     def _kept(self) -> list[Any]:
         """What is noted of a batch's microbatches."""
-        return [self._series.rows, self._series.changed, self._logs.told]
+        return [self._series.rows, self._series.changed, self._logs.told, self._collected]
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
         """What else the optimizer steps: parameters of a loss, that are not the model's."""
@@ -623,9 +645,9 @@ class Enabled:
         # Of the whole batch and of all ranks, once: each microbatch is divided by it.
         self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         self._arguments = (prediction_loss_only, ignore_keys)
-        made = self._eval
+        made = self._made.get("eval")
         if made is None or not made.is_for(model, None, self._num_items):
-            made = self._eval = self._make_evaluation(model, batch)
+            made = self._made["eval"] = self._make_evaluation(model, batch)
         with self._logs.of_one_batch(), self._series.of_one_batch():
             result = self.last_evaluation = made.microbatcher.evaluate(batch)
         collected, self._collected[:] = list(self._collected), []
@@ -639,26 +661,7 @@ class Enabled:
         return result.loss, logits, labels
 
     def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
-        counts = self._num_items is not None
-        divides = self._divides(model, batch, self._predicted_loss) if counts else False
-        options = {name: each for name, each in self._options.items() if name != "loss_average"}
-        microbatcher = Microbatcher(
-            model,
-            forward=weakly(self._predict),
-            loss_average="none" if divides else self._mean(model),
-            state=[self._host_state, *self._kept(), self._collected, *self._of_loss(model)],
-            probe="error",
-            scales_for_ranks=False,
-            **options,
-        )
-        self._recall("eval", microbatcher, self._eval)
-        return _Made(
-            model=model,
-            optimizer=None,
-            counts=counts,
-            is_sure=divides is not None,
-            microbatcher=microbatcher,
-        )
+        return self._make("eval", model, batch, self._predicted_loss, forward=weakly(self._predict))
 
     def _predict(self, model: nn.Module, microbatch: Any) -> tuple[Tensor | None, None]:
         flat = as_batch(microbatch)
@@ -816,9 +819,9 @@ class Enabled:
         finally:
             extra.roll_back()
 
-    def _recall(self, name: str, microbatcher: Microbatcher, earlier: "_Made | None") -> None:
+    def _recall(self, name: str, microbatcher: Microbatcher) -> None:
         """Go on with the sizes of before, or of the checkpoint that the trainer went on from."""
-        state = self._trainer.state
+        state, earlier = self._trainer.state, self._made.get(name)
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, Sizes):
                 callback.enabled = self  # one that was restored knows no trainer

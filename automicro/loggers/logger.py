@@ -1,12 +1,19 @@
-"""What a logger is told, and what can be logged."""
+"""What a logger is told, what can be logged, and several loggers as one that never fails."""
 
+import logging
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
+
+from automicro.errors import LoggerWarning, describe_error, warn
+
+MOST_FAILURES = 3  # in a row
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -48,6 +55,27 @@ class Logger(Protocol):
 
         Comes last, however the run ended, also after a `start` that failed, and perhaps twice.
         """
+        ...
+
+
+@runtime_checkable
+class LightningInterface(Protocol):
+    """What all loggers of Lightning have, and what others have that follow them."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> Any:
+        """Take down values by name."""
+        ...
+
+    def log_hyperparams(self, params: Any) -> Any:
+        """Take down settings."""
+        ...
+
+    def save(self) -> Any:
+        """Write what is still held."""
+        ...
+
+    def finalize(self, status: str) -> Any:
+        """End."""
         ...
 
 
@@ -110,3 +138,222 @@ def _problem_of_name(name: object) -> str | None:
     if name in RESERVED_NAMES:
         return f"{', '.join(sorted(RESERVED_NAMES))} have a meaning of their own in log files"
     return None
+
+
+class GuardedLogger:
+    """Passes calls on to a logger, and turns its exceptions into words.
+
+    The first of several failures in a row gives a message, the others none. After
+    `MOST_FAILURES` in a row the logger is switched off until the next `start`. One that could
+    not start is started again with the next values.
+
+    Args:
+        logger: the logger.
+
+    Example:
+        >>> class Broken:
+        ...     def start(self, run, *, resume_step): ...
+        ...     def log(self, values, *, step):
+        ...         raise ConnectionError("the server is gone")
+        ...     def close(self): ...
+        >>> guarded = GuardedLogger(Broken())
+        >>> guarded.start({}, resume_step=None)
+        >>> guarded.log({"train/loss": 0.5}, step=7)
+        'Broken could not log step 7 (ConnectionError: the server is gone): ...'
+        >>> guarded.log({"train/loss": 0.4}, step=8)
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._name = _name_of(logger)
+        self._begin: Callable[[], None] | None = None  # what is left to do before logging
+        self._failures = 0  # in a row
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> str | None:
+        """Start the logger; return what to say of a failure."""
+        self._failures = 0
+        self._begin = lambda: self._logger.start(run, resume_step=resume_step)
+        return self._attempt("start", self._begin_if_needed)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> str | None:
+        """Log values unless the logger is switched off; return what to say of a failure."""
+        if self._failures >= MOST_FAILURES:
+            return None
+
+        def log() -> None:
+            self._begin_if_needed()
+            self._logger.log(values, step=step)
+
+        before = self._failures
+        message = self._attempt(f"log step {step}", log)
+        if self._failures >= MOST_FAILURES:
+            _log.warning(
+                "%s is switched off: it failed %d times in a row, at last at step %d",
+                self._name,
+                self._failures,
+                step,
+            )
+        elif before and not self._failures:
+            _log.info("%s works again at step %d, after %d failures", self._name, step, before)
+        return message
+
+    def show(self, name: str, picture: Any, *, step: int) -> str | None:
+        """Show a picture where the logger can; return what to say of a failure."""
+        show = getattr(self._logger, "show", None)
+        if show is None or self._failures >= MOST_FAILURES:
+            return None
+
+        def begin_and_show() -> None:
+            self._begin_if_needed()
+            show(name, picture, step=step)
+
+        return self._attempt(f"show {name!r}", begin_and_show)
+
+    def close(self) -> str | None:
+        """Close the logger, even one that is switched off; return what to say of a failure."""
+        return self._attempt("close", self._logger.close)
+
+    def _begin_if_needed(self) -> None:
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
+
+    def _attempt(self, what: str, call: Callable[[], None]) -> str | None:
+        try:
+            call()
+        # Whatever it is: no trouble of a logger may cost the run that it watches.
+        except Exception as error:
+            self._failures += 1
+            if self._failures > 1:
+                return None
+            described = describe_error(error)
+            return f"{self._name} could not {what} ({described}): {_consequence(what)}"
+        self._failures = 0
+        return None
+
+
+def _consequence(what: str) -> str:
+    if what == "close":
+        return (
+            "the run is over and not harmed, but the last values may be missing from this logger; "
+            "make sure that it can write"
+        )
+    return (
+        "the run goes on, without these values in this logger. It is tried again with the next "
+        f"ones, and switched off after {MOST_FAILURES} failures in a row; make sure that it can "
+        "write (space on the disk, rights, a server that answers)"
+    )
+
+
+def _name_of(logger: object) -> str:
+    # The default of object says an address, which helps nobody.
+    has_own = type(logger).__repr__ is not object.__repr__
+    return repr(logger) if has_own else type(logger).__name__
+
+
+class LoggerGroup:
+    """Hands everything on to several loggers, and never stops the run that it watches.
+
+    An exception of a logger becomes a `LoggerWarning`, once for failures in a row; the other
+    loggers get their values all the same. After three failures in a row a logger is switched off
+    until the next `start`. Ctrl-C and ``SystemExit`` pass through.
+
+    Args:
+        loggers: the loggers, in the order in which they are called.
+
+    Raises:
+        TypeError: something among them is no logger.
+
+    Example:
+        >>> from automicro.loggers import ConsoleLogger
+        >>> group = LoggerGroup([ConsoleLogger()])
+        >>> group.start({"seed": 0})
+        >>> group.log({"train/loss": 0.5}, step=1)
+        step 1: train/loss 0.5
+        >>> group.close()
+    """
+
+    def __init__(self, loggers: Iterable[Logger] = ()) -> None:
+        self._loggers = [GuardedLogger(logger) for logger in _checked(loggers)]
+        self._refused: set[str] = set()
+
+    def __len__(self) -> int:
+        """How many loggers there are: values for none need not be computed."""
+        return len(self._loggers)
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Start every logger.
+
+        Args:
+            run: what is run, in plain values.
+            resume_step: the optimization batches done by the run that is resumed, or None.
+        """
+        self._refused.clear()
+        _tell([logger.start(run, resume_step=resume_step) for logger in self._loggers])
+
+    def log(self, values: Mapping[str, Any], *, step: int) -> None:
+        """Log values to every logger.
+
+        Args:
+            values: numbers and tensors of one element, by name. What is neither is left out, with
+                one warning per name. A name is one line of text; "run", "step" and "time" are
+                taken.
+            step: optimization batches done.
+        """
+        if not self._loggers:
+            return
+        plain, refused = plain_values(values)
+        messages: list[str | None] = [
+            f"{name!r} is not logged, here and later in this run: {problem}; log one number "
+            "under a name such as 'my/value'"
+            for name, problem in refused.items()
+            if name not in self._refused
+        ]
+        self._refused.update(refused)
+        if plain:
+            messages += [logger.log(dict(plain), step=step) for logger in self._loggers]
+        _tell(messages)
+
+    def show(self, name: str, picture: Any, *, step: int) -> None:
+        """Show a picture in every logger that can.
+
+        Args:
+            name: under which it stands.
+            picture: of `automicro.pictures`.
+            step: optimization batches done.
+        """
+        _tell([logger.show(name, picture, step=step) for logger in self._loggers])
+
+    def close(self) -> None:
+        """Close every logger."""
+        _tell([logger.close() for logger in self._loggers])
+
+
+def _tell(messages: Iterable[str | None]) -> None:
+    # After all loggers were called: a filter may turn the warning into an error.
+    for message in messages:
+        if message is not None:
+            warn(message, LoggerWarning)
+
+
+def _checked(loggers: Iterable[Logger]) -> list[Logger]:
+    remedy = "pass a list of loggers, such as loggers=[JSONLinesLogger('log.jsonl')]"
+    if isinstance(loggers, Logger) or not isinstance(loggers, Iterable):
+        raise TypeError(f"loggers is {loggers!r} and not a list; {remedy}")
+    each = list(loggers)
+    for index, logger in enumerate(each):
+        if isinstance(logger, type):
+            raise TypeError(
+                f"loggers[{index}] is the class {logger.__name__}; say {logger.__name__}(…)"
+            )
+        if not isinstance(logger, Logger) and isinstance(logger, LightningInterface):
+            raise TypeError(
+                f"loggers[{index}] is a {type(logger).__name__} of Lightning; say "
+                f"LightningLogger({type(logger).__name__}(…), 'runs/first'), with a folder for "
+                "where the run stands"
+            )
+        if not isinstance(logger, Logger):
+            raise TypeError(
+                f"loggers[{index}] is {logger!r}, which lacks start, log or close; {remedy}"
+            )
+    return each

@@ -9,10 +9,10 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from automicro.loggers.lines import AppendFile, to_json
-from automicro.loggers.logger import not_started
+from automicro.loggers.logger import LightningInterface, not_started
 
 _PREFIX = "events.out.tfevents."
 _RGBA = 4  # as TensorBoard numbers them
@@ -47,12 +47,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        # Said now: while training it would be one more logger that fails.
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                "TensorBoardLogger needs the package tensorboard, which is not installed: "
-                "pip install tensorboard"
-            )
+        _require("tensorboard", "TensorBoardLogger")
         self._folder = Path(folder)
         self._file: AppendFile | None = None
 
@@ -129,6 +124,14 @@ class TensorBoardLogger:
             raise not_started(self)
         event = Event(wall_time=time.time(), **content)
         RecordWriter(self._file).write(event.SerializeToString())
+
+
+def _require(package: str, logger: str) -> None:
+    # Said at once: while training it would be one more logger that fails.
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(
+            f"{logger} needs the package {package}, which is not installed: pip install {package}"
+        )
 
 
 def _next_path(folder: Path) -> Path:
@@ -311,11 +314,7 @@ class WandbLogger:
         mode: str | None = None,
         **options: Any,
     ) -> None:
-        # Said now: while training it would be one more logger that fails.
-        if importlib.util.find_spec("wandb") is None:
-            raise ImportError(
-                "WandbLogger needs the package wandb, which is not installed: pip install wandb"
-            )
+        _require("wandb", "WandbLogger")
         taken = [each for each in _OWN if each in options]
         if taken:
             raise TypeError(
@@ -405,11 +404,7 @@ class MLflowLogger:
         name: str | None = None,
         tracking_uri: str | None = None,
     ) -> None:
-        # Said now: while training it would be one more logger that fails.
-        if importlib.util.find_spec("mlflow") is None:
-            raise ImportError(
-                "MLflowLogger needs the package mlflow, which is not installed: pip install mlflow"
-            )
+        _require("mlflow", "MLflowLogger")
         self._folder = Path(folder)
         self._experiment = experiment
         self._name = name
@@ -491,27 +486,6 @@ class MLflowLogger:
         if self._tracking_uri is not None or is_set:
             return self._tracking_uri
         return f"sqlite:///{self._folder.resolve()}/mlflow.db"
-
-
-@runtime_checkable
-class LightningInterface(Protocol):
-    """What all loggers of Lightning have, and what others have that follow them."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> Any:
-        """Take down values by name."""
-        ...
-
-    def log_hyperparams(self, params: Any) -> Any:
-        """Take down settings."""
-        ...
-
-    def save(self) -> Any:
-        """Write what is still held."""
-        ...
-
-    def finalize(self, status: str) -> Any:
-        """End."""
-        ...
 
 
 class LightningLogger:

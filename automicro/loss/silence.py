@@ -5,6 +5,7 @@ wrong. Here dropout lets everything through, and every other draw that can be is
 constant: what remains different between two splits is not chance.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,16 +66,13 @@ class Silence(OperationMode):
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, a constant in place of what it draws."""
-        kwargs = dict(kwargs)
         if self._is_alone and is_collective(func):
             raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
-        name = func.overloadpacket.__name__
-        if name in _DRAWS or torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, name, args, kwargs)
-        names = _names(func)
-        for given in ("dropout_p", "dropout"):
-            if given in names:
-                args, kwargs = self._without_dropout(names.index(given), given, args, kwargs)
+        name, draws, shares_of_dropout = _told(func)
+        if draws:
+            return self._draw(func, name, args, dict(kwargs))
+        for index, given in shares_of_dropout:
+            args, kwargs = self._without_dropout(index, given, args, kwargs)
         if name == "native_dropout_backward":
             return args[0] * args[1]  # by the mask alone, as the forward went
         result = func(*args, **kwargs)
@@ -159,6 +157,15 @@ def _drawn_aside(func: Any, args: Any, kwargs: Any) -> Tensor:
         module.set_rng_state(there, device)
     torch.set_rng_state(host)
     return drawn
+
+
+@functools.cache
+def _told(func: Any) -> tuple[str, bool, tuple[tuple[int, str], ...]]:
+    """An operation's name, whether it draws, and which of its arguments are shares of dropout."""
+    name, names = func.overloadpacket.__name__, _names(func)
+    draws = name in _DRAWS or torch.Tag.nondeterministic_seeded in func.tags
+    shares = ("dropout_p", "dropout")
+    return name, draws, tuple((names.index(each), each) for each in shares if each in names)
 
 
 def _names(func: Any) -> list[str]:

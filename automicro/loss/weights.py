@@ -12,7 +12,7 @@ from torch import Tensor
 
 from automicro.errors import LossError
 from automicro.loss.averages import Average, Counted, Counts, Samples, Sum, Weight
-from automicro.values import read_scalars
+from automicro.values import alone, read_scalars
 
 
 def microbatch_weights(
@@ -85,6 +85,9 @@ class BatchWeights:
             one.
         is_nothing: whether each microbatch is known to contribute nothing, because it counts no
             target.
+        are_plain: whether each is a number other than zero, for all losses of its microbatch.
+            Backwards may then begin with the weights in place of ones (see `begin`), and the
+            losses are weighted all at once (see `sum`).
     """
 
     def __init__(
@@ -112,6 +115,8 @@ class BatchWeights:
         self._totals = totals
         self._only = self._weights.get("")
         self.of_all = self._only or [None] * num_microbatches
+        only = self._only or ()
+        self.are_plain = bool(only) and all(type(each) is float and each for each in only)
         zeros = [[_is_zero(each) for each in weights] for weights in self._weights.values()]
         self.is_nothing = zeros[0] if len(zeros) == 1 else list(map(all, zip(*zeros, strict=True)))
 
@@ -168,6 +173,54 @@ class BatchWeights:
         counted = [part for name, part in parts.items() if not _is_zero(weights[name])]
         return functools.reduce(operator.add, counted or parts.values()), parts
 
+    def begin(
+        self, index: int, loss: Tensor, losses: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the backward of a microbatch's loss begins with, and the parts of that, weighted.
+
+        For plain weights. Gradients have the same bits as those of the loss times its weight, which
+        would be an operation more in the forward, and two in the backward.
+
+        >>> cut = CutBatch(batch=None, microbatches=[None, None], sizes=[3, 1])
+        >>> weights = BatchWeights({"": Samples()}, [cut])
+        >>> loss = torch.ones((), requires_grad=True)
+        >>> loss.backward(weights.begin(0, loss, {})[0])
+        >>> loss.grad
+        tensor(0.7500)
+        """
+        weight = self.of_all[index]
+        assert isinstance(weight, float)
+        # One of its own for each: where a leaf is a view of the loss, autograd makes it the leaf's
+        # gradient, to which the next backwards add.
+        gradient = (
+            torch.full((), weight, dtype=loss.dtype, device=loss.device)
+            if type(loss) is Tensor
+            else torch.full_like(loss, weight)
+        )
+        return gradient, {name: part * weight for name, part in losses.items()} if losses else {}
+
+    def report(self, loss: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is kept of a microbatch's loss and its parts: no graphs, and nothing beside them."""
+        kept = alone if len(self.of_all) > 1 else Tensor.detach  # one is gone soon
+        return kept(loss), {name: kept(part) for name, part in parts.items()} if parts else {}
+
+    def sum(
+        self, losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `add_up`, where backwards have begun with the weights: losses are not weighted yet.
+
+        Their parts are.
+        """
+        totals = [loss for loss, _ in losses]
+        if any(type(loss) is not Tensor for loss in totals):
+            return _sum(list(map(_weigh, totals, self.of_all))), _parts_of(losses)
+        stacked = torch.stack(totals)
+        # A number times each of them would be computed in no less than this.
+        precision = torch.promote_types(stacked.dtype, torch.float32)
+        weights = torch.tensor(self.of_all, dtype=precision, device="cpu")
+        weighted = stacked * weights.to(stacked.device, non_blocking=True)
+        return weighted.to(stacked.dtype).sum(), _parts_of(losses)
+
 
 def add_up(
     losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
@@ -176,8 +229,11 @@ def add_up(
     if len(losses) == 1:
         total, parts = losses[0]
         return total, dict(parts)
-    total = _sum([loss for loss, _ in losses])
-    return total, {name: _sum([parts[name] for _, parts in losses]) for name in losses[0][1]}
+    return _sum([loss for loss, _ in losses]), _parts_of(losses)
+
+
+def _parts_of(losses: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    return {name: _sum([parts[name] for _, parts in losses]) for name in losses[0][1]}
 
 
 def _denominators(average: Average, cuts: Sequence[CutBatch]) -> Counts | None:

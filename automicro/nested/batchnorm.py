@@ -14,19 +14,19 @@ back through evaluation mode, less ``weight / deviation / N · (Σ dy + x̂ · �
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from automicro.batch.device import on_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import UnsplittableModelError
 from automicro.memory.budget import active_budget
 from automicro.memory.oom import Failure, classify, release
 from automicro.nested.slices import (
-    Autocast,
     Call,
     Calls,
     Earlier,
@@ -34,7 +34,11 @@ from automicro.nested.slices import (
     Joined,
     Slice,
     aliases_of,
+    keep_for_backward,
+    kept_for_backward,
+    outputs_to_autograd,
     refuse_twice,
+    tolerance_of,
     with_inputs,
 )
 from automicro.nested.stages import PLAIN, SCALE_AND_SHIFT, Stages, in_evaluation
@@ -158,7 +162,7 @@ class _Norm:
         random.begin()
         found = self._apply(x, moments.mean, moments.variance(), affine)
         random.roll_back()
-        coarse = {torch.float64: 1e-9, torch.float32: 1e-4}.get(x.dtype, 3e-2)
+        coarse = tolerance_of(x)
         if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
             raise UnsplittableModelError(
                 f"{self._name}, a {type(layer).__name__}, does something else with the statistics "
@@ -215,8 +219,7 @@ class Host:
         if not isinstance(value, Tensor):
             self._values[key] = value, None
             return
-        budget = active_budget()
-        with contextlib.nullcontext() if budget is None else budget.host():
+        with on_host():
             pinned = value.device.type == "cuda"
             held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
             held.copy_(value.detach(), non_blocking=pinned)
@@ -307,7 +310,7 @@ class _Pass:
                 failure = None  # it holds this frame: a cycle
 
     def _cut(self, sizes: Sequence[int]) -> None:
-        """Let slices have these rows."""
+        """Let slices have these rows; `automicro.torture` notes them here."""
         self.sizes = list(sizes)
 
     def _through_stages(self, batch: Any) -> Joined:
@@ -514,44 +517,26 @@ class _InStages(torch.autograd.Function):
         ctx.standing = call.standing()
         done.joined = joined = done.forward(batch)
         ctx.standing.settle()
-        leaves = dict(tensor_leaves(call.batch))
-        ctx.others = [path for path in leaves if path not in inputs]
-        ctx.num_tensors = len(tensors)
-        ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
-        template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
-        ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
+        keep_for_backward(ctx, call, paths, tensors)
         done.call = ctx.call
         ctx.done = done
-        ctx.autocast = Autocast(call.device)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(
-                each
-                for each in joined.tensors
-                if not (each.is_floating_point() or each.is_complex())
-            )
-        )
-        return tuple(joined.tensors)
+        return outputs_to_autograd(ctx, joined)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         refuse_twice()
-        call, paths, done, saved = ctx.call, ctx.paths, ctx.done, ctx.saved_tensors
+        call, done = ctx.call, ctx.done
+        batch, inputs, parameters = kept_for_backward(ctx)
         if done is None:
             raise RuntimeError(
                 "what waited for the backward of a part with BatchNorm was used by an earlier one; "
                 "call backward once (retain_graph=True does not keep it), or compute it again"
             )
         ctx.done = None
-        tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        inputs = dict(zip(paths, tensors, strict=False))
-        parameters = tensors[len(inputs) :]
-        leaves = {path: each.detach() for path, each in inputs.items()}
-        batch = with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
         try:
             sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
             with ctx.standing.again(), ctx.autocast.again():
-                done.backward(batch, paths, given, parameters, sums)
+                done.backward(batch, ctx.paths, given, parameters, sums)
         except Exception as error:
             if classify(error) is Failure.RETRYABLE:
                 call.sizer.smaller(max(done.sizes))  # whoever tries again has smaller slices

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.batch.device import on_host
@@ -41,8 +40,9 @@ from automicro.loss.passes import extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
 from automicro.modules import evaluation_mode, runs_collectives
-from automicro.nested.slices import Call, Unwritten, aliases_of, marked
+from automicro.nested.slices import Call, Unwritten, aliases_of, marked, tolerance_of
 from automicro.reach import OF_EVERY_MODULE
+from automicro.sharding import num_ranks
 from automicro.torch_private import AnyBatchNorm, all_versions, uncheckpointed
 from automicro.transaction.leaves import nodes_of
 from automicro.values import same_values
@@ -50,9 +50,6 @@ from automicro.values import same_values
 ROWS = (4, 2)
 """How many rows are looked at; fewer where memory runs out."""
 
-# How far two ways of computing one thing may be apart, by the widest type.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE = 3e-2
 _MOST_ENDS = 8
 _FACTOR = 1024.0  # of gradients, which rounds nothing
 _MORE_DRAWS = 6  # of numbers that may make no difference
@@ -202,7 +199,7 @@ class _Look:
         Raises:
             LossAverageError, UnsplittableModelError: as `look`.
         """
-        if _has_other_ranks() and runs_collectives(self._modules):
+        if num_ranks() > 1 and runs_collectives(self._modules):
             raise UnsplittableModelError(
                 "a part with a size of its own communicates with other ranks in its forward "
                 "(SyncBatchNorm, or sharded parameters), and ranks may cut it into different "
@@ -219,7 +216,7 @@ class _Look:
                 first, again, has_drawn = self._compute_twice()
                 more = [self._compute(self._rows) for _ in range(_MORE_DRAWS * has_drawn)]
                 # Parts inside may be cut otherwise the second time, which rounds otherwise.
-                coarse = max((_tolerance(leaf) for _, leaf in tensor_leaves(first)), default=0.0)
+                coarse = max((tolerance_of(leaf) for _, leaf in tensor_leaves(first)), default=0.0)
                 is_same = all(_is_same(first, each, tolerance=coarse) for each in (again, *more))
                 if _is_loss(first) != is_tail or not is_same:
                     return self._unseen(is_tail)
@@ -363,7 +360,7 @@ class _Look:
             if any(each.shape[1:] != cut[0].shape[1:] for each in cut):
                 self._refuse(path, shape)
             joined = torch.cat(cut)
-            if not _is_same(leaf, joined, tolerance=_tolerance(leaf)):
+            if not _is_same(leaf, joined, tolerance=tolerance_of(leaf)):
                 values = "other values in slices than in the whole"
                 self._refuse(path, values if len(leaf) == num_rows else shape)
         return Looked(averages=None, is_sure=True)
@@ -473,7 +470,7 @@ class _Look:
                 if rows is self._rows:
                     raise
                 continue  # a count of the caller's that does not know a changed target
-            if not _is_same(whole, torch.stack(summed).sum(), tolerance=_tolerance(whole)):
+            if not _is_same(whole, torch.stack(summed).sum(), tolerance=tolerance_of(whole)):
                 return False
         return True
 
@@ -676,7 +673,7 @@ def look_at_positions(
             return  # other values each time
     flat = whole if _is_loss(whole) else flatten(whole)
     for (path, one), (_, other) in zip(tensor_leaves(flat), tensor_leaves(parts), strict=False):
-        if _is_same(one, other, tolerance=_tolerance(one)):
+        if _is_same(one, other, tolerance=tolerance_of(one)):
             continue
         named = f" {path!r}" if path else ""
         raise UnsplittableModelError(
@@ -721,7 +718,7 @@ def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
             raise
         return True  # it has one backward alone
     one, other = found
-    tolerance = max((_tolerance(each) for each in one), default=0.0)
+    tolerance = max((tolerance_of(each) for each in one), default=0.0)
     return _is_same(one, other, tolerance=tolerance)
 
 
@@ -742,16 +739,8 @@ def _ends(batch: Any) -> frozenset[int]:
     return frozenset([*values[:few], *values[-few:], *extremes])
 
 
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _is_loss(output: Any) -> bool:
     return isinstance(output, Tensor) and output.dim() == 0
-
-
-def _tolerance(like: Tensor) -> float:
-    return _TOLERANCES.get(like.dtype, _COARSE)
 
 
 def _is_same(one: Any, other: Any, *, tolerance: float) -> bool:

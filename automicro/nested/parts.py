@@ -16,6 +16,7 @@ from automicro.errors import AutomicroWarning, UnsplittableModelError, warn
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
+from automicro.nested.slices import tolerance_of
 from automicro.nested.split import NestedSplit, attached_parts, attached_to, num_attachments, split
 from automicro.torch_private import FakeTensor, uncompiled
 
@@ -24,9 +25,6 @@ NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 TAIL = "tail"
 """Stands for head and loss of a language model, unless a module is called so."""
 
-# How far apart the loss of a language model may be with its tail in one piece and apart.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE = 3e-2
 _PATIENCE = 8  # steps until a part that nothing calls is named
 _LARGEST = 1000.0  # in the place of logits, when a look is taken at what is done to them
 
@@ -433,7 +431,7 @@ class LanguageTail:
                 for found in (whole, apart)
             )
             error = abs(float(one) - float(other))
-            if error <= _TOLERANCES.get(one.dtype, _COARSE) * abs(float(one)):
+            if error <= tolerance_of(one) * abs(float(one)):
                 return
             changed = f"two rows: {float(one):.6g}, by its tail alone {float(other):.6g}"
         raise UnsplittableModelError(

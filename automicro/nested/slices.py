@@ -37,7 +37,18 @@ from automicro.values import same_values
 
 T = TypeVar("T")
 
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 3e-2
 _OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
+
+
+def tolerance_of(value: Tensor) -> float:
+    """How far two ways of computing a value may be apart.
+
+    >>> tolerance_of(torch.ones(1)), tolerance_of(torch.ones(1, dtype=torch.bfloat16))
+    (0.0001, 0.03)
+    """
+    return _TOLERANCES.get(value.dtype, _COARSE)
 
 
 class Sizer(Protocol):
@@ -657,6 +668,47 @@ class _Tail(torch.autograd.Function):
         return None, None, *sums.all(gradient)
 
 
+def keep_for_backward(
+    ctx: Any, call: Call, paths: Sequence[str], tensors: Sequence[Tensor]
+) -> None:
+    """Keep what a part is computed again from.
+
+    Args:
+        ctx: of the operation.
+        call: of the part.
+        paths: of the inputs that need a gradient.
+        tensors: these inputs, then the parameters.
+    """
+    # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
+    leaves = dict(tensor_leaves(call.batch))
+    ctx.others = [path for path in leaves if path not in paths]
+    ctx.num_tensors = len(tensors)
+    ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
+    template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
+    ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
+    ctx.autocast = Autocast(call.device)
+    ctx.set_materialize_grads(False)
+
+
+def kept_for_backward(ctx: Any) -> tuple[Any, dict[str, Tensor], Sequence[Tensor]]:
+    """The batch again, with leaves in the place of inputs; these inputs, and the parameters."""
+    saved = ctx.saved_tensors  # once: what is computed again refuses to give them twice
+    tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+    inputs = dict(zip(ctx.paths, tensors, strict=False))
+    leaves = {path: each.detach() for path, each in inputs.items()}
+    batch = with_inputs(ctx.call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
+    return batch, inputs, tensors[len(inputs) :]
+
+
+def outputs_to_autograd(ctx: Any, joined: Joined) -> tuple[Tensor, ...]:
+    """All outputs, of which whole numbers have no gradient."""
+    numbers = [
+        each for each in joined.tensors if not (each.is_floating_point() or each.is_complex())
+    ]
+    ctx.mark_non_differentiable(*numbers)
+    return tuple(joined.tensors)
+
+
 class _Recomputed(torch.autograd.Function):
     """Outputs of all slices, or their loss; computed again in the backward, for the gradients."""
 
@@ -681,37 +733,16 @@ class _Recomputed(torch.autograd.Function):
                 total = _added(total, walk.weights.apply(each.index, found, {})[0])
             del found
         ctx.standing.settle()
-        # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
-        leaves = dict(tensor_leaves(call.batch))
-        ctx.others = [path for path in leaves if path not in inputs]
-        ctx.num_tensors = len(tensors)
-        ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
-        template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
-        ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
+        keep_for_backward(ctx, call, paths, tensors)
         ctx.slices = ran
-        ctx.autocast = Autocast(call.device)
         ctx.is_tail = joined is None
-        ctx.set_materialize_grads(False)
-        if joined is None:
-            return _narrow(total)
-        ctx.mark_non_differentiable(
-            *(
-                each
-                for each in joined.tensors
-                if not (each.is_floating_point() or each.is_complex())
-            )
-        )
-        return tuple(joined.tensors)
+        return _narrow(total) if joined is None else outputs_to_autograd(ctx, joined)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         refuse_twice()
-        call, paths, saved = ctx.call, ctx.paths, ctx.saved_tensors
-        tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        inputs = dict(zip(paths, tensors, strict=False))
-        parameters = tensors[len(inputs) :]
-        leaves = {path: each.detach() for path, each in inputs.items()}
-        batch = with_inputs(call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
+        call, paths = ctx.call, ctx.paths
+        batch, inputs, parameters = kept_for_backward(ctx)
         sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
         aliases = aliases_of(parameters)
         walk = Walk(call, batch, ctx.slices)

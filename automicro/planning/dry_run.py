@@ -143,7 +143,6 @@ class DryRun:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         job = self.job
         model = job.model if isinstance(job.model, nn.Module) else self._made(job.model)
-        self._original = model
         roots = [model, *job.modules]
         if isinstance(job.loss_fn, nn.Module):
             roots.append(job.loss_fn)

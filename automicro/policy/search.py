@@ -413,8 +413,9 @@ class _Posterior:
             start = edges[model - 1] if model else 0
             covariance = self.covariances[model, :k, :k]
             values, vectors = np.linalg.eigh(covariance)
-            root = vectors * np.sqrt(np.maximum(values, 0.0))
-            parts.append(self.means[model, :k] + normal[start : edges[model]] @ root.T)
+            # The symmetric root: there is one, where signs of eigenvectors are a processor's own.
+            root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+            parts.append(self.means[model, :k] + normal[start : edges[model]] @ root)
         return np.concatenate(parts)
 
 

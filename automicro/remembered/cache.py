@@ -262,7 +262,6 @@ class RememberedSizes:
     Args:
         cache: where sizes lie.
         key: of the run, from its first batch.
-        writes: whether this process writes: of several that train together, only the first.
 
     >>> import tempfile
     >>> from automicro.remembered.entry import RunKey
@@ -279,11 +278,10 @@ class RememberedSizes:
     16
     """
 
-    def __init__(self, cache: SizeCache, key: RunKey, *, writes: bool = True) -> None:
+    def __init__(self, cache: SizeCache, key: RunKey) -> None:
         self._cache = cache
         self._key = key
         self._shapes = key.shapes
-        self._writes = writes
         self.recalled = cache.find(key)
         """What an earlier run found, None where there was none."""
         self._written = None if self.recalled is None else self._content(self.recalled)
@@ -314,7 +312,7 @@ class RememberedSizes:
             rows: of the batch.
         """
         content = self._content(size)
-        if rows != self._key.rows or content == self._written or not self._writes:
+        if rows != self._key.rows or content == self._written:
             return
         self._written = content
         self._cache.remember(self._key, size)

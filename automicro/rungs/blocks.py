@@ -1,6 +1,5 @@
 """The blocks that a model repeats: a transformer's layers, the bottlenecks of a ResNet."""
 
-import difflib
 import fnmatch
 import re
 from collections import Counter
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from automicro.errors import suggestion
 from automicro.torch_private import is_compiled
 
 # What wrappers put into the names of what they hold.
@@ -132,8 +132,7 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
 
 def _no_match(pattern: str, names: Mapping[str, nn.Module]) -> str:
     rows = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
-    near = difflib.get_close_matches(pattern, sorted(rows | set(names)), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = suggestion(pattern, sorted(rows | set(names)))
     some = ", ".join(list(names)[:5])
     return (
         f"no module of the model is named {pattern!r}{hint}; name blocks as named_modules() does, "

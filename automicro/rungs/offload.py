@@ -81,7 +81,7 @@ class _Stored:
         return whole
 
 
-class Offload:
+class OffloadHooks:
     """Hooks for one attempt.
 
     On an accelerator host memory is pinned, and copies to it run on a stream of their own: that
@@ -236,7 +236,7 @@ def _require_unchanged(tensor: Tensor, size: Sequence[int], version: int) -> Non
 def offloading(
     modules: Sequence[nn.Module], host: Callable[[], AbstractContextManager[Any]] = on_host
 ) -> Iterator[None]:
-    """Let what is saved for the backward wait in host memory; see `Offload`.
+    """Let what is saved for the backward wait in host memory; see `OffloadHooks`.
 
     Args:
         modules: whose parameters and buffers stay on the device.
@@ -252,18 +252,18 @@ def offloading(
     torch.Size([300, 300])
     """
     every = [each for root in modules for each in root.modules()]
-    offload = Offload((each for module in every for each in _tensors_of(module)), host)
+    hooks = OffloadHooks((each for module in every for each in _tensors_of(module)), host)
     handles = []
 
     def keep_gathered(module: nn.Module, inputs: Any) -> None:
         # Sharded parameters are others while they are gathered. They are freed and gathered anew.
-        offload.keep(each for part in module.modules() for each in _tensors_of(part))
+        hooks.keep(each for part in module.modules() for each in _tensors_of(part))
 
     try:
         for module in every:
             if is_fsdp_module(module):
                 handles.append(module.register_forward_pre_hook(keep_gathered))
-        with offload():
+        with hooks():
             yield
     except RuntimeError as error:
         if not refuses_hooks(error):

@@ -78,6 +78,7 @@ class Passes:
         self._update_metric = update_metric
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
+        self._can_begin = self._is_alone and run_backward is Tensor.backward
         self.scales_for_ranks = scales_for_ranks
         self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
@@ -222,6 +223,10 @@ class Passes:
             )
             self._has_warned_of_nothing = True
 
+    def begins_with(self, weights: BatchWeights) -> bool:
+        """Whether backwards begin with these weights, and losses of `train` are not weighted."""
+        return self._can_begin and weights.are_plain
+
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
         return [tensor for _, tensor in self.layout.leaves(batch)]
@@ -236,9 +241,10 @@ class Passes:
         tell: Tell | None = None,
         keep: Keep | None = None,
     ) -> Losses:
-        """Forward and backward of one microbatch; its weighted losses, detached.
+        """Forward and backward of one microbatch; its losses, detached.
 
         The model's outputs die here, before the next forward begins, but for what is kept of them.
+        Losses are weighted, but for the total where the backward `begins_with` the weight.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -254,16 +260,18 @@ class Passes:
             output = self._forward(self._convention.train, microbatch, tell)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
-        loss, parts = weights.apply(
-            index,
-            check_loss(output.loss, may_be_zero=True),
-            output.losses,
-            has_total=output.has_total,
-        )
-        if tell is not None:
-            tell("loss_end", loss.detach())
-            tell("backward_start", loss.detach())
+        loss = check_loss(output.loss, may_be_zero=True)
         weight = weights.of_all[index]
+        begun: tuple[Tensor, ...] = ()
+        if self.begins_with(weights):
+            gradient, parts = weights.begin(index, loss, output.losses)
+            begun = (gradient,)
+        else:
+            loss, parts = weights.apply(index, loss, output.losses, has_total=output.has_total)
+        if tell is not None:
+            told = loss.detach() * weight if begun and weight is not None else loss.detach()
+            tell("loss_end", told)
+            tell("backward_start", told)
         if not loss.requires_grad:
             gradients.skip(weight=weight)
         elif not self._is_alone:
@@ -273,9 +281,9 @@ class Passes:
         elif is_nothing:
             gradients.run_for_nothing(self._run_backward, loss, weight=weight)
         else:
-            gradients.run(self._run_backward, loss, weight=weight)
+            gradients.run(self._run_backward, loss, *begun, weight=weight)
         if tell is not None:
-            tell("backward_end", loss.detach())
+            tell("backward_end", told)
         if metrics is not None:
             outputs = map_tensors(output.outputs, Tensor.detach)
             if self._convention.has_eval_forward:
@@ -283,7 +291,7 @@ class Passes:
             self._count(metrics, outputs, microbatch)
         if keep is not None:
             keep(output)
-        return loss.detach(), {name: part.detach() for name, part in parts.items()} if parts else {}
+        return weights.report(loss, parts)
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
         """Warn, the first time, of what is added to the losses and cannot be trained on.

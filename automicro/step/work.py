@@ -364,7 +364,8 @@ class TrainingWork(_Work):
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
-        summed = add_up(losses)
+        begun = self._passes.begins_with(weights)
+        summed = weights.sum(losses) if begun else add_up(losses)
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
         return summed if self._accept is None else read_losses(summed)
@@ -476,7 +477,8 @@ class EvaluationWork(_Work):
             if output.loss is not None:
                 weights = weights or passes.eval_weights(cuts)
                 loss = weights.apply(index, output.loss, output.losses, has_total=output.has_total)
-                losses.append(loss)
+                losses.append(weights.report(*loss))
+                del loss
             if keep is not None:
                 keep(output)
             del output  # before the next forward

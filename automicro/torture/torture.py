@@ -27,9 +27,13 @@ def single_faults(trials: Trials, kinds: Iterable[str]) -> list[Plan]:
     ]
 
 
-def faults_at_each(trials: Trials, count: int, one_in: int = 1, seed: int = 0) -> list[Plan]:
-    """At operations so many of these: out of memory before and after it, others before it."""
+def faults_at_each(trials: Trials, per_operation: float, seed: int = 0) -> list[Plan]:
+    """At operations so many of these: out of memory before and after it, others before it.
+
+    Of fewer than one, one at one operation in so many.
+    """
     draw = trials.scene.draw(seed, "each")
+    count, one_in = max(1, int(per_operation)), max(1, round(1 / per_operation))
     return [
         (fault,)
         for index in range(draw.randrange(one_in), trials.num_operations, one_in)
@@ -210,8 +214,7 @@ def torture(
     calls: Sequence[str] = CALLS,
     most_plans: int | None = None,
     every_operation: bool = False,
-    faults_at_each: int = 4,
-    one_in: int = 1,
+    faults_per_operation: float = 4,
     seed: int = 0,
     show: Callable[[Row], None] = lambda row: None,
 ) -> TortureReport:
@@ -228,8 +231,8 @@ def torture(
         every_operation: at every operation of a later step's ``backward`` and of a later
             ``evaluate``, run out of memory before it and after it, and raise a foreign error and
             Ctrl-C before it, whatever ``most_plans`` says.
-        faults_at_each: how many of these four, each in a trial of its own; fewer are drawn.
-        one_in: at one operation in so many, in place of every one.
+        faults_per_operation: how many of these four, each in a trial of its own; fewer are drawn.
+            Below one, one of them at one operation in so many: 0.1 for every tenth.
         seed: of the choice among trials.
         show: called with each row of the table as soon as it is there.
 
@@ -257,7 +260,7 @@ def torture(
     name = name or getattr(make_subject, "__name__", "model")
     rows: list[Row] = []
     with quiet():
-        choice = Choice(most_plans, faults_at_each if every_operation else 0, one_in, seed)
+        choice = Choice(most_plans, faults_per_operation if every_operation else 0, seed)
         for trials, what, plans in _work(make_subject, name, calls, choice):
             rows.append(sweep(trials, what, plans))
             show(rows[-1])
@@ -294,14 +297,12 @@ class Choice:
 
     Attributes:
         most: of each row of the table; None for all.
-        at_each: how many at each operation of a settled call, of the four single faults.
-        one_in: at one operation in so many.
+        per_operation: how many at each operation of a settled call, of the four single faults.
         seed: of what is drawn.
     """
 
     most: int | None
-    at_each: int
-    one_in: int
+    per_operation: float
     seed: int
 
 
@@ -311,9 +312,9 @@ def _work(
     most, seed = choice.most, choice.seed
     for scene in scenes(name, make, calls):
         trials = Trials(scene)
-        is_whole = choice.at_each > 0 and scene.is_settled and not scene.in_budget
+        is_whole = choice.per_operation > 0 and scene.is_settled and not scene.in_budget
         if is_whole:
-            plans = faults_at_each(trials, choice.at_each, choice.one_in, seed)
+            plans = faults_at_each(trials, choice.per_operation, seed)
             for what, kinds in ("one out of memory", ["oom"]), ("foreign errors", FOREIGN):
                 yield trials, what, [plan for plan in plans if plan[0].kind in kinds]
         else:

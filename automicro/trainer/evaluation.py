@@ -19,7 +19,13 @@ from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
 from automicro.trainer.composer import MatchingMetrics, read_evaluations
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches
+from automicro.trainer.data.loading import (
+    check_loader,
+    empty,
+    fetch,
+    num_batches,
+    samplers_of,
+)
 from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.metrics import MetricSet
@@ -425,6 +431,7 @@ class EvaluationPlan:
         for evaluation in evaluations:
             evaluation.check_passes(context.run.max_duration)
         self._evaluations = evaluations
+        self._at_end = [each for each in evaluations if each.happens_at_end]
         self._context = context
         self._state = context.state
         self._loaded: Sequence[str] = ()
@@ -435,7 +442,7 @@ class EvaluationPlan:
     @property
     def is_complete_at_end(self) -> bool:
         """Whether all that evaluate at the end have seen the model as it is."""
-        return all(map(self._is_done, filter(_happens_at_end, self._evaluations)))
+        return all(map(self._is_done, self._at_end))
 
     def values(self) -> dict[str, float]:
         """What was found for the model as it is, by the names under which it is logged.
@@ -459,13 +466,15 @@ class EvaluationPlan:
             is_stopped: asked before each evaluation and each of its batches.
         """
         # At the end of an epoch, those of its last batch come before those of the epoch.
-        for evaluation in sorted(self._evaluations, key=_counts_epochs):
+        for evaluation in sorted(
+            self._evaluations, key=lambda each: each.interval.unit is Unit.EPOCHS
+        ):
             if evaluation.interval.is_pending(self._state):
                 self._evaluate(evaluation, progress, is_stopped)
 
     def run_at_end(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
         """Evaluate at the end of training, with all that do so in the middle of it."""
-        for evaluation in filter(_happens_at_end, self._evaluations):
+        for evaluation in self._at_end:
             self._evaluate(evaluation, progress, is_stopped)
 
     def catch_up(self) -> None:
@@ -509,14 +518,6 @@ class EvaluationPlan:
         evaluation.interval.catch_up(self._state)
 
 
-def _counts_epochs(evaluation: Evaluation) -> bool:
-    return evaluation.interval.unit is Unit.EPOCHS
-
-
-def _happens_at_end(evaluation: Evaluation) -> bool:
-    return evaluation.happens_at_end
-
-
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -535,8 +536,7 @@ def predict_all(microbatcher: Microbatcher, loader: Iterable[Any], progress: Pro
         [tensor([1., 1.]), tensor([0.])]
     """
     check_loader("dataloader", loader)
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    for sampler in (*samplers, getattr(samplers[1], "sampler", None)):
+    for sampler in samplers_of(loader):
         if isinstance(sampler, _SHUFFLING):
             raise ValueError(
                 f"the loader draws its rows at random ({type(sampler).__name__}), so predictions "

@@ -59,7 +59,7 @@ class FitLoop:
         evaluations: EvaluationPlan,
         metrics: MetricSet,
         checkpointer: Checkpointer | None,
-        rehearsal: Rehearsal | None = None,
+        rehearsal: Rehearsal | None,
     ) -> None:
         self.step = step
         self.rehearsal = rehearsal

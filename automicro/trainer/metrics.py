@@ -1,17 +1,22 @@
-"""Metrics by name: separate for training and evaluation, given back as plain numbers."""
+"""Metrics by name, of training and of evaluation, as plain numbers; what each has counted."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.errors import CheckpointError, add_note
+from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
-from automicro.trainer.resume.metrics import MetricState, is_of_torchmetrics
+from automicro.sharding import num_ranks
 from automicro.transaction.metrics import flatten_metrics
+from automicro.values import same_values
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -31,12 +36,9 @@ def match_peers(metrics: Sequence["Metric"]) -> None:
 
     >>> match_peers([])
     """
-    if not metrics or not (dist.is_available() and dist.is_initialized()):
+    if not metrics or num_ranks() == 1:
         return
-    world_size = dist.get_world_size()
-    if world_size == 1:
-        return
-    forms: list[Any] = [None] * world_size
+    forms: list[Any] = [None] * num_ranks()
     dist.all_gather_object(forms, [_forms(metric) for metric in metrics])
     for metric, *others in zip(metrics, *forms, strict=True):
         elsewhere = next((each for each in others if each is not None), None)
@@ -215,7 +217,7 @@ class MetricSet:
     def _compute(self, name: str, metric: Any) -> Any:
         """One metric's value: computing changes no counts, so that it may be done again."""
         try:
-            if _has_peers():  # who would wait for it
+            if num_ranks() > 1:  # who would wait for it
                 return metric.compute()
             return once_more(metric.compute, self._device, doing="computing a metric")
         except Exception as error:
@@ -225,16 +227,12 @@ class MetricSet:
             raise
 
 
-def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
-    if not is_of_torchmetrics(metric) and _has_peers():
+    if not is_of_torchmetrics(metric) and num_ranks() > 1:
         raise TypeError(
             f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
-            f"{dist.get_world_size()} ranks; make it a torchmetrics.Metric, with add_state"
+            f"{num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
         )
 
 
@@ -278,3 +276,316 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{name}/{index}", each)
     else:
         yield name, float(value)
+
+
+# What one metric has counted, as tensors and plain values
+
+_TELLING = (type(None), bool, str, torch.dtype, torch.device)
+
+
+def merge_counts(
+    metric: Any, states: Sequence[Mapping[str, Any]], *, is_first: bool
+) -> dict[str, Any]:
+    """What one rank goes on with: the first with all that was counted, others with nothing.
+
+    That is exact where what a metric reduces over ranks does not change by a rank that has
+    counted nothing: sums from zero, the highest and the lowest, and what is put one after the
+    other.
+
+    Args:
+        metric: of torchmetrics, or a collection of these; nothing about it is changed.
+        states: of all ranks that saved it, as `MetricState` gives them.
+        is_first: whether the rank is the first.
+
+    Raises:
+        CheckpointError: its counts cannot be put together, in words that follow its name.
+
+    Example:
+        >>> from torchmetrics import SumMetric
+        >>> metrics = SumMetric(), SumMetric()
+        >>> saving = [MetricState(each) for each in metrics]
+        >>> for metric, value in zip(metrics, (3.0, 4.0)):
+        ...     metric.update(value)
+        >>> states = [each.state_dict() for each in saving]
+        >>> merge_counts(SumMetric(), states, is_first=True)["states"]
+        {'sum_value': tensor(7.)}
+        >>> merge_counts(SumMetric(), states, is_first=False)["states"]
+        {'sum_value': tensor(0.)}
+    """
+    first = states[0]
+    merged: dict[str, Any] = {"attributes": _merge_attributes(states)}
+    if "own" in first:  # what a collection has of its metrics, each of which comes by itself
+        return {"own": first["own"], **merged}
+    updates = sum(each["updates"] for each in states)
+    merged["states"] = {
+        name: _merge_state(metric, name, [each["states"][name] for each in states], is_first)
+        for name in metric.metric_state
+    }
+    # On all: who computes before any update of its own would be warned.
+    return {**merged, "updates": updates}
+
+
+def _merge_attributes(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Attributes that tell what is counted, and so are the same wherever they are."""
+    merged: dict[str, Any] = {}
+    for state in states:
+        for name, value in state["attributes"].items():
+            if not isinstance(value, _TELLING) or merged.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"keeps {name} outside of the states that torchmetrics reduces over ranks "
+                    "(add_state)"
+                )
+    return merged
+
+
+def _merge_state(metric: "Metric", name: str, values: Sequence[Any], is_first: bool) -> Any:
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+    elementwise: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+        dim_zero_sum: torch.add,
+        dim_zero_max: torch.maximum,
+        dim_zero_min: torch.minimum,
+    }
+    reduce, default = metric._reductions[name], metric._defaults[name]
+    if isinstance(default, list):
+        if reduce is not dim_zero_cat:
+            raise CheckpointError(f"has a list {name} that torchmetrics does not join over ranks")
+        entries = [each for value in values for each in value]
+        # Of their type: torchmetrics takes it to be the same on all ranks.
+        return entries if is_first or not entries else [dim_zero_cat(entries[:1])[:0]]
+    if reduce is dim_zero_cat and default.numel() == 0:
+        return torch.cat(list(values)) if is_first else default.clone()
+    default = default.to(values[0].device)
+    if reduce in elementwise:
+        put_together = elementwise[reduce]
+        merged: Tensor = functools.reduce(put_together, values)
+        nothing = default.expand_as(merged).clone()
+        # What began elsewhere would count once more on each further rank.
+        if torch.equal(put_together(merged, nothing), merged):
+            return merged if is_first else nothing
+    how = getattr(reduce, "__name__", reduce)
+    raise CheckpointError(
+        f"has a state {name} that torchmetrics reduces over ranks by {how} from {_shown(default)}, "
+        "which other ranks that have counted nothing would change"
+    )
+
+
+def _shown(value: Tensor) -> str:
+    return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_ARRAY = "numpy array"
+
+
+def is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
+    """Tell whether a metric is one of torchmetrics, without importing it: it takes seconds.
+
+    Args:
+        metric: whatever was given for one.
+        class_name: ``"Metric"`` or ``"MetricCollection"``.
+
+    >>> is_of_torchmetrics("accuracy")
+    False
+    """
+    # Whoever made such a metric has imported it.
+    kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
+    return kind is not None and isinstance(metric, kind)
+
+
+class MetricState:
+    """Saves and restores a metric.
+
+    Of a torchmetrics metric its states; of one with a ``state_dict`` and a ``load_state_dict`` of
+    its own what these say; and of every other, and besides the states, each attribute that is
+    data and has changed since the metric was made.
+
+    Args:
+        metric: that has counted nothing yet.
+
+    Example:
+        >>> class Rows:
+        ...     count = 0
+        ...     def update(self, outputs):
+        ...         self.count += len(outputs)
+        >>> rows = Rows()
+        >>> state = MetricState(rows)
+        >>> rows.update([1, 2, 3])
+        >>> state.state_dict()["attributes"]
+        {'count': 3}
+    """
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self._is_known = is_of_torchmetrics(metric)
+        self._saves_itself = not self._is_known and all(
+            callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+        # A module saves its tensors itself, and no other attribute; a collection has no counts.
+        is_collection = is_of_torchmetrics(metric, "MetricCollection")
+        is_module = isinstance(metric, nn.Module) and not is_collection
+        self._has_attributes = is_module or not self._saves_itself
+        of_all = _of_every_metric() if self._is_known else vars(nn.Module())
+        self._ignored = frozenset(of_all) if is_module else frozenset()
+        self._given = copy.deepcopy(self._data())
+        self._has_warned = False
+
+    @property
+    def class_name(self) -> str:
+        """Of the metric."""
+        return type(self._metric).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted."""
+        self._warn_of_other_attributes()
+        given = self._given
+        changed = {
+            name: _encode(value)
+            for name, value in self._data().items()
+            if name not in given or not same_values(value, given[name])
+        }
+        if self._saves_itself:
+            return {"own": self._metric.state_dict(), "attributes": changed}
+        if not self._is_known:
+            return {"attributes": changed}
+        states = {name: copy.copy(value) for name, value in self._metric.metric_state.items()}
+        return {"states": states, "updates": self._metric.update_count, "attributes": changed}
+
+    def refusal(self, state: Mapping[str, Any]) -> str | None:
+        """Why a state is not one of this metric, in words; None where it is."""
+        if ("own" in state) != self._saves_itself or ("states" in state) != self._is_known:
+            return "it keeps its state in another way"
+        if not self._is_known:
+            return None
+        here, saved = self._metric.metric_state, state["states"]
+        if here.keys() != saved.keys():
+            return f"it has the states {', '.join(saved)}, here {', '.join(here)}"
+        for name, value in here.items():
+            is_list, was_list = isinstance(value, list), isinstance(saved[name], list)
+            if is_list != was_list:
+                return f"its state {name} is a {type(saved[name]).__name__}"
+            # What begins as one number or as nothing may take on a shape as it counts.
+            is_shaped = not is_list and value.dim() > 0 and value.numel() > 0
+            if is_shaped and value.shape != saved[name].shape:
+                return f"its state {name} has the shape {tuple(saved[name].shape)}"
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from what `state_dict` gave. The metric was reset before."""
+        metric = self._metric
+        if self._saves_itself:
+            metric.load_state_dict(state["own"])
+        for name, value in state["attributes"].items():
+            _put(metric, name, _decode(value))
+        if not self._is_known:
+            return
+        for name, value in state["states"].items():
+            put = [each.to(metric.device) for each in value] if isinstance(value, list) else value
+            setattr(metric, name, put.to(metric.device) if isinstance(put, Tensor) else put)
+        # torchmetrics counts updates itself, and a metric without any warns when it is computed.
+        metric._update_count = state["updates"]
+
+    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
+        """What a rank goes on with where another number of ranks saved; see `merge_counts`.
+
+        Args:
+            states: what `state_dict` gave on each of them.
+            rank: the one that goes on.
+
+        Raises:
+            CheckpointError: its counts cannot be put together.
+        """
+        if not (self._is_known or is_of_torchmetrics(self._metric, "MetricCollection")):
+            raise CheckpointError("is no torchmetrics.Metric, so nothing says how counts add up")
+        return merge_counts(self._metric, states, is_first=rank == 0)
+
+    def _attributes(self) -> dict[str, Any]:
+        if not self._has_attributes:
+            return {}
+        states = self._metric.metric_state if self._is_known else {}
+        return {
+            name: value
+            for name, value in getattr(self._metric, "__dict__", {}).items()
+            if name not in self._ignored and name not in states
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {name: value for name, value in self._attributes().items() if _is_data(value)}
+
+    def _warn_of_other_attributes(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        # Those of torchmetrics keep what they count in states; they may hold anything besides.
+        lost = [
+            f"{name} (a {type(value).__name__})"
+            for name, value in self._attributes().items()
+            if not _is_data(value)
+            and not callable(value)
+            and not (self._is_known and not isinstance(value, deque | list | dict))
+        ]
+        if lost:
+            warn(
+                f"checkpoints cannot hold {', '.join(lost)} of the metric {self.class_name}, so "
+                "after a resume within an epoch it counts from there only; give the metric "
+                "state_dict and load_state_dict, with tensors and plain values",
+                CheckpointWarning,
+            )
+
+
+def _of_every_metric() -> Mapping[str, Any]:
+    """The attributes of a metric that counts nothing: every metric of torchmetrics has them."""
+    from torchmetrics import Metric
+
+    class Bare(Metric):
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    return vars(Bare())
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc"
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter)
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
+        return all(_is_data(key) and _is_data(each) for key, each in value.items())
+    if type(value) in (list, tuple, set):
+        return all(map(_is_data, value))
+    return isinstance(value, np.generic) or type(value) in _PLAIN
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, Mapping) and type(value) is not Counter:
+        return {key: _encode(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_encode, value))
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, Mapping) and type(value) is not Counter:
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].cpu().numpy()
+        return {key: _decode(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_decode, value))
+    return value
+
+
+def _put(metric: Any, name: str, value: Any) -> None:
+    """Containers stay the objects that they are: others may share them, or they have defaults."""
+    old = getattr(metric, name, None)
+    if isinstance(old, dict) and isinstance(value, dict):
+        old.clear()
+        old.update(value)
+    elif isinstance(old, list) and isinstance(value, list):
+        old[:] = value
+    else:
+        device = old.device if isinstance(old, Tensor) else getattr(metric, "device", None)
+        is_moved = isinstance(value, Tensor) and isinstance(device, torch.device)
+        setattr(metric, name, value.to(device) if is_moved else value)

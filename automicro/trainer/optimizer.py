@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from automicro.errors import SchedulerWarning, warn
+from automicro.errors import SchedulerWarning, suggestion, warn
 from automicro.migration import comes_from
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
@@ -93,8 +93,7 @@ def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
     for index, group in enumerate(groups):
         for name in group:
             if name != "params" and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                hint = suggestion(name, known)
                 raise ValueError(
                     f"parameter_groups[{index}] has the option {name!r}{hint}, which "
                     f"{type(optimizer).__name__} does not know and would ignore: use options of "

@@ -1,6 +1,6 @@
 """Models over several devices: put into DDP or FSDP2 here, or wrapped by the user already."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,15 +207,6 @@ def splits_layers(modules: Sequence[nn.Module]) -> bool:
     return runs_collectives(modules)
 
 
-def is_sharded(modules: Iterable[nn.Module]) -> bool:
-    """Whether something in modules is sharded by FSDP2.
-
-    >>> is_sharded([nn.Linear(2, 2)])
-    False
-    """
-    return any(is_fsdp_module(each) for root in modules for each in root.modules())
-
-
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """A model's state dict without shards and without a wrapper's names. All ranks call it.
 
@@ -223,7 +214,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     ['weight', 'bias']
     """
     model = unwrapped(model)
-    if not is_sharded([model]):
+    if not any(map(is_fsdp_module, model.modules())):
         return model.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

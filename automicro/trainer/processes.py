@@ -17,6 +17,7 @@ from torch import Tensor
 
 from automicro.errors import PeerFailedError, PeerLostError
 from automicro.memory.device import device_identity
+from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
 
 _MEETING = timedelta(minutes=10)
@@ -289,7 +290,7 @@ def said_by_first(value: int, device: torch.device) -> int:
         value: this rank's.
         device: where the ranks can exchange it.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.broadcast(tensor, 0)
@@ -303,7 +304,7 @@ def _store(place: Process) -> Store:
     return PrefixStore(f"automicro/start {name_of_start(store, place)}", store)
 
 
-def name_of_start(store: Store, place: Process, *, timeout: timedelta = _MEETING) -> str:
+def name_of_start(store: Store, place: Process) -> str:
     """A name that all processes of this start know, and none of an earlier one in the same store.
 
     torchrun's restart count is none: it starts at 0 on a node that came in for a lost one. So
@@ -312,7 +313,6 @@ def name_of_start(store: Store, place: Process, *, timeout: timedelta = _MEETING
     Args:
         store: of this start and of earlier ones.
         place: of this process.
-        timeout: how long rank 0 waits for the others.
 
     Raises:
         PeerLostError: some did not come.
@@ -330,12 +330,12 @@ def name_of_start(store: Store, place: Process, *, timeout: timedelta = _MEETING
         return name
     answered: dict[int, bytes] = {}
     absent = set(range(1, place.world_size))
-    end = time.monotonic() + timeout.total_seconds()
+    end = time.monotonic() + _MEETING.total_seconds()
     while absent:
         if time.monotonic() > end:
             ranks = ", ".join(map(str, sorted(absent)))
             raise PeerLostError(
-                f"rank 0 of {place.world_size} waited {timeout} for ranks {ranks} to begin, in "
+                f"rank 0 of {place.world_size} waited {_MEETING} for ranks {ranks} to begin, in "
                 "vain; their logs have the cause: start all processes again"
             )
         for rank in sorted(absent):
@@ -343,7 +343,7 @@ def name_of_start(store: Store, place: Process, *, timeout: timedelta = _MEETING
             # One of an earlier start may lie there until this start's rank says its own.
             if store.check([hello]) and (word := store.get(hello)) != answered.get(rank):
                 if (said := word.decode()).startswith(_ABSENT):
-                    _answer_all(store, place, said, until=_PATIENCE)
+                    _answer_all(store, place, said)
                     _require_present(said, place)
                 store.set(f"{prefix}/answer/{word.decode()}", own)
                 answered[rank] = word
@@ -370,16 +370,16 @@ def say_absent(reason: str) -> None:
         store = _tcp_store(place, _PATIENCE)
         said = f"{_ABSENT}rank {place.rank}: {reason}".encode(errors="backslashreplace").decode()
         if place.is_first:
-            _answer_all(store, place, said, until=_PATIENCE)
+            _answer_all(store, place, said)
         else:
             store.set(f"{_PREFIX}/hello/{place.rank}", said)
     except (RuntimeError, ValueError):  # nobody is there to be told, or nothing says where
         return
 
 
-def _answer_all(store: Store, place: Process, said: str, *, until: timedelta) -> None:
+def _answer_all(store: Store, place: Process, said: str) -> None:
     """Answer everybody who says hello that nobody meets, and why."""
-    end = time.monotonic() + until.total_seconds()
+    end = time.monotonic() + _PATIENCE.total_seconds()
     absent = set(range(1, place.world_size))
     while absent and time.monotonic() < end:
         for rank in sorted(absent):

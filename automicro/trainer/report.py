@@ -184,9 +184,9 @@ def summarize(
     *,
     stop_reason: str | None,
     peak_memory_bytes: int | None,
-    num_devices: int = 1,
-    loss_average_is: str = "unchecked",
-    rehearsed: str | None = None,
+    num_devices: int,
+    loss_average_is: str,
+    rehearsed: str | None,
 ) -> FitSummary:
     """Gather what the loop wrote down."""
     cut = state.train.cut

@@ -18,8 +18,9 @@ from automicro.errors import DesyncError, describe_error, facts_of
 from automicro.events.callback import Callback
 from automicro.ranks.discovery import announce_failed_construction
 from automicro.ranks.interface import Ranks
+from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.loading import num_batches
+from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.processes import say_absent
@@ -95,14 +96,13 @@ def _data(loader: Any) -> str:
     if has_own_rows or isinstance(dataset, IterableDataset):
         return kind
     parts = [f"{kind} of {num_batches(dataset)} rows"]
-    batch_sampler = loader.batch_sampler
-    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
             options = f"num_replicas={sampler.num_replicas}, shuffle={sampler.shuffle}"
             options += f", seed={sampler.seed}, drop_last={sampler.drop_last}"
             return f"{kind} of {num_batches(dataset)} rows, with a DistributedSampler({options})"
     if loader.batch_size is None:
-        order = loader.sampler if batch_sampler is None else batch_sampler
+        order = batch_order(loader)
         parts.append(f"{num_batches(order)} entries of a {type(order).__name__}")
     else:
         rows = num_batches(loader.sampler)
@@ -328,7 +328,7 @@ def require_same(
 
     >>> require_same(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return
     from automicro.ranks.coordinated import wait_for_all
     from automicro.ranks.guards.collectives import own_collectives
@@ -342,7 +342,7 @@ def require_same(
         highest, lowest = extremes.tolist()
         if highest == -lowest:
             return
-        outlines: list[Outline] = [{}] * dist.get_world_size()
+        outlines: list[Outline] = [{}] * num_ranks()
         dist.all_gather_object(outlines, own)
     raise DesyncError(describe_differences(outlines, what=what))
 

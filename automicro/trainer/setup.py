@@ -397,13 +397,12 @@ def assemble_fit(
             repeatable=options.repeatable,
         )
     config = read_checkpoint(options.checkpoint)
-    if config is not None:
-        context.failures.folder = Path(config.folder).parent
-    check_best_metric(config, run.expected)
-    if config is not None and config.interval is not None:
-        seconds.require_for("checkpoint interval", Duration.parse(config.interval))
     checkpointer = None
     if config is not None:
+        context.failures.folder = Path(config.folder).parent
+        check_best_metric(config, run.expected)
+        if config.interval is not None:
+            seconds.require_for("checkpoint interval", Duration.parse(config.interval))
         parts = {
             "scheduler": schedule,
             "scaler": scaler,

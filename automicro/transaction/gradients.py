@@ -188,7 +188,7 @@ logger = logging.getLogger(__name__)
 
 _NO_HOOKS = HeldHooks()
 NARROW = frozenset({torch.bfloat16, torch.float16})
-Backward = Callable[[Tensor], Any]
+Backward = Callable[..., Any]
 Weight = float | Tensor | None
 
 
@@ -332,12 +332,13 @@ class Gradients:
         if self._earlier and (self._num_forwards == 1 or self._is_isolated):
             self._show_earlier()
 
-    def run(self, backward: Backward, loss: Tensor, *, weight: Weight = None) -> None:
+    def run(self, backward: Backward, loss: Tensor, *begun: Tensor, weight: Weight = None) -> None:
         """Run the backward of a microbatch.
 
         Args:
             backward: of a loss, weighted already.
             loss: that it is given.
+            begun: what it begins with, where that is not one: the weight.
             weight: of the microbatch in the whole, for what the forward added to ``.grad``.
 
         Raises:
@@ -345,7 +346,7 @@ class Gradients:
             LossError: ``backward`` clears gradients.
         """
         if self.is_steady:
-            backward(loss)
+            backward(loss, *begun)
             self._num_backwards += 1
             return
         self._bring_back(weight)
@@ -355,9 +356,9 @@ class Gradients:
             self._went_unseen = True
         if self._hooks:
             with self._hooks.held():
-                backward(loss)
+                backward(loss, *begun)
         else:
-            backward(loss)
+            backward(loss, *begun)
         self._num_backwards += 1
         if self._memory.is_alone:
             self._after_backward()

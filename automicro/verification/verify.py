@@ -378,7 +378,8 @@ def _look(
         recoverable = classify(error) is Failure.UNRELATED and not isinstance(error, BatchError)
         if not (may_fall_back and recoverable and laboratory.dtype is not None):
             raise
-        why = f"; not in float64, because there the model fails ({_first_line(error)})"
+        said = describe_error(error).splitlines()[0]
+        why = f"; not in float64, because there the model fails ({said})"
         laboratory = laboratory.in_own_precision()
         seen = observe(laboratory, conditions)
     used = laboratory.dtype or laboratory.subject.lowest_dtype()
@@ -428,7 +429,3 @@ def _read_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(describe_error(error).splitlines()))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, Trainer, find_batchnorm
 from automicro.cli.config.build import Recipe
-from automicro.cli.config.load import load_config
 from automicro.demo.topics import (
     BOUNDARY,
     IGNORED,
@@ -29,6 +28,7 @@ from automicro.demo.topics import (
     word_loader,
 )
 from automicro.trainer.optimizer import group_parameters
+from tests.config_jobs import load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "docs_lm.yaml"
 SPLITS = ("train", "eval")

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.cli.config.build import build_trainer
-from automicro.cli.config.load import load_config
 from automicro.demo import digits, halves
+from tests.config_jobs import build_trainer, load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "two_towers.yaml"
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automicro import Microbatcher
-from automicro.cli.config.build import Recipe, build_trainer
-from automicro.cli.config.load import load_config
+from automicro.cli.config.build import Recipe
 from automicro.data import LengthBatchSampler
 from automicro.demo import instructions, sounds
 from automicro.trainer.report import FitSummary
+from tests.config_jobs import build_trainer, load_config
 from tests.trainer.runs import assert_same
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

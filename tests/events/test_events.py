@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Callback, Evaluator, Run, StepResult
+from automicro import Callback, Evaluator, Microbatcher, Run, StepResult
 from automicro.events.callback import EVENTS, STEP_EVENTS
 from tests.trainer.runs import make_loader, make_model, make_trainer
 
@@ -284,3 +284,20 @@ def test_a_pass_of_its_own_survives_running_out_of_memory() -> None:
     make_trainer(theirs, data, callbacks=[PenaltyByHand()]).fit()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prediction_tells_of_its_forwards_as_an_evaluation_does() -> None:
+    told: list[str] = []
+    microbatcher = Microbatcher(
+        nn.Linear(4, 3),
+        loss_fn=nn.CrossEntropyLoss(),
+        eval_microbatch_size=3,
+        observer=lambda event, subject: told.append(event),
+    )
+    inputs, targets = torch.randn(6, 4), torch.randint(3, (6,))
+    microbatcher.evaluate((inputs, targets))
+    evaluated = [*told]
+    told.clear()
+    microbatcher.predict(inputs)
+    each = ["microbatch_start", "forward_start", "forward_end", "microbatch_end"]
+    assert told == evaluated == ["attempt_start", *each, *each, "attempt_end"]

@@ -46,6 +46,7 @@ from tests.models import (
     x,
     y,
 )
+from tests.sweeps import mostly_in_sweeps
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
@@ -235,9 +236,15 @@ def weighted_rows(model: nn.Module, batch: Any) -> Any:
 @pytest.mark.parametrize(
     "seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("size", ["auto", 16])
-@pytest.mark.parametrize("num_classes", [2, 5])
-@pytest.mark.parametrize("masked", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize(
+    ("masked", "num_classes", "size"),
+    mostly_in_sweeps(
+        [0.3, 0.7, 0.95],
+        [2, 5],
+        ["auto", 16],
+        quick=[(0.3, 2, "auto"), (0.7, 5, 16), (0.95, 2, 16), (0.95, 5, "auto")],
+    ),
+)
 def test_a_mean_by_one_weight_per_row_is_named_whatever_the_rows(
     masked: float, num_classes: int, size: Any, seeds: range
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageWarning, LossError, Microbatcher
+from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
 from automicro.loss.averages import Counted, Samples, Sum, Tokens, read_average
 from automicro.loss.weights import BatchWeights, CutBatch, LossMean, microbatch_weights
 from tests.cases import count_targets, difference, gradients, masked_mean
@@ -406,3 +406,68 @@ def test_a_batch_in_which_nothing_counts_does_not_spoil_the_mean() -> None:
     mean.add(torch.tensor(3.0), {}, {"": torch.tensor(2.0)})
     assert mean.compute() == {"loss": 3.0}
     assert LossMean().compute() == {}
+
+
+class WithScalars(Mlp):
+    """Leaves that are a loss by themselves, or a view of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.full((1,), 0.3))
+        self.scalar = nn.Parameter(torch.tensor(0.2))
+
+
+ADDED: dict[str, Callable[[WithScalars, Tensor], Any]] = {
+    "nothing": lambda _, loss: loss,
+    "a view of a leaf": lambda model, loss: loss + model.one.squeeze(),
+    "a leaf": lambda model, loss: loss + model.scalar,
+    "a view of a leaf alone": lambda model, _: model.one.squeeze(),
+    "a leaf alone": lambda model, _: model.scalar,
+    "parts": lambda model, loss: {"first": loss, "second": model.scalar * 2},
+    "a total beside parts": lambda _, loss: {"loss": loss * 3, "first": loss},
+}
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
+    added: str, dtype: torch.dtype
+) -> None:
+    model = WithScalars().to(dtype)
+
+    def forward(model: Any, batch: Any) -> Any:
+        return ADDED[added](model, F.cross_entropy(model(batch[0]), batch[1]))
+
+    def trained(**options: Any) -> list[Any]:
+        model.zero_grad()
+        microbatcher = Microbatcher(
+            model, forward=forward, loss_average="samples", microbatch_size=3, **options
+        )
+        results = [microbatcher.backward((x().to(dtype), y())) for _ in range(3)]
+        found = [[each.loss, *each.losses.values()] for each in results]
+        return [*found, [parameter.grad for parameter in model.parameters()]]
+
+    begun, multiplied = trained(), trained(backward=lambda loss: loss.backward())
+    for mine, theirs in zip(begun, multiplied, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_losses_of_microbatches_keep_nothing_alive_but_themselves(reduction: str) -> None:
+    """A mean of squares lies in the memory of the squares."""
+    model = nn.Linear(4, 512)
+    batch = torch.randn(64, 4), torch.zeros(64, 512)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(reduction=reduction),
+        microbatch_size=4,
+        eval_microbatch_size=4,
+        probe=False,
+    )
+    for run in (microbatcher.backward, microbatcher.evaluate):
+        with MemoryBudget(None) as budget:
+            result = run(batch)
+        assert result.loss is not None
+        assert result.num_microbatches == 16
+        whole = batch[1].nbytes
+        assert budget.peak_bytes < whole  # 16 microbatches' losses would be as large as that

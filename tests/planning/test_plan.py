@@ -16,6 +16,7 @@ import automicro
 from automicro import BatchError, LossError, MemoryBudget, Microbatcher, UntraceableModelError
 from automicro.planning.devices import DEVICES, read_memory
 from automicro.planning.kernels import KINDS, WORKSPACE, StepRecorder
+from tests.planning.conftest import adam, real_peak
 
 ROWS = 64
 LOSS = nn.CrossEntropyLoss()
@@ -45,39 +46,9 @@ def batch(rows: int = ROWS, width: int = 128) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, width), torch.randint(10, (rows,))
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1)
-
-
 def plan(model: Any, data: Any = None, **options: Any) -> automicro.PlanReport:
     options = {"loss_fn": LOSS, "optimizer": adam, "device": "cpu", "remedies": False, **options}
     return automicro.plan(model, batch() if data is None else data, **options)
-
-
-def measured_peak(
-    make: Callable[[], nn.Module], data: Any, size: int, loss_fn: Callable[..., Any] = LOSS
-) -> int:
-    """Of the second batch of a real run, on a simulated device without a limit."""
-    model = make()
-    optimizer = adam(model.parameters())
-    with MemoryBudget(None) as budget:
-        budget.track(model)
-        microbatcher = Microbatcher(
-            model, loss_fn=loss_fn, optimizer=optimizer, microbatch_size=size, probe=False,
-            batchnorm="ignore",
-        )  # fmt: skip
-        for _ in range(2):
-            budget.reset_peak()
-            microbatcher.backward(data)
-            optimizer.step()
-            optimizer.zero_grad()
-        return budget.peak_bytes
-
-
-@pytest.fixture
-def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels take for themselves, a simulated device does not see."""
-    monkeypatch.setattr("automicro.planning.kernels._workspace_bytes", lambda *_, **__: 0)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
@@ -106,7 +77,7 @@ def test_a_planned_peak_is_that_of_a_microbatcher(
 ) -> None:
     make, data = CASES[case]
     planned = plan(make(), data, microbatch_size=size).peak_bytes
-    assert planned == pytest.approx(measured_peak(make, data, size), rel=0.02)
+    assert planned == pytest.approx(real_peak(make(), data, size, loss_fn=LOSS), rel=0.02)
 
 
 def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
@@ -309,7 +280,7 @@ def test_attention_on_the_cpu_is_the_cpus(without_workspaces: None) -> None:
         return Attends(dropout_p=0.1)
 
     report = plan(make(), data, loss_fn=nn.MSELoss())
-    real = measured_peak(make, data, 4, loss_fn=nn.MSELoss())
+    real = real_peak(make(), data, 4, loss_fn=nn.MSELoss())
     assert report.peak_bytes == pytest.approx(real, rel=0.02)
     assert not report.assumptions
 
@@ -500,7 +471,7 @@ def test_a_model_that_reads_its_data_is_measured_and_its_line_is_named(kind: typ
     assert line in report.why_measured
     assert "test_plan.py:" in report.why_measured
     assert "measured in a few rows" in str(report)
-    real = measured_peak(kind, data, 256)
+    real = real_peak(kind(), data, 256, loss_fn=LOSS)
     assert real <= report.needed_bytes
     assert report.peak_bytes == pytest.approx(real, rel=0.2)
 

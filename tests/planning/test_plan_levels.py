@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import automicro
 from automicro import MemoryBudget, Microbatcher
-from automicro.planning import kernels
+from tests.planning.conftest import adam, real_peak
 from tests.sweeps import mostly_in_sweeps
 
 LOSS = nn.CrossEntropyLoss()
@@ -66,41 +66,20 @@ def named(rows: int = ROWS) -> Any:
     return {"x": x, "target": target}
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1)
+def loss_of(model: nn.Module) -> nn.Module | None:
+    return None if isinstance(model, WithTail) else LOSS
 
 
 def plan(model: Any, data: Any, **options: Any) -> automicro.PlanReport:
     own = model if isinstance(model, nn.Module) else model()
-    loss_fn = None if isinstance(own, WithTail) else LOSS
-    options = {"loss_fn": loss_fn, "optimizer": adam, "device": "cpu", "remedies": False, **options}
+    options = {
+        "loss_fn": loss_of(own),
+        "optimizer": adam,
+        "device": "cpu",
+        "remedies": False,
+        **options,
+    }
     return automicro.plan(own, data, **options)
-
-
-def real_peak(model: nn.Module, data: Any, size: int, **options: Any) -> int:
-    """Of the second batch at the last level, on a simulated device without a limit."""
-    loss_fn = None if isinstance(model, WithTail) else LOSS
-    optimizer = adam(model.parameters())
-    with MemoryBudget(None) as budget:
-        budget.track(model)
-        microbatcher = Microbatcher(
-            model, loss_fn=loss_fn, optimizer=optimizer, microbatch_size=size, probe=False,
-            **options,
-        )  # fmt: skip
-        last = microbatcher._levels[-1]
-        microbatcher._train.applying = lambda level: last.applied()  # type: ignore[method-assign]
-        for _ in range(2):
-            budget.reset_peak()
-            microbatcher.backward(data)
-            optimizer.step()
-            optimizer.zero_grad()
-        return budget.peak_bytes
-
-
-@pytest.fixture
-def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels take for themselves, a simulated device does not see."""
-    monkeypatch.setattr(kernels, "_workspace_bytes", lambda *_, **__: 0)
 
 
 CASES: dict[str, tuple[type[Model], Any, dict[str, Any]]] = {
@@ -126,7 +105,8 @@ def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
 ) -> None:
     make, data, options = CASES[case]
     found = plan(make(), data(), microbatch_size=size, **options).levels[-1]
-    real = real_peak(make(), data(), size, **options)
+    model = make()
+    real = real_peak(model, data(), size, loss_fn=loss_of(model), **options)
     assert found.peak_bytes == pytest.approx(real, rel=0.02)
     assert found.needed_bytes >= real
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, MemoryBudget, Microbatcher
-from automicro.cli.config.build import Recipe, build_trainer
-from automicro.cli.config.load import load_config
+from automicro.cli.config.build import Recipe
 from automicro.memory import device as memory_device
 from automicro.memory import meter
 from automicro.memory.device import AllocatorCounts
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
-from tests.config_jobs import complaint, job
+from tests.config_jobs import build_trainer, complaint, job, load_config
 
 pytestmark = pytest.mark.sweep
 

@@ -552,11 +552,6 @@ def test_a_run_whose_shapes_vary_remembers_for_any_shape(
     assert written == [(KEY, 16), (KEY.with_any_shape(), 16)]
 
 
-def test_of_several_processes_one_writes(cache: SizeCache) -> None:
-    RememberedSizes(cache, KEY, writes=False).settle(SIZE, rows=64)
-    assert not cache.folder.exists()
-
-
 def train(policy: Halving, memory: Callable[[RunKey], RememberedSizes], *, limit: str) -> list[int]:
     """Train three steps, as a Microbatcher with a cache does; how many OOMs each had."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))

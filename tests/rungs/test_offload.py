@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget
-from automicro.rungs.offload import Offload, offloading
+from automicro.rungs.offload import OffloadHooks, offloading
 
 ROWS = 300  # of 300 numbers: 360000 bytes
 
@@ -18,7 +18,7 @@ def rows() -> Tensor:
     return torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(1))
 
 
-class Counting(Offload):
+class Counting(OffloadHooks):
     def __init__(self, staying: Any = ()) -> None:
         super().__init__(staying)
         self.out: list[int] = []
@@ -86,7 +86,7 @@ def test_strides_are_kept() -> None:
         base > 0,
     ]
     first = (base * 1).requires_grad_().t()
-    with Offload([])():
+    with OffloadHooks([])():
         loss = Look.apply(first, *given)
     loss.backward()
     for tensor, (size, stride, offset, back) in zip([first, *given], seen, strict=True):
@@ -124,7 +124,7 @@ def in_place_on_a_view(leaf: Tensor) -> Tensor:
 def test_what_was_written_to_is_refused_as_ever(loss_of: Any, size: int) -> None:
     def message(*, offloads: bool) -> tuple[str, str]:
         leaf = rows()[:size, :size].clone().requires_grad_()
-        offload = Offload([])
+        offload = OffloadHooks([])
         hooks = offload() if offloads else torch.enable_grad()
         with hooks:
             loss = loss_of(leaf)

@@ -22,6 +22,7 @@ from automicro.rungs.recompute import LeftOutError, _Saved, recomputing
 from automicro.transaction.rng import RandomState
 from tests.rungs.models import MODELS, ROWS, WIDTH, Block, Codebook, batch_for, stack
 from tests.rungs.steps import LEVELS, differences, level_of, steps_at, take_step
+from tests.sweeps import mostly_in_sweeps
 
 
 def mean_square(rows: Tensor) -> Any:
@@ -40,9 +41,15 @@ def retrying(model: nn.Module, loss_of: Any, level: Level) -> Any:
     raise AssertionError("it never ends")
 
 
+# Each model at one level and a few at all; by `make sweeps` each at each.
+SOME = {
+    *((name, LEVELS[number % 3]) for number, name in enumerate(MODELS)),
+    *((name, level) for name in ("dropout", "batchnorm") for level in LEVELS),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "level"), mostly_in_sweeps(MODELS, LEVELS, quick=SOME))
 def test_no_bit_changes(name: str, level: str) -> None:
     one, other, loss_of = MODELS[name](), MODELS[name](), mean_square(batch_for(name))
     plain = take_step(one, loss_of, Level())

@@ -23,6 +23,7 @@ from torchmetrics import regression as of_numbers
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.remembering import Growth
+from tests.sweeps import mostly_in_sweeps
 
 ROWS = 12
 
@@ -212,9 +213,19 @@ def holder(kind: str, base: Any = object) -> Any:
     return Holder()
 
 
-@pytest.mark.parametrize("call", ["evaluate", "backward"])
-@pytest.mark.parametrize("base", [object, nn.Module, torchmetrics.Metric])
-@pytest.mark.parametrize("kind", HOLDS)
+BASES = [object, nn.Module, torchmetrics.Metric]
+CALLS = ["evaluate", "backward"]
+# Each kind in each call, and of each base in one of them; by `make sweeps` all of these together.
+HELD = [
+    (kind, base, CALLS[(number + nth) % 2])
+    for number, kind in enumerate(HOLDS)
+    for nth, base in enumerate(BASES)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "call"), mostly_in_sweeps(HOLDS, BASES, CALLS, quick=HELD)
+)
 def test_whatever_a_metric_holds_is_uncounted(kind: str, base: type, call: str) -> None:
     tell = HOLDS[kind][2]
     batches = [(torch.randn(ROWS), torch.randint(3, (ROWS,))) for _ in range(3)]

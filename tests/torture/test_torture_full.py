@@ -23,8 +23,7 @@ ALL_FOUR = {
     "nested tail",
 }
 # Models of four hundred operations and more, whose mechanisms smaller subjects have: one
-# fault at every tenth operation.
-# What a level does to a block of the transformer, it does to those of "recompute buffers" and of
+# fault at every tenth operation. What a level does to a block of the transformer, it does to those of "recompute buffers" and of
 # "nested tail, recompute + offload"; GPT-2 and the other tails have what GPT-2's tail has.
 LARGE = {
     "BERT",
@@ -56,8 +55,7 @@ def tortured(name: str) -> TortureReport:
         name=title(name),
         most_plans=MOST_PLANS_OF_LARGE if name in LARGE else MOST_PLANS,
         every_operation=True,
-        faults_at_each=4 if name in ALL_FOUR else 1,
-        one_in=10 if name in LARGE else 1,
+        faults_per_operation=4 if name in ALL_FOUR else 0.1 if name in LARGE else 1,
     )
 
 

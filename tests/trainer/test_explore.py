@@ -123,7 +123,8 @@ def test_the_run_says_so_after_each_round_and_logs_it(
 
 def test_the_summary_tells_of_the_size_that_was_chosen_and_not_of_a_trial() -> None:
     policy = Explore(max_steps=12)
-    trainer = train(make_model(), policy)
+    # Long enough for it to end, however often it goes from one size to another.
+    trainer = train(make_model(), policy, max_duration="60ba")
     assert trainer.state.train.cut is not None
     assert trainer.state.train.cut.microbatch_size == policy.propose(32)
 

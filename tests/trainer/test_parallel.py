@@ -22,7 +22,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from automicro import Trainer
 from automicro.checkpoints.rng import rng_state
-from automicro.cli.config.load import load_config
 from automicro.errors import ConfigError
 from automicro.torch_private_distributed import HashStore
 from automicro.trainer.data.sharing import LoaderSharing
@@ -34,6 +33,7 @@ from automicro.trainer.processes import (
     process_in_environment,
     require_own_device,
 )
+from tests.config_jobs import load_config
 
 ROWS = TensorDataset(torch.arange(11))
 TWO = Process(rank=0, world_size=2)

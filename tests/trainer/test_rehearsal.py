@@ -319,7 +319,7 @@ def test_layers_without_shapes_are_refused_because_their_weights_would_be_others
 
 
 def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
-    mocker.patch("automicro.trainer.data.worst.SCANNED_BATCHES", 3)
+    mocker.patch("automicro.trainer.rehearsal.SCANNED_BATCHES", 3)
     trainer = make_trainer(Model(), loader_of(log_normal(8, 80)))
     summary = trainer.fit()
     assert "of the first 3 of 10 batches of train_dataloader fit" in (summary.rehearsed or "")

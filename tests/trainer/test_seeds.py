@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from automicro import Callback, FitSummary, Halving, Outcome, Run, StepResult, Trainer
 from automicro.cli import main
@@ -18,6 +18,7 @@ from automicro.memory.meter import Meter
 from automicro.remembered.cache import SizeCache
 from automicro.step.events import Attempt
 from automicro.trainer.same_on_all_ranks import outline_options
+from tests.trainer.runs import Rows
 
 LIMIT = "256KiB"
 SMALL = "170KiB"  # in which one peak does not tell how many rows fit
@@ -58,7 +59,7 @@ def script(
     if frozen:
         batchnorm[0].eval()
     layers = [nn.Linear(12, 64), *batchnorm, nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3)]
-    data = TensorDataset(torch.randn(rows, 12), torch.randint(3, (rows,)))
+    data = Rows(torch.randn(rows, 12), torch.randint(3, (rows,)))
     notes = Notes()
     given: dict[str, Any] = {
         "seed": 7,

@@ -71,9 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     look_for_files(arguments.inputs, command="plan")
     with importing(arguments.inputs):
         from automicro.cli.config.build import Recipe
-        from automicro.cli.errors import is_refusal
         from automicro.cli.job import Job
-        from automicro.errors import AutomicroError
 
     job = Job(arguments.inputs, command="plan")
     check = partial(Recipe, without=UNUSED)
@@ -82,13 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         _look_at(arguments)
         with job.making():
             examine = _make(check(loaded.config), arguments)
-        try:
+        with job.asking():
             report = examine()
-        except (TypeError, ValueError) as error:
-            if isinstance(error, AutomicroError) or not is_refusal(error):
-                raise
-            with job.making():  # the config asks for what makes no sense
-                raise
         print(to_json(report.to_dict(), indent=2) if arguments.json else report, file=results)
     return report.exit_code
 

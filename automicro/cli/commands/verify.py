@@ -28,22 +28,15 @@ def run(arguments: argparse.Namespace) -> int:
     look_for_files(arguments.inputs, command="verify")
     with importing(arguments.inputs):
         from automicro.cli.config.build import Recipe
-        from automicro.cli.errors import is_refusal
         from automicro.cli.job import Job
-        from automicro.errors import AutomicroError
 
     job = Job(arguments.inputs, command="verify")
     check = partial(Recipe, without=UNUSED)
     with job.reading(required=("model", "train_dataloader"), check=check) as loaded:
         with job.making():
             examine = _make(check(loaded.config))
-        try:
+        with job.asking():
             report = examine()
-        except (TypeError, ValueError) as error:
-            if isinstance(error, AutomicroError) or not is_refusal(error):
-                raise
-            with job.making():  # the config asks for what makes no sense
-                raise
         print(report)
         if report.loss_average.startswith("lambda batch: "):
             count = report.loss_average.removeprefix("lambda batch: ")

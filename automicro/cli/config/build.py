@@ -16,14 +16,19 @@ from automicro.checkpoints.reading import load_checkpoint
 from automicro.cli.config.check import SIZES, check_values, read_checkpoint
 from automicro.cli.config.keys import KEYS, LISTS, about
 from automicro.cli.config.nodes import is_node, prepare, prepare_value
-from automicro.cli.config.schema import CallConfig, EvaluatorConfig, RunConfig, SamplingConfig
+from automicro.cli.config.schema import (
+    CallConfig,
+    EvaluatorConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError
 from automicro.events.callback import Callback
 from automicro.loggers import Logger
 from automicro.memory.oom import first_line
 from automicro.policy.policy import Policy
-from automicro.trainer.config import TrainerConfig
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
@@ -58,8 +63,8 @@ class Recipe:
         ConfigError: a value that means nothing, a path that names nothing, or arguments that do
             not fit.
 
-    >>> from automicro.cli.config.load import load_config
-    >>> recipe = Recipe(load_config("configs/digits.yaml", ["progress=false"]))
+    >>> from automicro.cli.config.load import read_config
+    >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
     >>> recipe.make_trainer(recipe.make_model()).state.batch
     0
     """
@@ -151,25 +156,6 @@ class Recipe:
             checkpoint=self.checkpoint,
             **plain,
         )
-
-
-def build_trainer(config: RunConfig) -> Trainer:
-    """Make everything that a config describes, and the trainer of it.
-
-    All values, paths and arguments are checked before anything is made.
-
-    Raises:
-        ConfigError: a value that means nothing, a path that names nothing, or arguments that do
-            not fit.
-        Exception: what a class or function of the config raises, with a note that says which.
-
-    >>> from automicro.cli.config.load import load_config
-    >>> trainer = build_trainer(load_config("configs/digits.yaml", ["progress=false"]))
-    >>> trainer.state.batch
-    0
-    """
-    recipe = Recipe(config)
-    return recipe.make_trainer(recipe.make_model())
 
 
 def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:

@@ -44,6 +44,7 @@ from automicro.cli.config.schema import (
 from automicro.compilation import check_compile
 from automicro.data.plan import MODES
 from automicro.errors import ConfigError
+from automicro.memory.oom import first_line
 from automicro.migration import synonym_of
 from automicro.nested.parts import check_nested
 from automicro.options import (
@@ -359,9 +360,9 @@ def read_section(values: Mapping[str, Any], section: str, key: str | None = None
         name = str(error.full_key)
         raise wrong_type(f"{key}.{name}", values.get(name), f"{section}.{name}") from error
     except OmegaConfBaseException as error:
-        said = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{key}.{error.full_key}: {said}: correct it; an interpolation is written ${{name}}"
+            f"{key}.{error.full_key}: {first_line(error)}: correct it; an interpolation is written "
+            "${name}"
         ) from error
     return cast(dict[str, Any], OmegaConf.to_container(merged))
 

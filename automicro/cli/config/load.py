@@ -1,5 +1,6 @@
 """From YAML files and overrides to a `RunConfig`, and back to YAML."""
 
+import copy
 import datetime
 import functools
 import re
@@ -39,6 +40,7 @@ from automicro.cli.config.schema import (
 )
 from automicro.cli.config.sources import Sources, load_or_tell
 from automicro.errors import ConfigError
+from automicro.memory.oom import first_line
 from automicro.options import read_accumulation
 from automicro.trainer.processes import agreed_time
 
@@ -57,6 +59,8 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     >>> resolve({"seed": 3, "model": {"args": {"seed": "${seed}"}}})["model"]
     {'args': {'seed': 3}}
     """
+    if not _refers(tree):  # OmegaConf makes a node of each value
+        return copy.deepcopy(tree)
     _register_now()
     # Without types: what an interpolation brings is checked afterwards, as if it had been written.
     config = OmegaConf.create(tree)
@@ -66,6 +70,15 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
         with about(*filter(None, [getattr(error, "full_key", None)])):
             _refuse(error, tree)
         raise
+
+
+def _refers(value: Any) -> bool:
+    """Whether anything in a value is, or looks like, an interpolation."""
+    if isinstance(value, Mapping):
+        return any(map(_refers, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_refers, value))
+    return isinstance(value, str) and "${" in value
 
 
 def _refuse(error: Exception, tree: dict[str, Any]) -> None:
@@ -135,15 +148,6 @@ def _way_back(
             if found:
                 return found
     return None
-
-
-def first_line(error: Exception) -> str:
-    r"""What an error says before it explains itself.
-
-    >>> first_line(ValueError("wrong\nbecause"))
-    'wrong'
-    """
-    return str(error).partition("\n")[0]
 
 
 @functools.cache
@@ -248,30 +252,6 @@ class LoadedConfig:
                 **values["checkpoint"],
             }
         return {key: values[key] for key in KEYS if key in values}
-
-
-def load_config(
-    paths: str | Path | Sequence[str | Path],
-    overrides: Sequence[str] = (),
-    *,
-    num_devices: int = 1,
-) -> RunConfig:
-    """Read a config as `read_config` does, and return its typed keys.
-
-    Args:
-        paths: a YAML file, or several.
-        overrides: ``key=value`` each, applied in order.
-        num_devices: by how many devices an optimization batch is shared.
-
-    Raises:
-        ConfigError: anything wrong, with file, key, value and remedy.
-
-    >>> config = load_config("configs/digits.yaml", ["max_duration=2ba"])
-    >>> config.max_duration, config.train_dataloader.args["batch_size"]
-    ('2ba', 512)
-    """
-    several = [paths] if isinstance(paths, str | Path) else paths
-    return read_config(several, overrides, num_devices=num_devices).config
 
 
 def read_config(
@@ -401,11 +381,16 @@ def _replace(value: Any, mark: str, text: str) -> Any:
     return value.replace(mark, text) if isinstance(value, str) else value
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """What every config is read against. To be merged, which leaves it as it is."""
+    return cast(DictConfig, OmegaConf.structured(RunConfig))
+
+
 def _typed(tree: dict[str, Any]) -> DictConfig:
     check_shapes(tree)
-    schema = OmegaConf.structured(RunConfig)
     try:
-        return cast(DictConfig, OmegaConf.merge(schema, tree))
+        return cast(DictConfig, OmegaConf.merge(_schema(), tree))
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "")
         if isinstance(error, ValidationError) and key in HINTS:

@@ -20,6 +20,7 @@ from automicro.cli.config.keys import KEYS, keys_of
 from automicro.cli.config.nodes import NODE_KEYS, leaves, show
 from automicro.cli.config.schema import CallConfig, alternatives, keys_inside, type_in_words
 from automicro.errors import ConfigError
+from automicro.memory.oom import first_line
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -238,9 +239,8 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         where = f"{key}: " if key else ""
-        what = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{path}: {where}{what}: correct it; an interpolation is written ${{name}}"
+            f"{path}: {where}{first_line(error)}: correct it; an interpolation is written ${{name}}"
         ) from error
     # OmegaConf reads a lone word as a key without a value.
     if not isinstance(tree, dict) or (tree and ":" not in text):
@@ -315,8 +315,7 @@ def read_value(text: str) -> Any:
         # OmegaConf's YAML reads 1e-3 as a number, which plain YAML 1.1 does not.
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        why = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ValueError(why) from error
+        raise ValueError(getattr(error, "problem", None) or first_line(error)) from error
     return cast(dict[str, Any], tree)["value"]
 
 

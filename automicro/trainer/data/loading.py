@@ -1,6 +1,5 @@
 """One batch after the other from a data loader, fetched on the host."""
 
-import contextlib
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,16 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from automicro.batch.device import on_host
 from automicro.checkpoints.rng import (
     numpy_state_as_tensors,
     numpy_state_of,
+    python_state_as_tensors,
+    python_state_of,
     restore_rng_state,
     rng_state,
 )
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
-from automicro.memory.budget import active_budget
 from automicro.migration import comes_from
 from automicro.units import Duration, Unit
 
@@ -139,8 +140,7 @@ def _read(generator: Generator) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        version, words, gauss = generator.getstate()
-        return {"version": version, "words": torch.tensor(words), "gauss": gauss}
+        return python_state_as_tensors(generator)
     return numpy_state_as_tensors(generator.bit_generator.state)
 
 
@@ -148,7 +148,7 @@ def _write(generator: Generator, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif isinstance(generator, random.Random):
-        generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+        generator.setstate(python_state_of(state))
     else:
         generator.bit_generator.state = numpy_state_of(state)
 
@@ -239,7 +239,7 @@ def begin(loader: Any) -> Iterator[Any]:
     >>> list(begin([1, 2]))
     [1, 2]
     """
-    with _on_host():
+    with on_host():
         return iter(loader)
 
 
@@ -250,7 +250,7 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
     [1, 2]
     """
     while True:
-        with _on_host():
+        with on_host():
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -370,20 +370,32 @@ def has_persistent_workers(loader: object) -> bool:
     return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
 
 
+def samplers_of(loader: object) -> tuple[Any, Any, Any]:
+    """A loader's sampler, its batch sampler, and the sampler of that; None for what is not there.
+
+    >>> samplers_of([1, 2])
+    (None, None, None)
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
+
+def batch_order(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What gives the indices of each batch.
+
+    >>> list(batch_order(DataLoader([5, 6, 7], batch_size=2)))
+    [[0, 1], [2]]
+    """
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def announce_epoch(loader: object, epoch: int) -> None:
     """Tell whatever shuffles by epoch which one begins, counted from 0.
 
     That may be the loader itself, its dataset, or its samplers.
     """
-    batch_sampler = getattr(loader, "batch_sampler", None)
     told: list[object] = []
-    for each in (
-        loader,
-        getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ):
+    for each in (loader, getattr(loader, "dataset", None), *samplers_of(loader)):
         set_epoch = getattr(each, "set_epoch", None)
         if callable(set_epoch) and not any(each is one for one in told):
             set_epoch(epoch)
@@ -394,11 +406,6 @@ def _is_loader(value: object) -> bool:
     """Whether it gives batches, where a batch was expected."""
     others = ("automicro.Evaluator", "composer.Evaluator", "composer.DataSpec")
     return isinstance(value, DataLoader | Iterator) or comes_from(value, *others)
-
-
-def _on_host() -> contextlib.AbstractContextManager[None]:
-    budget = active_budget()
-    return contextlib.nullcontext() if budget is None else budget.host()
 
 
 def _why_empty(loader: object, name: str) -> str:

@@ -20,10 +20,12 @@ from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
+    batch_order,
     find_generators,
     generator_states,
     num_batches,
     restore_generators,
+    samplers_of,
 )
 from automicro.trainer.processes import Process
 from automicro.values import as_text
@@ -296,7 +298,7 @@ class LoaderSharing:
                 raise ValueError(_not_shared(loader, name, place))
             return loader
         batch_sampler = loader.batch_sampler
-        for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        for sampler in samplers_of(loader):
             if isinstance(sampler, DistributedSampler):
                 _check_padding(sampler, name, is_evaluated=is_evaluated)
                 return loader
@@ -312,7 +314,7 @@ class LoaderSharing:
                 return loader
             here = batch_sampler.at(rank=place.rank, world_size=place.world_size)
             return with_batch_sampler(loader, here)
-        order = loader.sampler if batch_sampler is None else batch_sampler
+        order = batch_order(loader)
         if place.world_size > 1 and num_batches(order) is None:
             raise ValueError(
                 f"the sampler of {name} ({type(order).__name__}) has no length, so its rows "

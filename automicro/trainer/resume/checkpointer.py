@@ -1,6 +1,5 @@
 """When checkpoints are saved, and going on from one."""
 
-import difflib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -8,10 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.peers import ALONE, Peers, from_first
+from automicro.checkpoints.peers import Peers, from_first
 from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint, hint_at_composer
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
-from automicro.errors import CheckpointError, CheckpointWarning, RankError, warn
+from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues, LoopState
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
@@ -40,7 +39,7 @@ def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
     )
 
 
-def check_best_metric(config: CheckpointConfig | None, expected: ExpectedValues) -> None:
+def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> None:
     """Refuse a metric to keep the best by that no evaluation in training gives.
 
     Raises:
@@ -48,13 +47,12 @@ def check_best_metric(config: CheckpointConfig | None, expected: ExpectedValues)
 
     >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
     """
-    if config is None or not config.keep_best:
+    if not config.keep_best:
         return
     name = config.best_metric
     if expected.gives(name) is False or not name.startswith(IN_EVALUATION):
         there = [each for each in expected.names if each.startswith(IN_EVALUATION)]
-        near = difflib.get_close_matches(name, there, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = suggestion(name, there)
         raise ValueError(
             f"checkpoint.best_metric={name!r}{hint} is no value of an evaluation in training, and "
             f"keep_best={config.keep_best} keeps by such: "
@@ -82,7 +80,7 @@ class Checkpointer:
         snapshot: Snapshot,
         context: RunContext,
         *,
-        peers: Peers = ALONE,
+        peers: Peers,
     ) -> None:
         self._config = config
         self._snapshot = snapshot

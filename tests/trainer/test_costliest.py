@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from automicro.checkpoints.rng import rng_state
 from automicro.trainer.data.loading import generator_states
 from automicro.trainer.data.sharing import LoaderSharing, SharedSampler
-from automicro.trainer.data.worst import CLASSES, COSTLIEST, find_costliest, undisturbed
 from automicro.trainer.processes import Process
+from automicro.trainer.rehearsal import CLASSES, COSTLIEST, find_costliest, undisturbed
 from automicro.values import same_values
 from tests.trainer.rehearsals import Texts, loader_of, log_normal, padded
 
@@ -156,7 +156,7 @@ def test_a_stream_that_counts_its_passes_gives_what_it_would_have_given() -> Non
 
 
 def test_an_endless_stream_ends_at_the_bound_and_says_so(mocker: Any) -> None:
-    mocker.patch("automicro.trainer.data.worst.SCANNED_BATCHES", 4)
+    mocker.patch("automicro.trainer.rehearsal.SCANNED_BATCHES", 4)
 
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
