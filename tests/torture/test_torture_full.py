@@ -22,9 +22,10 @@ ALL_FOUR = {
     "state in a closure",
     "nested tail",
 }
-# Models of four hundred operations and more, whose mechanisms smaller subjects have: one
-# fault at every tenth operation. What a level does to a block of the transformer, it does to those of "recompute buffers" and of
-# "nested tail, recompute + offload"; GPT-2 and the other tails have what GPT-2's tail has.
+# Models of four hundred operations and more, whose mechanisms smaller subjects have: one fault at
+# every tenth operation. What a level does to a block of the transformer, it does to those of
+# "recompute buffers" and of "nested tail, recompute + offload"; GPT-2 and the other tails have what
+# GPT-2's tail has.
 LARGE = {
     "BERT",
     "nested tail of GPT-2",
