@@ -129,6 +129,14 @@ class Calls:
         del self._found[at + 1 :]
 
 
+_num_shrunk = 0
+
+
+def num_shrunk() -> int:
+    """How often a slice did not fit in this process, and was cut smaller."""
+    return _num_shrunk
+
+
 _running: ContextVar[Calls | None] = ContextVar("_running", default=None)
 
 
@@ -343,6 +351,8 @@ class Walk:
         if size is None or size < self._call.min_rows:
             raise failure
         self._has_shrunk = True
+        global _num_shrunk
+        _num_shrunk += 1
         done = self.sizes[: self._index]
         if self._earlier is None:
             self._cut([*done, *self._call.cut(self._num_rows - self._start, size)])

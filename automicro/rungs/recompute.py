@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from automicro.errors import add_note, describe_error
 from automicro.memory.oom import Failure, classify
 from automicro.migration import comes_from
-from automicro.nested.slices import Calls
+from automicro.nested.slices import Calls, num_shrunk
 from automicro.ranks.interface import StrayedError
 from automicro.reach import OF_EVERY_MODULE, Variable, reached_variables
 from automicro.torch_private import (
@@ -381,22 +381,26 @@ class _Call:
             with self._naming_failures():
                 return self._again(before, tensors)
         watched, saved = Watched([block.module], block.variables), _Saved()
+        shrunk = num_shrunk()
         try:
             with self._naming_failures(), showing_saved(saved.add):
                 output = self._again(before, tensors)
         except Exception as error:
             if ends_checkpoint(error):
-                self._compare(watched, saved, earlier)
+                self._compare(watched, saved, earlier, is_cut_alike=num_shrunk() == shrunk)
             raise
-        self._compare(watched, saved, earlier)
+        self._compare(watched, saved, earlier, is_cut_alike=num_shrunk() == shrunk)
         return output
 
-    def _compare(self, watched: Watched, saved: _Saved, earlier: _Saved) -> None:
+    def _compare(
+        self, watched: Watched, saved: _Saved, earlier: _Saved, *, is_cut_alike: bool
+    ) -> None:
         changed = [place.name for place in watched.changed()]
         if changed:
             why = f"changes {', '.join(changed)}, which would be done twice"
             raise self._block.leave_out(why) from None
-        if not saved.is_like(earlier):
+        # Where memory ran out in a slice of a part, smaller ones round otherwise.
+        if is_cut_alike and not saved.is_like(earlier):
             raise self._block.leave_out(_OTHERWISE) from None
 
     def _again(self, before: _Surroundings, tensors: Sequence[Tensor]) -> Any:

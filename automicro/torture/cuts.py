@@ -73,7 +73,10 @@ class Noting:
             (running, "try_once", self._try_once),
             (split._Sizer, "__init__", self._begin_call),
             (split._Sizer, "begin", self._begin_slices),
+            (split.NestedSplit, "_if_it_fits", self._if_it_fits),
             (slices.Walk, "_cut", self._cut),
+            (slices.Walk, "slices", self._slices),
+            (slices.Walk, "shrink", self._shrink),
             (batchnorm._Pass, "_cut", self._cut_pass),
         ]
         before = [getattr(owner, name) for owner, name, _ in seams]
@@ -109,6 +112,23 @@ class Noting:
             return size
         return max(forced[0]) if forced else int(sizer.num_rows)
 
+    def _if_it_fits(self, original: Any, part: Any, call: Any, sizer: Any) -> Any:
+        found = original(part, call, sizer)
+        if found is None:  # calls inside of it come again, in slices
+            index = next((n for n, (each, _) in enumerate(self._calls) if each is sizer), None)
+            if index is not None:
+                del self._calls[index + 1 :]
+        return found
+
+    def _slices(self, original: Any, walk: Any) -> Iterator[Any]:
+        for each in original(walk):
+            walk._calls_before = len(self._calls)
+            yield each
+
+    def _shrink(self, original: Any, walk: Any, failure: BaseException) -> None:
+        original(walk, failure)
+        del self._calls[walk._calls_before :]  # those inside of the slice that failed
+
     def _cut(self, original: Any, walk: Any, sizes: Sequence[int]) -> None:
         sizer = walk._call.sizer
         found = next((found for each, found in self._calls if each is sizer), None)
@@ -120,6 +140,8 @@ class Noting:
                 if forced is not None and walk._number < len(forced):
                     sizes = forced[walk._number]
                     if walk._earlier is not None:
+                        if list(sizes) != [each.size for each in walk._earlier]:
+                            slices._num_shrunk += 1  # as where these did not fit
                         walk._earlier = _cut_again(walk._earlier, sizes)
             found[walk._number] = tuple(sizes)
         original(walk, sizes)

@@ -392,7 +392,7 @@ HALF_APPLIED = "half applied"
 
 # Functions of automicro that may go on without what failed in them.
 PROBE, DRY_RUN = "probe", "dry run of the optimizer"
-PART_LOOK = "look at a part"
+PART_LOOK, WHOLE_PART = "look at a part", "part in one piece"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
     "look": PROBE,
@@ -589,7 +589,8 @@ def _is_experiment(mode: FaultMode) -> bool:
 
 def _absorbed_by(mode: FaultMode) -> str:
     """The innermost part of automicro around the last fault that may go on without it."""
-    return _absorbing(mode.raised_in[-1]) or "?"
+    stack = mode.raised_in[-1]
+    return _absorbing(stack) or (WHOLE_PART if "_if_it_fits" in stack else "?")
 
 
 def _absorbing(stack: Sequence[str]) -> str | None:

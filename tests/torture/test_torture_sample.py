@@ -1,10 +1,14 @@
 """A seeded sample of the faults that `make torture` tries by the thousand."""
 
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from automicro import Halving, SampleTooLargeError
+from automicro.loss.passes import is_extra_pass
 from automicro.torture.faults import Fault, FaultMode
 from automicro.torture.subject import differences, objects, replaced, values
 from automicro.torture.torture import (
@@ -17,7 +21,7 @@ from automicro.torture.torture import (
     single_faults,
     sweep,
 )
-from automicro.torture.trials import LOOKS_OVER_AFTER, Scene, Trials, attempt
+from automicro.torture.trials import LOOKS_OVER_AFTER, Scene, Trials, _count_reservation, attempt
 from tests.torture.more_subjects import SUBJECTS
 
 pytestmark = pytest.mark.sweep
@@ -136,3 +140,33 @@ def test_no_batch_can_open_a_transaction_without_memory() -> None:
     assert len(mode.raised_at) >= 2
     assert differences(before, values(run)) == []
     assert replaced(before_objects, objects(run)) == []
+
+
+class Places(FaultMode):
+    """Notes which operations are those of a slice of a part in a second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        names = {frame.name for frame in traceback.extract_stack()}
+        if {"_again", "run_slices", "compute"} <= names and not is_extra_pass():
+            self.found.append(self.num_operations)
+        return super().run(func, types, args, kwargs)
+
+
+def test_a_slice_that_fails_in_a_second_forward_leaves_no_block_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = scene("nested inside recompute", warm_steps=0)
+    trials = Trials(first)
+    run = trials._prepare()
+    with Places() as places, first.cutting(run, None)():
+        _count_reservation(run, places)
+        first.play(run)
+    with caplog.at_level(logging.WARNING, logger="automicro"):
+        verdicts = [attempt(trials, [Fault(each, after=True)]) for each in places.found]
+    assert any(each.outcome == "recovered in a part" for each in verdicts)
+    assert not any(each.faults for each in verdicts)
+    assert "is not computed again" not in caplog.text
