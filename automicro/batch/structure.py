@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from automicro.errors import BatchError
+from automicro.memory.oom import Failure, classify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +338,8 @@ def _mapping_builder(value: Any, keys: Sequence[Any]) -> Builder:
         try:
             return type(value)(dict(zip(keys, parts, strict=True)))
         except Exception as error:
+            if classify(error) is not Failure.UNRELATED:
+                raise
             raise _cannot_build(value) from error
 
     return build

@@ -20,7 +20,7 @@ from automicro.loss.informative_rows import Choice
 from automicro.loss.look import Compared, loss_error, relative_errors
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
-from automicro.memory.oom import Failure, classify
+from automicro.memory.oom import Failure, classify, ignoring_errors
 
 _MAX_COORDINATES = 20_000
 KEEP_WHOLE = "keep batches whole with microbatch_size=None"
@@ -324,11 +324,10 @@ def weights_by(
     average: Average, together: Any, parts: Sequence[Any], sizes: Sequence[int]
 ) -> list[float] | None:
     """The weights that an average gives to parts of rows; None where it cannot count them."""
-    try:
+    with ignoring_errors():  # of a candidate that does not suit this batch
         weights = microbatch_weights(average, together, parts, sizes)
-    except Exception:  # a candidate that does not suit this batch
-        return None
-    return [1.0 if weight is None else float(weight) for weight in weights]
+        return [1.0 if weight is None else float(weight) for weight in weights]
+    return None
 
 
 def _average(computation: Computation, value: Any) -> Average:

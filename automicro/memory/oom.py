@@ -9,6 +9,7 @@ that was raised while that was handled and *quotes* it. Any other that follows i
 own: of a fallback, say, that was tried in its place.
 """
 
+import contextlib
 import enum
 import errno
 import gc
@@ -267,6 +268,23 @@ def is_out_of_memory(exception: BaseException) -> bool:
     False
     """
     return classify(exception) is Failure.RETRYABLE
+
+
+@contextlib.contextmanager
+def ignoring_errors() -> Iterator[None]:
+    """Let a try that may fail for any reason fail, unless memory ran out: that is no answer.
+
+    Raises:
+        Exception: memory ran out, or the device was lost.
+
+    >>> with ignoring_errors():
+    ...     raise ValueError("it does not know this target")
+    """
+    try:
+        yield
+    except Exception as error:
+        if classify(error) is not Failure.UNRELATED:
+            raise
 
 
 def first_line(error: BaseException) -> str:

@@ -38,7 +38,7 @@ from automicro.loss.averages import (
 from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.passes import extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
-from automicro.memory.oom import Failure, classify, release
+from automicro.memory.oom import Failure, classify, ignoring_errors, release
 from automicro.modules import evaluation_mode, runs_collectives
 from automicro.nested.slices import Call, Unwritten, aliases_of, marked, tolerance_of
 from automicro.reach import OF_EVERY_MODULE
@@ -220,8 +220,8 @@ class _Look:
                 is_same = all(_is_same(first, each, tolerance=coarse) for each in (again, *more))
                 if _is_loss(first) != is_tail or not is_same:
                     return self._unseen(is_tail)
-                return self._judge_loss(first) if is_tail else self._judge_outputs(first)
-        return self._judge_loss(first) if is_tail else self._judge_outputs(first)
+                return self._judge_loss() if is_tail else self._judge_outputs(first)
+        return self._judge_loss() if is_tail else self._judge_outputs(first)
 
     def _refuse_memory(self) -> None:
         """Refuse a forward that reads what an earlier one wrote: slices would be further ones.
@@ -387,17 +387,12 @@ class _Look:
     def _split(self, rows: Any) -> list[Any]:
         return self._call.layout.split(rows, self._sizes)
 
-    def _judge_loss(self, whole: Tensor) -> Looked:
-        losses = [(self._rows, whole, [self._compute(part) for part in self._split(self._rows)])]
-        variants = [*_with_other_counts(self._rows), *_with_other_weights(self._rows)]
-        if self._knows_targets:
-            extremes = {int(at) for w in self._class_weights for at in (w.argmin(), w.argmax())}
-            variants += _with_fewer_targets(self._rows, {*self._ends, *extremes})
-        for changed in variants:
-            with contextlib.suppress(Exception):  # targets that it does not know
-                parts = [self._compute(part) for part in self._split(changed)]
-                losses.append((changed, self._compute(changed), parts))
-        if not bool(torch.isfinite(whole)):
+    def _judge_loss(self) -> Looked:
+        losses = [self._losses(self._rows)]
+        for changed in self._variants():
+            with ignoring_errors():  # targets that it does not know
+                losses.append(self._losses(changed))
+        if not bool(torch.isfinite(losses[0][1])):
             declared = self._declared if is_declared(self._declared) else "tokens"
             return Looked(averages=self._averages(declared), is_sure=False)
         losses = [each for each in losses if bool(torch.isfinite(each[1]))]
@@ -437,12 +432,25 @@ class _Look:
         """
         losses: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
         for changed in _with_absent(self._rows, self._needing):
-            with contextlib.suppress(Exception):  # values that it does not know
-                whole = self._compute(changed)
-                if bool(torch.isfinite(whole)):
-                    parts = [self._compute(part) for part in self._split(changed)]
-                    losses.append((changed, whole, parts))
+            with ignoring_errors():  # values that it does not know
+                each = self._losses(changed)
+                if bool(torch.isfinite(each[1])):
+                    losses.append(each)
         return losses
+
+    def _variants(self) -> Iterator[Any]:
+        yield from _with_other_counts(self._rows)
+        yield from _with_other_weights(self._rows)
+        if self._knows_targets:
+            extremes = {int(at) for w in self._class_weights for at in (w.argmin(), w.argmax())}
+            yield from _with_fewer_targets(self._rows, {*self._ends, *extremes})
+
+    def _losses(self, rows: Any) -> tuple[Any, Tensor, Sequence[Tensor]]:
+        """Rows, their loss, and those of their slices; all wait on the host, as there are many."""
+        found = [self._compute(each).detach() for each in (rows, *self._split(rows))]
+        with on_host():
+            whole, *parts = map(_to_host, found)
+            return rows if rows is self._rows else map_tensors(rows, _to_host), whole, parts
 
     def _can(self, name: str) -> bool:
         return name != "tokens" or _integers(self._rows) is not None
@@ -451,7 +459,7 @@ class _Look:
         """What a user would declare, in code."""
         convention: Any = SimpleNamespace(targets=targets_of)
         for candidate in candidates(self._rows, convention):
-            with contextlib.suppress(Exception):  # one that does not apply
+            with ignoring_errors():  # one that does not apply
                 if self._adds_up(self._averages(candidate.value), losses):
                     return candidate.code
         return None
@@ -466,8 +474,8 @@ class _Look:
             try:
                 weights = BatchWeights(averages, [cut])
                 summed = [weights.apply(index, loss, {})[0] for index, loss in enumerate(parts)]
-            except Exception:
-                if rows is self._rows:
+            except Exception as error:
+                if rows is self._rows or classify(error) is not Failure.UNRELATED:
                     raise
                 continue  # a count of the caller's that does not know a changed target
             if not _is_same(whole, torch.stack(summed).sum(), tolerance=tolerance_of(whole)):
@@ -737,6 +745,10 @@ def _ends(batch: Any) -> frozenset[int]:
     few = _MOST_ENDS // 2
     extremes: list[int] = torch.stack(targets.aminmax()).tolist() if targets.numel() else []
     return frozenset([*values[:few], *values[-few:], *extremes])
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _is_loss(output: Any) -> bool:

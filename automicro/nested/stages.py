@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
+from automicro.memory.oom import Failure, classify
 from automicro.torch_private import AnyBatchNorm, all_versions, buffer_table, has_call_hooks
 from automicro.transaction.rng import RandomState
 from automicro.transaction.surroundings import foreign_states
@@ -149,6 +150,8 @@ class Stages:
             try:
                 return _Tracer(self._is_part).trace(self._module, constants)
             except Exception as error:
+                if classify(error) is not Failure.UNRELATED:
+                    raise  # what does not go by the input is computed, and takes memory
                 lines = text_of(error).splitlines() or [""]
                 self._refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
 

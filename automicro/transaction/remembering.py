@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
+from automicro.memory.oom import Failure, classify
 from automicro.reach import OF_EVERY_MODULE, is_generator
 from automicro.torch_private import is_uninitialized
 from automicro.transaction.parameters import TensorCopy, seen_version
@@ -345,6 +346,8 @@ class Remembered:
         try:
             state = copy.deepcopy(value.state_dict())
         except Exception as error:
+            if classify(error) is not Failure.UNRELATED:
+                raise
             raise CannotRememberError(value, _reason(error)) from error
         self._undo.append(lambda: value.load_state_dict(state))
         return value
@@ -354,6 +357,8 @@ class Remembered:
         try:
             return copy.deepcopy(value)
         except Exception as error:
+            if classify(error) is not Failure.UNRELATED:
+                raise
             raise CannotRememberError(value, _reason(error)) from error
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from automicro import MemoryBudget, Microbatcher, Trainer, split
+from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
 from automicro.torture.faults import Fault, FaultMode
 from automicro.torture.subject import climb_to
@@ -723,6 +723,33 @@ def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested:
             assert_equal(everything(model), wanted)
         outcomes.add(None if result is None else result.nested_sizes["model"])
     assert len(outcomes) > 2
+
+
+def test_memory_that_runs_out_while_the_forward_is_traced_is_no_refusal() -> None:
+    class Scaled(Normalized):
+        has_failed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(x, torch.fx.Proxy) and not self.has_failed:
+                self.has_failed = True
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(x)
+
+    model, twin = (nn.Sequential(nn.Linear(5, 6), make()).double() for make in (Scaled, Normalized))
+    twin.load_state_dict(model.state_dict())
+    rows = torch.randn(7, 5, dtype=torch.double)
+    twin(rows).square().mean().backward()
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=lambda output, _: output.square().mean(),
+        microbatch_size="auto",
+        nested={"1": {"microbatch_size": Halving(initial=3), "batchnorm": "exact"}},
+        batchnorm="disable",
+        when_too_large={"recompute": ["1"]},
+    )
+    microbatcher.backward((rows, torch.zeros(7)))
+    assert cast(Scaled, model[1]).has_failed
+    assert_equal(everything(model), everything(twin))
 
 
 def test_levels_are_for_whole_batches_too() -> None:

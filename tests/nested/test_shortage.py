@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from automicro import Fixed, Microbatcher, NestedSplit, SampleTooLargeError, Trainer, split
+from automicro.errors import LossAverageError
 from automicro.nested import slices
 from automicro.rungs.levels import make_levels
 from automicro.torch_private import in_backward
@@ -168,6 +169,24 @@ def test_a_shortage_in_the_look_is_the_outer_loops() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="always"):
         NestedSplit(tail)(torch.randn(8, 4), torch.randint(4, (8,)))
+
+
+def test_a_shortage_at_any_operation_of_a_look_hides_nothing_that_it_would_have_seen() -> None:
+    head = nn.Linear(4, 2).double()
+    hidden = torch.randn(6, 4, dtype=torch.double)
+    depth = torch.rand(6, 2, dtype=torch.double) + 0.1
+
+    def tail(hidden: Tensor, depth: Tensor) -> Tensor:
+        there = depth != 0  # as no row of this batch shows
+        output: Tensor = (head(hidden)[there] - depth[there]).abs().mean()
+        return output
+
+    with FailingAt() as counting, pytest.raises(LossAverageError):
+        split(tail, microbatch_size=3)(hidden, depth)
+    assert counting.count > 800
+    for number in range(1, counting.count + 1, 20):  # 43 of them look for such values
+        with FailingAt(number), pytest.raises((LossAverageError, torch.OutOfMemoryError)):
+            split(tail, microbatch_size=3)(hidden, depth)
 
 
 def test_calls_of_other_numbers_of_rows_keep_their_sizes() -> None:
