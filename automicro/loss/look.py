@@ -19,7 +19,7 @@ from torch import Tensor
 from automicro.batch.device import on_device, on_host
 from automicro.errors import LossError
 from automicro.loss.informative_rows import Choice
-from automicro.loss.passes import Computation, ExtraPasses
+from automicro.loss.passes import Computation, ExtraPasses, keeping_nothing
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.transaction.remembering import Snapshot
 from automicro.transaction.surroundings import Place
@@ -157,6 +157,18 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
     return dataclasses.replace(
         seen, changing=changing, initialised=initialised, is_slight=is_slight
     )
+
+
+def changing_state(computation: Computation, batch: Any) -> list[Place]:
+    """State of Python's that each forward of these rows changes; nothing is kept for a backward.
+
+    Raises:
+        BaseException: whatever the forward raises on these rows.
+    """
+    with ExtraPasses(computation) as passes, keeping_nothing():
+        for _ in range(3):
+            passes.losses(batch)
+        return passes.changed()
 
 
 def counting(
@@ -414,6 +426,8 @@ class Values:
     @property
     def add_up(self) -> bool:
         """Whether they do, as far as can be seen."""
+        if math.isfinite(self.together) and not math.isfinite(self.apart):
+            return False
         gap = abs(self.together - self.apart)
         scale = max(abs(self.together), abs(self.apart), self.scale)
         return not gap > self.tolerance * scale + _CLEARLY * self.chance

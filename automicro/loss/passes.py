@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.batch.device import on_device
@@ -335,6 +336,19 @@ class ExtraPasses:
         for leaf, earlier in self._leaves.values():
             leaf.grad = earlier
         self._leaves.clear()
+
+
+def keeping_nothing() -> contextlib.AbstractContextManager[None]:
+    """Gradients as they are, by which forwards may go, but nothing is kept for a backward."""
+    return saved_tensors_hooks(_keep_nothing, _refuse_backward)
+
+
+def _keep_nothing(_: Tensor) -> None:
+    return None
+
+
+def _refuse_backward(_: None) -> Tensor:
+    raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
 
 
 def _roll_back(transaction: Transaction) -> None:

@@ -33,7 +33,14 @@ from automicro.loss.causes import (
     unexplained,
 )
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
-from automicro.loss.look import Seen, Values, counting, evaluation_values, look
+from automicro.loss.look import (
+    Seen,
+    Values,
+    changing_state,
+    counting,
+    evaluation_values,
+    look,
+)
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.loss.whole_look import compare_whole, describe_whole, fewer_and_fewer
@@ -48,7 +55,8 @@ MAX_LOOKS = 20
 LAST_GLANCE = 4096
 """After so many batches without anything new nobody looks any more."""
 
-_COMPARED = (1, 2, 10, 100)  # the batches that are split of which the whole is looked at
+# The batches that are split of which the whole is looked at.
+_COMPARED = (1, 2, *(10**power for power in range(1, 7)))
 _FEWER_ROWS = (16, 4, 2)
 _LOOKS_TO_TELL = 2
 _PATIENCE = 4  # looks that learn nothing, after which that is said
@@ -95,6 +103,7 @@ class Prober:
         self._train.is_done = self._eval.is_done = off
         self._train.compares = self._eval.compares = not (off or self._why_not)
         self._has_said_unchecked = off  # who switches it off knows
+        self._num_notes = _PATIENCE  # that may still be made
         self.changing: list[Place] = []
         self.counting: list[str] = []
 
@@ -139,6 +148,26 @@ class Prober:
                 warn(message, LossAverageWarning)
             return False
         return self._glance(self._train, batch, num_rows, self._look_at)
+
+    def note_changes(self, batch: Any, num_rows: int) -> bool:
+        """Find state of Python's that each forward changes, for a batch that is tried again whole.
+
+        Nothing else is looked at, as nothing is split. Once; where that fails, at later batches.
+        Return whether the forward has run.
+        """
+        if self._train.looks or self._why_not or not self._num_notes:
+            return False
+        self._num_notes -= 1
+
+        def note() -> None:
+            with on_host():
+                rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
+            self.changing += changing_state(self._computation, rows)
+            self._num_notes = 0
+
+        why_not = "what state the forward changes is not known: %s"
+        self._try(note, otherwise=functools.partial(logger.info, why_not))
+        return True
 
     def look_at_evaluation(self, batch: Any, num_rows: int) -> bool:
         """The same of a batch that is evaluated: whether its loss adds up.

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from automicro.batch.device import on_host
 from automicro.loss.averages import Average
 from automicro.loss.causes import KEEP_WHOLE, taken_for
 from automicro.loss.look import Values, limits_of
-from automicro.loss.passes import Computation, ExtraPasses, Mode
+from automicro.loss.passes import Computation, ExtraPasses, Mode, keeping_nothing
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import empty_cache
 from automicro.values import read_scalars
@@ -60,9 +59,8 @@ def compare_whole(
     """
     averages = computation.eval_averages if mode == "eval" else computation.averages
     whole, parts = _cut(computation, batch, sizes)
-    # In training with gradients, by which forwards may go; nothing is kept for them.
-    keeping_nothing = torch.no_grad() if mode == "eval" else saved_tensors_hooks(_nothing, _refuse)
-    with ExtraPasses(computation) as passes, keeping_nothing:
+    keeping = torch.no_grad() if mode == "eval" else keeping_nothing()
+    with ExtraPasses(computation) as passes, keeping:
         losses = _Losses(passes, averages, mode)
         together = losses.of(whole, [whole], [sum(sizes)])
         apart = losses.of(whole, parts, sizes)
@@ -87,14 +85,6 @@ def compare_whole(
     if computation.device.type != "cpu":
         empty_cache(computation.device)  # blocks of a whole batch serve no microbatch
     return None if is_chance else values
-
-
-def _nothing(_: Tensor) -> None:
-    return None
-
-
-def _refuse(_: None) -> Tensor:
-    raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
 
 
 def _cut(computation: Computation, batch: Any, sizes: Sequence[int]) -> tuple[Any, Sequence[Any]]:
@@ -136,6 +126,15 @@ def describe_whole(
     """That the loss of a whole batch is another one, and the remedy."""
     averages = computation.eval_averages if mode == "eval" else computation.averages
     kind = "evaluation loss" if mode == "eval" else "loss"
+    if not math.isfinite(values.apart):
+        return (
+            f"the {kind} of {sum(sizes)} rows is {values.together:.6g} as a whole, and "
+            f"{values.apart} put together from {len(sizes)} microbatches: one of them has no "
+            "finite loss, as a mean over some of the rows has where there are none of these. "
+            "Declare what it averages over (loss_average=…, a function of a batch that counts "
+            "these rows; a loss of several such parts gives each by a name), so that a microbatch "
+            f"without any counts for nothing, or {KEEP_WHOLE}"
+        )
     return (
         f"the {kind} was taken for {taken_for(averages)}, and that of a few rows is, but "
         f"{sum(sizes)} rows have a loss of {values.together:.6g} as a whole, and of "

@@ -108,6 +108,38 @@ def test_right_losses_are_not_named(forward: Callable[..., Tensor], dtype: torch
     assert not [each for each in warnings_of(microbatcher, *given) if "have a loss of" in each]
 
 
+@pytest.mark.parametrize("call", ["backward", "evaluate"])
+def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        inputs, targets = batch
+        there = targets > 0  # of 64 rows two, which no look at 16 rows draws
+        outputs = model(inputs)[:, 0]
+        return F.mse_loss(outputs, targets) + F.l1_loss(outputs[there], targets[there])
+
+    targets = -torch.rand(ROWS, dtype=torch.float64)
+    targets[[13, 38]] = 1.5
+    microbatcher = Microbatcher(
+        net(), forward=forward, microbatch_size=16, eval_microbatch_size=16, loss_average="samples"
+    )
+    with pytest.warns(LossAverageWarning, match="one of them has no finite loss"):
+        result = getattr(microbatcher, call)((batch()[0], targets))
+    assert result.loss.isnan()
+
+
+def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
+    begins = False
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        losses = each(model, batch)
+        return losses.topk(min(16, len(losses))).values.mean() if begins else losses.mean()
+
+    microbatcher = Microbatcher(net(), forward=forward, microbatch_size=16, loss_average="samples")
+    assert not warnings_of(microbatcher, *(batch() for _ in range(100)))
+    begins = True
+    assert not warnings_of(microbatcher, *(batch() for _ in range(899)))
+    assert len(warnings_of(microbatcher, batch())) == 1
+
+
 def test_a_batch_that_stays_whole_costs_no_pass() -> None:
     seen: list[int] = []
 

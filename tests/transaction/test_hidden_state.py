@@ -8,7 +8,7 @@ import types
 import warnings
 from collections import Counter, UserDict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,6 +31,48 @@ from automicro.reach import Reach
 from automicro.transaction.buffers import BufferHistory, Buffers
 
 GLOBAL_NOISE: Any = None
+
+
+class Fading(nn.Module):
+    """Counts its calls in a plain attribute, and goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        output: Tensor = x + self.linear(x) / self.calls
+        return output
+
+
+@pytest.mark.parametrize(("size", "rows"), [(8, 8), (None, 8), ("auto", 1)])
+def test_what_a_whole_batch_counts_is_as_before_an_attempt_at_a_level_below(
+    size: Any, rows: int
+) -> None:
+    def run(*, fails: bool) -> tuple[int, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Fading() for _ in range(3)), nn.Linear(4, 3)).double()
+        failing = fails
+
+        def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            nonlocal failing
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            if failing and not is_extra_pass():
+                failing = False
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        microbatcher = Microbatcher(
+            model, forward=forward, microbatch_size=size, when_too_large="recompute"
+        )
+        found = microbatcher.backward((torch.randn(rows, 4).double(), torch.arange(rows) % 3))
+        assert found.attempts == 1 + fails
+        return cast(Fading, model[0]).calls, found.loss
+
+    assert run(fails=True) == run(fails=False)
+
+
 GLOBAL_TEACHER: Any = None
 
 
