@@ -310,6 +310,12 @@ class ConfiguredLogger:
         """Write what is still held."""
         self._logger.close()
 
+    def __getattr__(self, name: str) -> Any:
+        """What some loggers have beside these, such as ``show``."""
+        if name == "_logger":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._logger, name)
+
 
 def check_weights_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path where neither a file nor a folder is.
