@@ -47,7 +47,7 @@ from automicro.torch_private import AnyBatchNorm, all_versions, uncheckpointed
 from automicro.transaction.leaves import nodes_of
 from automicro.values import same_values
 
-ROWS = (4, 2)
+ROWS = (4, 3, 2)
 """How many rows are looked at; fewer where memory runs out."""
 
 _MOST_ENDS = 8
@@ -57,6 +57,11 @@ _MOST_VARIED = 8  # masks and lengths
 _TOO_FEW = 2  # rows, of which none may count for nothing
 _ABSENT = (0.0, -1.0, -100.0, -999.0, float("nan"))  # what stands for a value that is not there
 _NAMES = ("samples", "tokens", "none")
+_NO_ROOM = (
+    "there was memory to look at two rows of a part alone, which do not show whether its loss "
+    "leaves rows or values out of its mean; declare what it averages over, with the loss_average "
+    "of the part"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,8 @@ class Looked:
         averages: what its loss averages over; None where it gives outputs and no loss.
         is_sure: whether another look would show nothing new.
         ends: last targets of rows that were seen: one of them may stand for no target.
+        shows_counts: whether there were rows enough to see what may count for nothing, or nobody
+            can see that.
         is_proportional: whether its gradient grows as that from behind does. A hook that clamps
             gradients, or half precision inside of the part, has to know what comes from there.
     """
@@ -74,7 +81,12 @@ class Looked:
     averages: Mapping[str, Average] | None
     is_sure: bool
     ends: frozenset[int] = frozenset()
+    shows_counts: bool = True
     is_proportional: bool = True
+
+    def holds_for(self, num_rows: int) -> bool:
+        """Whether a call of so many rows can show no more than those that were looked at."""
+        return self.shows_counts or num_rows <= _TOO_FEW
 
 
 def look(
@@ -109,7 +121,7 @@ def look(
     lengths = _lengths(call.batch, num_rows)
     ends = frozenset() if counts is None else _ends(call.batch)
     are_alike = all(each is None or len(set(each)) == 1 for each in (counts, lengths))
-    if known is not None and are_alike and ends <= known.ends:
+    if known is not None and are_alike and ends <= known.ends and known.holds_for(num_rows):
         return known  # these rows show nothing new
     ends |= frozenset() if known is None else known.ends
     differentiates = torch.is_grad_enabled()
@@ -122,10 +134,15 @@ def look(
                 looking = _Look(call, modules, rows, declared, ends)
                 found = looking.judge(differentiates=differentiates)
                 has_seen = lengths is None or len({lengths[row] for row in rows}) > 1
+                is_loss = found.averages is not None
+                shows_counts = num_rows > _TOO_FEW or not is_loss
+                if is_loss and shows_counts and most <= _TOO_FEW and not is_declared(declared):
+                    warn(_NO_ROOM, LossAverageWarning)
                 return replace(
                     found,
                     ends=ends,
                     is_sure=found.is_sure and has_seen,
+                    shows_counts=shows_counts,
                     is_proportional=looking.is_proportional,
                 )
         except Exception as error:

@@ -514,7 +514,8 @@ class NestedSplit:
             look_at_positions(
                 call, self._modules, given, lambda batch: _flattened({"": batch})[0][""]
             )
-        if looked is None or not looked.is_sure:
+        num_rows = call.layout.num_rows(call.batch)
+        if looked is None or not looked.is_sure or not looked.holds_for(num_rows):
             looked = self._looked[how] = look(call, self._modules, self._declared, looked)
         return looked
 

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from automicro import Fixed, Microbatcher, NestedSplit, SampleTooLargeError, Trainer, split
-from automicro.errors import LossAverageError
+from automicro import (
+    Fixed,
+    Microbatcher,
+    NestedSplit,
+    SampleTooLargeError,
+    Trainer,
+    is_extra_pass,
+    split,
+)
+from automicro.errors import LossAverageError, LossAverageWarning
 from automicro.nested import slices
 from automicro.rungs.levels import make_levels
 from automicro.torch_private import in_backward
@@ -187,6 +195,37 @@ def test_a_shortage_at_any_operation_of_a_look_hides_nothing_that_it_would_have_
     for number in range(1, counting.count + 1, 20):  # 43 of them look for such values
         with FailingAt(number), pytest.raises((LossAverageError, torch.OutOfMemoryError)):
             split(tail, microbatch_size=3)(hidden, depth)
+
+
+def mean_by_mask(hidden: Tensor, mask: Tensor) -> Tensor:
+    return (hidden.square().mean(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("most", [3, 2])
+def test_a_look_with_less_room_sees_what_counts_for_nothing_or_says_that_it_cannot(
+    most: int,
+) -> None:
+    def tail(hidden: Tensor, mask: Tensor) -> Tensor:
+        if len(hidden) > most and is_extra_pass():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return mean_by_mask(hidden, mask)
+
+    given = torch.randn(6, 4, requires_grad=True), torch.ones(6)
+    if most == 3:
+        with pytest.raises(LossAverageError, match=r"lambda batch: batch\['mask'\]\.sum\(\)"):
+            split(tail, microbatch_size=2)(*given)
+    else:
+        part = split(tail, microbatch_size=2)
+        with pytest.warns(LossAverageWarning, match="two rows of a part alone"):
+            part(*given)
+        part(*given)  # once
+
+
+def test_more_rows_than_two_are_looked_at_when_they_come() -> None:
+    part = split(mean_by_mask, microbatch_size=2)
+    part(torch.randn(2, 4, requires_grad=True), torch.ones(2))
+    with pytest.raises(LossAverageError):
+        part(torch.randn(6, 4, requires_grad=True), torch.ones(6))
 
 
 def test_calls_of_other_numbers_of_rows_keep_their_sizes() -> None:
