@@ -21,7 +21,7 @@ from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
-from automicro.torch_private import AnyBatchNorm, with_hooks
+from automicro.torch_private import AnyBatchNorm, forward_of_class, with_hooks
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.parameters import ParameterWrites, refused_writes
@@ -148,7 +148,7 @@ class ExtraPasses:
                 ]
             )
             functions = self.computation.functions
-            forwards = {type(each).forward for root in modules for each in root.modules()}
+            forwards = {forward_of_class(each) for root in modules for each in root.modules()}
             self._variables = reached_variables([*functions, *forwards])
             self._objects = reached_objects(functions)
             around = Transaction(
