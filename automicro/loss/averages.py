@@ -482,7 +482,8 @@ def _counter(targets: Callable[[Any], Any], ignored: int) -> Callable[[Any], Any
 
 def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
     """Masks, lengths, weights of rows: whatever counts something and is not negative."""
-    if leaf.is_nested or leaf.is_sparse or leaf.is_complex() or leaf.dim() == 0:
+    is_plain = leaf.layout is torch.strided and not leaf.is_nested
+    if not is_plain or leaf.is_complex() or leaf.dim() == 0:
         return
     where = expression(batch, leaf)
     if not bool((leaf < 0).any()):

@@ -20,8 +20,10 @@ from automicro import (
     RollbackError,
     Trainer,
     is_extra_pass,
+    register_batch_type,
     verify,
 )
+from automicro.loss import probe as probing
 from automicro.loss.silence import CollectiveError, Silence
 
 
@@ -291,6 +293,77 @@ def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
     messages = warnings_of(microbatcher, *[(rows(), rows())] * 20)
     assert len(messages) == 1
     assert "no gradient reaches any parameter" in messages[0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
+    def ignoring(model: Any, batch: Any) -> Tensor:
+        outputs = torch.sparse.mm(batch[0], model.weight.T) + model.bias
+        return F.cross_entropy(outputs, batch[1], ignore_index=0)
+
+    model = nn.Linear(6, 3).double()
+    batch = rows(6).relu().to_sparse(layout=layout), torch.tensor([0, 1, 2, 0, 0, 2])
+    microbatcher = Microbatcher(model, forward=ignoring, microbatch_size=2)
+    (message,) = warnings_of(microbatcher, batch)
+    assert "a mean over the targets that are not 0" in message
+
+
+class Hidden:
+    """A batch of which neighbours alone can be taken."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+
+@pytest.fixture
+def hidden() -> Callable[[], Hidden]:
+    register_batch_type(
+        Hidden,
+        num_rows=lambda hidden: len(hidden.inputs),
+        take=lambda hidden, start, stop: Hidden(
+            hidden.inputs[start:stop], hidden.targets[start:stop]
+        ),
+    )
+
+    return lambda: Hidden(rows(30), rows(30))
+
+
+def test_looks_that_fail_are_said_at_the_second_one(hidden: Callable[[], Hidden]) -> None:
+    def forward(model: Any, batch: Hidden) -> Tensor:
+        return F.mse_loss(model(batch.inputs), batch.targets)
+
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=8)
+    assert not warnings_of(microbatcher, hidden())
+    (message,) = warnings_of(microbatcher, *[hidden()] * 9)
+    assert "looks at a few rows failed (" in message
+    assert "concat=..." in message
+
+
+def test_where_no_look_at_a_few_rows_could_tell_the_whole_batch_claims_none(
+    hidden: Callable[[], Hidden],
+) -> None:
+    def forward(model: Any, batch: Hidden) -> Tensor:
+        return F.mse_loss(model(batch.inputs), batch.targets) ** 2
+
+    (message,) = warnings_of(Microbatcher(net(6, 6), forward=forward, microbatch_size=8), hidden())
+    assert "which no look at a few rows could check, but 30 rows have a loss of" in message
+    assert "that of a few rows is" not in message
+
+
+def test_one_batch_that_a_look_cannot_read_is_no_reason_to_speak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = probing.choose_rows
+
+    def failing_once(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(probing, "choose_rows", read)
+        raise ValueError("odd")
+
+    monkeypatch.setattr(probing, "choose_rows", failing_once)
+    microbatcher = Microbatcher(net(6, 6), loss_fn=lambda o, t: F.mse_loss(o, t), microbatch_size=4)
+    assert not warnings_of(microbatcher, *[(rows(), rows())] * 9)
+    assert microbatcher.loss_average_is == "checked"
 
 
 def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
