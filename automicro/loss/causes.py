@@ -17,7 +17,7 @@ from automicro.batch.device import on_host
 from automicro.errors import describe_error
 from automicro.loss.averages import Average, Candidate, Sum, candidates, named, read_average
 from automicro.loss.informative_rows import Choice
-from automicro.loss.look import Compared, loss_error, relative_errors
+from automicro.loss.look import Compared, dense, loss_error, relative_errors
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -268,8 +268,7 @@ def _measured(computation: Computation, batch: Any, indices: Sequence[int]) -> R
 def _thin(gradient: Tensor | None, step: int) -> Tensor | None:
     if gradient is None:
         return None
-    dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-    return dense.detach().reshape(-1)[::step].to("cpu", torch.float64)
+    return dense(gradient).reshape(-1)[::step].to("cpu", torch.float64)
 
 
 def _candidate(

@@ -127,7 +127,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
         lasting, reached, changing = passes.lasting, passes.reached, tuple(passes.changed())
         initialised = tuple(passes.initialised())
         labels = _of_lasting(labels, lasting, "")
-        used = {leaf.dtype for leaf in passes.leaves} | passes.silence.dtypes
+        used = {leaf.dtype.to_real() for leaf in passes.leaves} | passes.silence.dtypes
         noise = (*sorted(passes.silence.unsilenced), *passes.foreign_draws())
         numbers = _Numbers(
             labels=labels,
@@ -319,11 +319,20 @@ def limits_of(used: set[torch.dtype], device: torch.device) -> Limits:
 def _wide(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients of low precision in float32, so that differences are not rounded away."""
     low = (torch.float16, torch.bfloat16)
-    return [g.float() if g is not None and g.dtype in low else g for g in gradients]
+    real = [g if g is None else _real(g) for g in gradients]
+    return [g.float() if g is not None and g.dtype in low else g for g in real]
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+def dense(gradient: Tensor) -> Tensor:
+    """Numbers of a gradient that is sparse or complex, too: real ones, two for a complex one."""
+    values = gradient.detach()
+    return _real(values if values.layout is torch.strided else values.to_dense())
+
+
+def _real(gradient: Tensor) -> Tensor:
+    if not gradient.is_complex() or gradient.layout is not torch.strided:
+        return gradient
+    return torch.view_as_real(gradient.resolve_conj())
 
 
 def _less(whole: list[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -334,11 +343,11 @@ def _less(whole: list[Tensor | None], gradients: Sequence[Tensor | None]) -> lis
         if gradient is None:
             left.append(own)
         elif own is None:
-            left.append(-_dense(gradient))
+            left.append(-dense(gradient))
         elif own.layout is torch.strided:
-            left.append(own.sub_(_dense(gradient)))
+            left.append(own.sub_(dense(gradient)))
         else:
-            left.append(_dense(own) - _dense(gradient))
+            left.append(dense(own) - dense(gradient))
     return left
 
 
@@ -350,7 +359,7 @@ def _differences(
         if gradient is None or own is None:
             yield own if gradient is None else gradient
         else:
-            yield _dense(gradient) - _dense(own)
+            yield dense(gradient) - dense(own)
 
 
 def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
@@ -359,9 +368,9 @@ def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
         torch.zeros((), dtype=torch.float64)
         if each is None
         else torch.linalg.vector_norm(
-            _dense(each), dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
+            each, dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
         )
-        for each in gradients
+        for each in (gradient if gradient is None else dense(gradient) for gradient in gradients)
     ]
     return _read(norms)
 
@@ -369,7 +378,7 @@ def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
 def _dots(gradients: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> list[float]:
     return _read(
         [
-            (_dense(one).reshape(-1).to(other.dtype) * _dense(other).reshape(-1)).sum()
+            (dense(one).reshape(-1).to(other.dtype.to_real()) * dense(other).reshape(-1)).sum()
             for one, other in zip(gradients, whole, strict=False)
             if one is not None and other is not None
         ]

@@ -76,16 +76,17 @@ class Silence(OperationMode):
         if name == "native_dropout_backward":
             return args[0] * args[1]  # by the mask alone, as the forward went
         result = func(*args, **kwargs)
-        if type(result) is Tensor and result.is_floating_point():
+        if type(result) is Tensor and (result.is_floating_point() or result.is_complex()):
             self._note_precision(result, args)
         return result
 
     def _note_precision(self, result: Tensor, args: Any) -> None:
-        self.dtypes.add(result.dtype)
-        if result.dtype is not torch.float64 and any(
+        dtype = result.dtype.to_real()
+        self.dtypes.add(dtype)
+        if dtype is not torch.float64 and any(
             isinstance(each, Tensor) and each.dtype is torch.float64 for each in args
         ):
-            known = [result.dtype] if self.lowest is None else [result.dtype, self.lowest]
+            known = [dtype] if self.lowest is None else [dtype, self.lowest]
             self.lowest = min(known, key=lambda dtype: dtype.itemsize)
 
     def _without_dropout(self, index: int, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from automicro.loss.averages import Average
 from automicro.loss.causes import Rows, measure_rows, weights_by
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.informative_rows import Choice, choose_rows
-from automicro.loss.look import Compared
+from automicro.loss.look import Compared, dense
 from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
@@ -289,7 +289,7 @@ class Stage:
             for name, parameter in root.named_parameters():
                 gradient = parameter.grad
                 if gradient is not None:
-                    gradient = gradient.detach().to_dense().to("cpu", torch.float64, copy=True)
+                    gradient = dense(gradient).to("cpu", torch.float64, copy=True)
                 found[f"{prefix}{name}"] = gradient
         return found
 

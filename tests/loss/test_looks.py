@@ -295,6 +295,29 @@ def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
     assert "no gradient reaches any parameter" in messages[0]
 
 
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.to(self.weight.dtype) @ self.weight).abs()
+
+
+def test_complex_parameters_are_looked_at() -> None:
+    def right(model: Any, batch: Any) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    assert not warnings_of(Microbatcher(Spectrum(), forward=right, microbatch_size=4), (rows(),))
+    assert verify(Spectrum(), (rows(),), forward=right).is_exact
+    wrong = Microbatcher(Spectrum(), forward=lambda m, b: m(b[0]).mean() ** 2, microbatch_size=4)
+    (message,) = warnings_of(wrong, (rows(),))
+    assert "no weighting of rows gives the gradient" in message
+    added = Microbatcher(Spectrum(), forward=lambda m, b: m(b[0]).sum(), microbatch_size=4)
+    (message,) = warnings_of(added, (rows(),))
+    assert "loss_average='none'" in message
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
