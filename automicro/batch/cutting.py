@@ -277,7 +277,8 @@ def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
     if value.is_contiguous():
         return value.index_select(dim, rows)
     # The dimension with the longest steps first; where it repeats itself, steps are of no length.
-    order = sorted(range(value.dim()), key=lambda each: -value.stride(each) or -math.inf)
+    steps = value.stride()
+    order = sorted(range(value.dim()), key=lambda each: -steps[each] or -math.inf)
     chosen = value.permute(order).index_select(order.index(dim % value.dim()), rows)
     return chosen.permute([order.index(each) for each in range(value.dim())])
 

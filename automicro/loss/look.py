@@ -67,6 +67,8 @@ class Seen:
         ordered: the parameter whose gradient depends on the order of the rows, or on what the
             passes before left behind; None where none does.
         noise: names of what draws and cannot be silenced.
+        repeats: whether the forward sets the seed of its draws by itself, so that each microbatch
+            draws what the first rows did.
         blind: parameters that a gradient of zero reached.
         num_reached: how many parameters a gradient reached.
         changing: state of Python's that each call changes.
@@ -81,6 +83,7 @@ class Seen:
     is_slight: bool = False
     ordered: str | None = None
     noise: tuple[str, ...] = ()
+    repeats: bool = False
     blind: frozenset[str] = frozenset()
     num_reached: int = 0
     changing: tuple[Place, ...] = ()
@@ -126,6 +129,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
         ]
         lasting, reached, changing = passes.lasting, passes.reached, tuple(passes.changed())
         initialised = tuple(passes.initialised())
+        repeats = passes.silence.seeds.repeat
         labels = _of_lasting(labels, lasting, "")
         used = {leaf.dtype.to_real() for leaf in passes.leaves} | passes.silence.dtypes
         noise = (*sorted(passes.silence.unsilenced), *passes.foreign_draws())
@@ -155,7 +159,11 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
                 seen = judge(numbers)
     is_slight = is_single and seen.wrong is not None and seen.wrong[1] < _SLIGHT
     return dataclasses.replace(
-        seen, changing=changing, initialised=initialised, is_slight=is_slight
+        seen,
+        changing=changing,
+        initialised=initialised,
+        is_slight=is_slight,
+        repeats=repeats,
     )
 
 
@@ -412,6 +420,7 @@ class Values:
         chance: how far the loss moves when nothing but rounding or state is another.
         tolerance: relative rounding.
         scale: of the numbers that were added up, where these may be larger.
+        repeats: as `Seen` has it.
     """
 
     together: float
@@ -419,6 +428,7 @@ class Values:
     chance: float
     tolerance: float
     scale: float = 0.0
+    repeats: bool = False
 
     @property
     def add_up(self) -> bool:
@@ -442,6 +452,7 @@ def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> V
 
         def value(rows: Any, weights: BatchWeights, index: int = 0) -> float | None:
             moved = next(iter(on_device([rows], computation.device, isolate=True)))
+            passes.begin_draws()
             with passes.silence:
                 output = computation.convention.evaluate(computation.modules[0], moved)
                 if output.loss is None:
@@ -463,6 +474,7 @@ def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> V
         apart=one + other,
         chance=abs(together - again),
         tolerance=limits_of(passes.silence.dtypes, computation.device).own,
+        repeats=passes.silence.seeds.repeat,
     )
 
 

@@ -185,6 +185,7 @@ class ExtraPasses:
         self._again.roll_back()
         self._again.begin()
         self._foreign = self._foreign_states()
+        self.begin_draws()
         self._calls += 1
         if self._calls == 2:  # what the first call makes for all later ones is no state
             self._watched = Watched(self._modules, self._variables, self._objects)
@@ -197,6 +198,10 @@ class ExtraPasses:
             if mode == "eval":
                 return convention.evaluate(model, moved)
             return convention.train(model, moved)
+
+    def begin_draws(self) -> None:
+        """Let `silence` know that another pass begins."""
+        self.silence.seeds.begin(self.computation.reach.generators())
 
     @contextlib.contextmanager
     def _watching_writes(self) -> Iterator[None]:

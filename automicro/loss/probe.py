@@ -337,6 +337,9 @@ class Prober:
         if seen.wrong is not None:
             evidence.is_done = evidence.is_wrong = True
             return self._explain(batch, choice, seen)
+        if seen.repeats:
+            evidence.is_done = evidence.is_wrong = True
+            return _repeats("the forward")
         if seen.why:
             return self._learned_nothing(evidence, seen.why)
         if seen.ordered is not None:
@@ -366,6 +369,9 @@ class Prober:
                 f"{values.apart:.6g} added up from two parts, so it depends on how a "
                 f"batch is cut. To mend it, {_REMEDIES}; metrics count every row once in any case"
             )
+        if values.repeats:
+            evidence.is_done = evidence.is_wrong = True
+            return _repeats("the forward of an evaluation")
         if math.isfinite(values.together):
             evidence.saw_values(choice)
         return None
@@ -418,6 +424,15 @@ class Prober:
 def _uncounted(why: str) -> list[str]:
     logger.debug("which state depends on the number of calls is not known: %s", why)
     return []
+
+
+def _repeats(forward: str) -> str:
+    return (
+        f"{forward} sets the seed of what it draws for its rows by itself (torch.manual_seed, a "
+        "generator made in it), so each microbatch draws once more what the first rows of the "
+        "batch get, and its result is another than that of the whole batch. Draw for all rows "
+        f"before the batch is cut, and give it along with the rows, or {KEEP_WHOLE}"
+    )
 
 
 def _initialises(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from automicro import (
     BufferWarning,
@@ -23,7 +24,7 @@ from automicro import (
     register_batch_type,
     verify,
 )
-from automicro.loss import probe as probing
+from automicro.loss.informative_rows import choose_rows
 from automicro.loss.silence import CollectiveError, Silence
 
 
@@ -300,7 +301,7 @@ class Spectrum(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         return (inputs.to(self.weight.dtype) @ self.weight).abs()
 
 
@@ -377,13 +378,13 @@ def test_where_no_look_at_a_few_rows_could_tell_the_whole_batch_claims_none(
 def test_one_batch_that_a_look_cannot_read_is_no_reason_to_speak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = probing.choose_rows
+    place = "automicro.loss.probe.choose_rows"
 
     def failing_once(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(probing, "choose_rows", read)
+        monkeypatch.setattr(place, choose_rows)
         raise ValueError("odd")
 
-    monkeypatch.setattr(probing, "choose_rows", failing_once)
+    monkeypatch.setattr(place, failing_once)
     microbatcher = Microbatcher(net(6, 6), loss_fn=lambda o, t: F.mse_loss(o, t), microbatch_size=4)
     assert not warnings_of(microbatcher, *[(rows(), rows())] * 9)
     assert microbatcher.loss_average_is == "checked"
@@ -695,6 +696,111 @@ def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
     Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto").backward((rows(), rows()))
     assert sorted(calls) == [1, 1, 2, 2]
     assert model[0].weight.grad is before
+
+
+def own_seed(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch[0].shape, generator=torch.Generator().manual_seed(42))
+    return F.mse_loss(model(batch[0] + noise), batch[1])
+
+
+def seed_for_all(model: Any, batch: Any) -> Tensor:
+    torch.manual_seed(42)
+    return F.mse_loss(model(F.dropout(batch[0], 0.5)), batch[1])
+
+
+def seed_of_the_batch(model: Any, batch: Any) -> Tensor:
+    own = torch.Generator().manual_seed(batch[2])
+    permuted = torch.randperm(len(batch[0]), generator=own)
+    return F.mse_loss(model(batch[0] + (0.0 * permuted)[:, None]), batch[1])
+
+
+@pytest.mark.parametrize("forward", [own_seed, seed_for_all, seed_of_the_batch])
+def test_a_forward_that_seeds_its_own_draws_is_named(forward: Any) -> None:
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
+    (message,) = warnings_of(microbatcher, *[(rows(), rows(), 3)] * 3)
+    assert "sets the seed of what it draws" in message
+    assert "Draw for all rows before the batch is cut" in message
+    assert microbatcher.loss_average_is == "wrong"
+
+
+@pytest.mark.parametrize("forward", [own_seed, seed_for_all])
+def test_verify_does_not_call_own_seeds_exact(forward: Any) -> None:
+    report = verify(net(6, 6), (rows(), rows()), forward=forward)
+    assert not report.is_exact
+    assert "sets the seed of what it draws" in report.verdict
+    assert "the expectation is the same" not in str(report)
+
+
+def test_an_evaluation_that_seeds_its_own_draws_is_named() -> None:
+    microbatcher = Microbatcher(net(6, 6), forward=own_seed, eval_microbatch_size=4)
+    with pytest.warns(LossAverageWarning, match="the forward of an evaluation sets the seed"):
+        microbatcher.evaluate((rows(), rows()))
+
+
+class Noisy(nn.Module):
+    """Has a generator of its own, which goes on from state to state, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(net(6, 6), nn.Dropout(0.5), nn.Linear(6, 6).double())
+        self.drawn = torch.Generator().manual_seed(42)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.inner(inputs + torch.randn(inputs.shape, generator=self.drawn))
+
+
+def fixed_projection(model: Any, batch: Any) -> Tensor:
+    drawn = torch.Generator().manual_seed(42)
+    return F.mse_loss(model(batch[0] @ torch.randn(6, 6, generator=drawn).double()), batch[1])
+
+
+def seed_of_each_row(model: Any, batch: Any) -> Tensor:
+    noise = [
+        torch.randn(6, generator=torch.Generator().manual_seed(int(seed))) for seed in batch[2]
+    ]
+    return F.mse_loss(model(batch[0] + torch.stack(noise)), batch[1])
+
+
+def checkpointed(model: Any, batch: Any) -> Tensor:
+    hidden = checkpoint(model.inner[0], batch[0], use_reentrant=False)
+    hidden = checkpoint(model.inner[1:], hidden, use_reentrant=False)
+    return F.mse_loss(hidden, batch[1])
+
+
+def generator_of_the_batch(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch[0].shape, generator=batch[3])
+    return F.mse_loss(model(batch[0] + noise), batch[1])
+
+
+def no_draw_after_a_seed(model: Any, batch: Any) -> Tensor:
+    torch.manual_seed(42)
+    return F.mse_loss(model.inner[0](batch[0]), batch[1])
+
+
+def seeded_for_a_while(model: Any, batch: Any) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        scale = torch.rand(6).double()
+    return F.mse_loss(model(batch[0] * scale), batch[1])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        fixed_projection,
+        seed_of_each_row,
+        checkpointed,
+        generator_of_the_batch,
+        no_draw_after_a_seed,
+        seeded_for_a_while,
+    ],
+)
+def test_draws_that_go_on_or_are_the_same_for_all_rows_are_not_named(forward: Any) -> None:
+    batch = rows(), rows(), torch.arange(12), torch.Generator().manual_seed(42)
+    microbatcher = Microbatcher(Noisy(), forward=forward, microbatch_size=4)
+    assert not warnings_of(microbatcher, *[batch] * 9)
+    assert "sets the seed" not in str(verify(Noisy(), batch, forward=forward))
 
 
 def test_a_generator_of_the_callers_is_where_it_was() -> None:
