@@ -390,6 +390,23 @@ def test_one_batch_that_a_look_cannot_read_is_no_reason_to_speak(
     assert microbatcher.loss_average_is == "checked"
 
 
+def test_a_mask_of_as_many_rows_as_the_batch_is_named_where_it_makes_parts_fail() -> None:
+    def masked(model: Any, batch: Any) -> Tensor:
+        scores = (batch["x"] @ batch["x"].transpose(1, 2)).masked_fill(batch["mask"], -9e9)
+        return F.mse_loss(model(scores.softmax(-1) @ batch["x"]), batch["y"])
+
+    batch = {
+        "x": torch.randn(6, 6, 4, dtype=torch.float64),
+        "mask": torch.ones(6, 6, dtype=torch.bool).triu(1),
+        "y": torch.randn(6, 6, 3, dtype=torch.float64),
+    }
+    microbatcher = Microbatcher(net(4, 3), forward=masked)
+    (message,) = warnings_of(microbatcher, batch)
+    assert "Where 'mask' is the same for all rows" in message
+    assert "batch_layout={'mask': 'shared'}" in message
+    assert "'x'" not in message
+
+
 def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
     silence = Silence(is_alone=True)
 
