@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +57,7 @@ __all__ = [
     "ends_checkpoint",
     "forget_workers",
     "forward_hooks",
+    "forward_of_class",
     "gradient_hooks",
     "has_call_hooks",
     "has_forward_hooks",
@@ -186,7 +187,6 @@ def is_collective(func: Any) -> bool:
 _BUFFERS = operator.attrgetter("_buffers")
 _VERSION = operator.attrgetter("_version")
 _TABLE_NAMES = ("_parameters", "_buffers", "_modules")
-_TABLES = operator.itemgetter(*_TABLE_NAMES)
 _EACH_TABLE = tuple(map(operator.itemgetter, _TABLE_NAMES))
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
@@ -200,8 +200,9 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
     kind, space = type(module), vars(module)
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WALKS):
         return None
-    tables: tuple[dict[str, Any], ...] = _TABLES(space)
-    return tables if all(isinstance(table, dict) for table in tables) else None
+    found = map(space.get, _TABLE_NAMES)  # a traced module has none of its own
+    tables = tuple(table for table in found if isinstance(table, dict))
+    return tables if len(tables) == len(_TABLE_NAMES) else None
 
 
 def are_tables_of(
@@ -404,22 +405,51 @@ def have_buffers(modules: Iterable[nn.Module]) -> bool:
     return any(map(_BUFFERS, modules))
 
 
-def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+def buffer_table(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     """The buffers that a module itself holds, by name; writing to it registers and removes them.
 
     >>> list(buffer_table(nn.BatchNorm1d(2)))
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    return module._buffers
+    return _writable(module._buffers)
 
 
-def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def parameter_table(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
     """The parameters that a module itself holds, by name; writing to it puts others in their place.
 
     >>> list(parameter_table(nn.Linear(2, 2)))
     ['weight', 'bias']
     """
-    return module._parameters
+    return _writable(module._parameters)
+
+
+def _writable(table: Any) -> MutableMapping[str, Any]:
+    return table if isinstance(table, dict) else _ScriptedTable(table)
+
+
+class _ScriptedTable(MutableMapping[str, Any]):
+    """What a scripted or traced module itself holds: none can come or go, only become another."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        return self._table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.keys())
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def clear(self) -> None:
+        """Nothing: what is written next takes the place of each."""
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
@@ -863,13 +893,22 @@ def unmark(tensor: Tensor, names: Iterable[str]) -> None:
         table.pop(name, None)
 
 
+def forward_of_class(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that a module's class has; None where it is scripted or traced.
+
+    >>> forward_of_class(nn.Linear(2, 2)) is nn.Linear.forward
+    True
+    """
+    return getattr(type(module), "forward", None)
+
+
 def compile_in_place(module: nn.Module, **keywords: Any) -> None:
     """Compile a module as ``module.compile`` does, also one whose ``forward`` is torch's own.
 
     The compiler skips functions that stand in torch's files until one of somebody else's calls
     them, so that ``nn.Sequential(…).compile()`` runs uncompiled for ever, without a word.
     """
-    if type(module).forward.__module__.split(".")[0] != "torch":
+    if getattr(forward_of_class(module), "__module__", "").split(".")[0] != "torch":
         module.compile(**keywords)
         return
     call: Callable[..., Any] = module._call_impl

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import warnings
 import weakref
 from typing import Any
 
@@ -518,3 +519,65 @@ def test_an_error_that_the_caller_keeps_holds_nothing_of_the_attempt(
     assert caught.value.__traceback__ is not None
     assert made
     assert not any(each() for each in made)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.last(self.norm(self.first(inputs)).relu())
+
+
+class OwnLoss(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+
+def traced(model: nn.Module) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # a trace through BatchNorm is warned of
+        return torch.jit.trace(model, torch.randn(4, 6))
+
+
+old_compilers = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+@old_compilers
+@pytest.mark.parametrize("compiled", [traced, torch.jit.script])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), OwnLoss()])
+def test_scripted_and_traced_models_and_losses_are_looked_at_as_others(
+    compiled: Any, loss: nn.Module
+) -> None:
+    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    inputs, targets = torch.randn(9, 6), torch.randint(CLASSES, (9,))
+    loss(plain(inputs), targets).backward()
+    expected = [parameter.grad for parameter in plain.parameters()]
+    plain.zero_grad()
+    own = torch.jit.script(loss) if isinstance(loss, OwnLoss) else loss
+    microbatcher = Microbatcher(compiled(plain), loss_fn=own, microbatch_size=2)
+    result = microbatcher.backward((inputs, targets))
+    torch.testing.assert_close([parameter.grad for parameter in plain.parameters()], expected)
+    assert result.loss_average_is == ("checked" if isinstance(loss, OwnLoss) else "read")
+
+
+@old_compilers
+@pytest.mark.parametrize("compiled", [traced, torch.jit.script])
+def test_buffers_of_scripted_and_traced_models_are_put_back(compiled: Any) -> None:
+    plain = Normed()
+    model = compiled(plain)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+
+    def fails(model: Any, batch: Any) -> Tensor:
+        model(batch)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        Microbatcher(model, forward=fails, microbatch_size=None).backward(torch.randn(4, 6))
+    torch.testing.assert_close(dict(plain.state_dict()), before, rtol=0, atol=0)
+
+
+@old_compilers
+def test_a_traced_model_is_refused_as_a_part_by_name() -> None:
+    with pytest.raises(TypeError, match="is scripted or traced"):
+        Microbatcher(traced(Normed()), loss_fn=nn.CrossEntropyLoss(), batchnorm="exact")

@@ -566,10 +566,31 @@ def _disagreement(before: Sequence[Node], node: Node) -> BatchError:
             f"batch_layout={{{single.path!r}: 'shared'}} if every microbatch should get "
             f"{where(single.path)} whole, or give it as many rows as the rest."
         )
+    for leaf, other in ((second, first), (first, second)):
+        if _are_offsets(leaf, other):
+            return BatchError(
+                f"{text} {where(leaf.path)} seems to say where each row begins in "
+                f"{where(other.path)}, as nn.EmbeddingBag takes it, so neither can be cut without "
+                "the other: give a list of one tensor per row and join it in the forward, or hold "
+                "both in a class of your own and register_batch_type it."
+            )
     return BatchError(
         f"{text} Give both the same number of rows, or declare what holds no rows "
         f"(batch_layout={{{second.path!r}: 'shared'}}){_or_dimension(first, second)}."
     )
+
+
+def _are_offsets(leaf: Node, other: Node) -> bool:
+    """Whether integers are places in another leaf, from its begin on, in order."""
+    values, pieces = leaf.value, other.value
+    if any(
+        type(each) is not torch.Tensor or each.device.type != "cpu" for each in (values, pieces)
+    ):
+        return False
+    if values.dim() != 1 or values.is_floating_point() or not 1 < len(values) < len(pieces):
+        return False
+    places: list[int] = values.tolist()
+    return places[0] == 0 and places == sorted(places) and places[1] < places[-1] <= len(pieces)
 
 
 def _or_dimension(first: Node, second: Node) -> str:

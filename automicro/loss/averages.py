@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import LossError
 from automicro.loss.conventions import TARGET_KEYS, Convention
-from automicro.torch_private import version_of
+from automicro.torch_private import forward_of_class, version_of
 
 Weight: TypeAlias = float | Tensor
 
@@ -331,9 +331,9 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
         options = {**loss_fn.keywords, **options}
         loss_fn = loss_fn.func
     if isinstance(loss_fn, nn.Module):
-        forward = type(loss_fn).forward
+        forward = forward_of_class(loss_fn)
         if getattr(forward, "__module__", None) != "torch.nn.modules.loss":
-            return None  # a subclass with a forward of its own may divide by anything
+            return None  # a forward of its own, or a scripted one, may divide by anything
         names = ("reduction", "ignore_index", "weight")
         options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
         counts_targets = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -408,7 +408,8 @@ _OWN_CROSS_ENTROPY = frozenset({"CrossEntropyLoss", "cross_entropy"})
 
 def _names_in_forward(model: nn.Module) -> frozenset[str]:
     """What the forward of a module's class calls its variables and what it uses by name."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    forward = forward_of_class(model)
+    code = forward and getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset(code.co_names + code.co_varnames) if code else frozenset()
 
 
@@ -481,7 +482,8 @@ def _counter(targets: Callable[[Any], Any], ignored: int) -> Callable[[Any], Any
 
 def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
     """Masks, lengths, weights of rows: whatever counts something and is not negative."""
-    if leaf.is_nested or leaf.is_sparse or leaf.is_complex() or leaf.dim() == 0:
+    is_plain = leaf.layout is torch.strided and not leaf.is_nested
+    if not is_plain or leaf.is_complex() or leaf.dim() == 0:
         return
     where = expression(batch, leaf)
     if not bool((leaf < 0).any()):

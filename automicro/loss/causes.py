@@ -17,7 +17,7 @@ from automicro.batch.device import on_host
 from automicro.errors import describe_error
 from automicro.loss.averages import Average, Candidate, Sum, candidates, named, read_average
 from automicro.loss.informative_rows import Choice
-from automicro.loss.look import Compared, loss_error, relative_errors
+from automicro.loss.look import Compared, dense, loss_error, relative_errors
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -152,7 +152,7 @@ def explain(
     size, taken = _size(wrong), _taken(computation)
     rows = _measured(computation, batch, sorted(choice.rows))
     if isinstance(rows, str):
-        return describe_failure(rows, choice.rows)
+        return describe_failure(rows, choice.rows, square_paths(computation, batch))
     tolerance = max(tolerance, 1e-9)
     found = _candidate(computation, batch, rows, tolerance)
     if found is not None:
@@ -228,13 +228,35 @@ def _size(wrong: tuple[str, float]) -> str:
     return f"{name} is off by {error:.1g} times itself"
 
 
-def describe_failure(failure: str, rows: Sequence[int]) -> str:
-    """What it means that a few rows, taken alone, have no loss although the whole batch has."""
+def square_paths(computation: Computation, batch: Any) -> list[str]:
+    """Matrices of a batch that have as many columns as rows, as a mask over positions may."""
+    dims = computation.layout.row_dims(batch)
+    return [
+        path
+        for path, leaf in computation.layout.leaves(batch)
+        if path in dims and leaf.layout is torch.strided and leaf.dim() == 2
+        if leaf.shape[0] == leaf.shape[1]
+    ]
+
+
+def describe_failure(failure: str, rows: Sequence[int], square: Sequence[str] = ()) -> str:
+    """What it means that a few rows, taken alone, have no loss although the whole batch has.
+
+    Args:
+        failure: of the forward.
+        rows: that it was given.
+        square: paths of what may be no rows, for it has as many columns.
+    """
     listed = " and ".join(map(str, sorted(rows)[:2]))
+    shared = "".join(
+        f"Where {path!r} is the same for all rows, as a mask over positions is, declare "
+        f"batch_layout={{{path!r}: 'shared'}}. "
+        for path in square[:2]
+    )
     return (
-        f"the loss cannot be computed on rows {listed} alone ({failure}). A loss or a target that "
-        "refers to other rows of the batch, or a forward that writes out the batch size or drops "
-        f"its dimension (.squeeze()), cannot be split; {KEEP_WHOLE}"
+        f"the loss cannot be computed on rows {listed} alone ({failure}). {shared}A loss or a "
+        "target that refers to other rows of the batch, or a forward that writes out the batch "
+        f"size or drops its dimension (.squeeze()), cannot be split; {KEEP_WHOLE}"
     )
 
 
@@ -268,8 +290,7 @@ def _measured(computation: Computation, batch: Any, indices: Sequence[int]) -> R
 def _thin(gradient: Tensor | None, step: int) -> Tensor | None:
     if gradient is None:
         return None
-    dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-    return dense.detach().reshape(-1)[::step].to("cpu", torch.float64)
+    return dense(gradient).reshape(-1)[::step].to("cpu", torch.float64)
 
 
 def _candidate(

@@ -212,7 +212,9 @@ def _features_of_rows(
 
 
 def _plain(row: Tensor) -> Tensor:
-    return row.values() if row.is_nested or row.is_sparse else row
+    if row.layout is torch.sparse_coo:
+        row = row.coalesce()  # rows that were cut are not
+    return row if row.layout is torch.strided and not row.is_nested else row.values()
 
 
 def _every_first(pieces: Sequence[Any], sizes: Sequence[int]) -> list[Any]:

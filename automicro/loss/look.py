@@ -67,6 +67,8 @@ class Seen:
         ordered: the parameter whose gradient depends on the order of the rows, or on what the
             passes before left behind; None where none does.
         noise: names of what draws and cannot be silenced.
+        repeats: whether the forward sets the seed of its draws by itself, so that each microbatch
+            draws what the first rows did.
         blind: parameters that a gradient of zero reached.
         num_reached: how many parameters a gradient reached.
         changing: state of Python's that each call changes.
@@ -81,6 +83,7 @@ class Seen:
     is_slight: bool = False
     ordered: str | None = None
     noise: tuple[str, ...] = ()
+    repeats: bool = False
     blind: frozenset[str] = frozenset()
     num_reached: int = 0
     changing: tuple[Place, ...] = ()
@@ -126,8 +129,9 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
         ]
         lasting, reached, changing = passes.lasting, passes.reached, tuple(passes.changed())
         initialised = tuple(passes.initialised())
+        repeats = passes.silence.seeds.repeat
         labels = _of_lasting(labels, lasting, "")
-        used = {leaf.dtype for leaf in passes.leaves} | passes.silence.dtypes
+        used = {leaf.dtype.to_real() for leaf in passes.leaves} | passes.silence.dtypes
         noise = (*sorted(passes.silence.unsilenced), *passes.foreign_draws())
         numbers = _Numbers(
             labels=labels,
@@ -155,7 +159,11 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
                 seen = judge(numbers)
     is_slight = is_single and seen.wrong is not None and seen.wrong[1] < _SLIGHT
     return dataclasses.replace(
-        seen, changing=changing, initialised=initialised, is_slight=is_slight
+        seen,
+        changing=changing,
+        initialised=initialised,
+        is_slight=is_slight,
+        repeats=repeats,
     )
 
 
@@ -331,11 +339,20 @@ def limits_of(used: set[torch.dtype], device: torch.device) -> Limits:
 def _wide(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients of low precision in float32, so that differences are not rounded away."""
     low = (torch.float16, torch.bfloat16)
-    return [g.float() if g is not None and g.dtype in low else g for g in gradients]
+    real = [g if g is None else _real(g) for g in gradients]
+    return [g.float() if g is not None and g.dtype in low else g for g in real]
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+def dense(gradient: Tensor) -> Tensor:
+    """Numbers of a gradient that is sparse or complex, too: real ones, two for a complex one."""
+    values = gradient.detach()
+    return _real(values if values.layout is torch.strided else values.to_dense())
+
+
+def _real(gradient: Tensor) -> Tensor:
+    if not gradient.is_complex() or gradient.layout is not torch.strided:
+        return gradient
+    return torch.view_as_real(gradient.resolve_conj())
 
 
 def _less(whole: list[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -346,11 +363,11 @@ def _less(whole: list[Tensor | None], gradients: Sequence[Tensor | None]) -> lis
         if gradient is None:
             left.append(own)
         elif own is None:
-            left.append(-_dense(gradient))
+            left.append(-dense(gradient))
         elif own.layout is torch.strided:
-            left.append(own.sub_(_dense(gradient)))
+            left.append(own.sub_(dense(gradient)))
         else:
-            left.append(_dense(own) - _dense(gradient))
+            left.append(dense(own) - dense(gradient))
     return left
 
 
@@ -362,7 +379,7 @@ def _differences(
         if gradient is None or own is None:
             yield own if gradient is None else gradient
         else:
-            yield _dense(gradient) - _dense(own)
+            yield dense(gradient) - dense(own)
 
 
 def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
@@ -371,9 +388,9 @@ def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
         torch.zeros((), dtype=torch.float64)
         if each is None
         else torch.linalg.vector_norm(
-            _dense(each), dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
+            each, dtype=torch.float64 if each.dtype is torch.float64 else torch.float32
         )
-        for each in gradients
+        for each in (gradient if gradient is None else dense(gradient) for gradient in gradients)
     ]
     return _read(norms)
 
@@ -381,7 +398,7 @@ def _norms(gradients: Iterable[Tensor | None]) -> list[float]:
 def _dots(gradients: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> list[float]:
     return _read(
         [
-            (_dense(one).reshape(-1).to(other.dtype) * _dense(other).reshape(-1)).sum()
+            (dense(one).reshape(-1).to(other.dtype.to_real()) * dense(other).reshape(-1)).sum()
             for one, other in zip(gradients, whole, strict=False)
             if one is not None and other is not None
         ]
@@ -415,6 +432,7 @@ class Values:
         chance: how far the loss moves when nothing but rounding or state is another.
         tolerance: relative rounding.
         scale: of the numbers that were added up, where these may be larger.
+        repeats: as `Seen` has it.
     """
 
     together: float
@@ -422,6 +440,7 @@ class Values:
     chance: float
     tolerance: float
     scale: float = 0.0
+    repeats: bool = False
 
     @property
     def add_up(self) -> bool:
@@ -447,6 +466,7 @@ def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> V
 
         def value(rows: Any, weights: BatchWeights, index: int = 0) -> float | None:
             moved = next(iter(on_device([rows], computation.device, isolate=True)))
+            passes.begin_draws()
             with passes.silence:
                 output = computation.convention.evaluate(computation.modules[0], moved)
                 if output.loss is None:
@@ -468,6 +488,7 @@ def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> V
         apart=one + other,
         chance=abs(together - again),
         tolerance=limits_of(passes.silence.dtypes, computation.device).own,
+        repeats=passes.silence.seeds.repeat,
     )
 
 

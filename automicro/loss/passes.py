@@ -22,7 +22,7 @@ from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
-from automicro.torch_private import AnyBatchNorm, with_hooks
+from automicro.torch_private import AnyBatchNorm, forward_of_class, with_hooks
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.parameters import ParameterWrites, refused_writes
@@ -149,7 +149,7 @@ class ExtraPasses:
                 ]
             )
             functions = self.computation.functions
-            forwards = {type(each).forward for root in modules for each in root.modules()}
+            forwards = {forward_of_class(each) for root in modules for each in root.modules()}
             self._variables = reached_variables([*functions, *forwards])
             self._objects = reached_objects(functions)
             around = Transaction(
@@ -186,6 +186,7 @@ class ExtraPasses:
         self._again.roll_back()
         self._again.begin()
         self._foreign = self._foreign_states()
+        self.begin_draws()
         self._calls += 1
         if self._calls == 2:  # what the first call makes for all later ones is no state
             self._watched = Watched(self._modules, self._variables, self._objects)
@@ -198,6 +199,10 @@ class ExtraPasses:
             if mode == "eval":
                 return convention.evaluate(model, moved)
             return convention.train(model, moved)
+
+    def begin_draws(self) -> None:
+        """Let `silence` know that another pass begins."""
+        self.silence.seeds.begin(self.computation.reach.generators())
 
     @contextlib.contextmanager
     def _watching_writes(self) -> Iterator[None]:

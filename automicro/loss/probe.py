@@ -29,6 +29,7 @@ from automicro.loss.causes import (
     KEEP_WHOLE,
     describe_failure,
     explain,
+    square_paths,
     taken_for,
     unexplained,
 )
@@ -60,6 +61,7 @@ _COMPARED = (1, 2, *(10**power for power in range(1, 7)))
 _FEWER_ROWS = (16, 4, 2)
 _LOOKS_TO_TELL = 2
 _PATIENCE = 4  # looks that learn nothing, after which that is said
+_PATIENCE_WITH_FAILURES = 2  # training does not mend these, but one batch may be odd
 _REMEDIES = (
     "declare what the loss averages over (loss_average='samples', 'tokens', 'none' or a callable), "
     "or run automicro.verify on a batch"
@@ -214,7 +216,8 @@ class Prober:
         if not isinstance(values, Values) or values.add_up:
             return
         evidence.is_done = evidence.is_wrong = True
-        self._tell(evidence, describe_whole(self._computation, values, some, mode))
+        few_rows_add_up = evidence.has_checked
+        self._tell(evidence, describe_whole(self._computation, values, some, mode, few_rows_add_up))
 
     def _of(self, mode: Mode) -> "_Evidence":
         return self._eval if mode == "eval" else self._train
@@ -252,8 +255,9 @@ class Prober:
             evidence.took(choice)
         except RollbackError:
             raise  # the step itself may not see it
-        except AutomicroError:
-            evidence.took(choice)  # the step itself says what is wrong
+        except AutomicroError as error:
+            evidence.took(choice)
+            message = self._failed(evidence, first_line(error))  # the step itself may not say it
         except CollectiveError as error:
             evidence.is_done = True
             message = self._unchecked(needs_other_ranks(str(error)))
@@ -297,20 +301,20 @@ class Prober:
         text = next(iter(describe_error(failure).splitlines()))
         release(failure, self._computation.device)
         if choice is None:
-            return self._learned_nothing(evidence, f"its rows cannot be read ({text})")
+            return self._failed(evidence, text)
         # Is it the choice of rows, or a mistake in the model?
-        evidence.is_done = True
         mode: Mode = "eval" if evidence is self._eval else "train"
         with on_host():
             parts = [
                 self._computation.layout.take_rows(batch, c) for c in (choice.small, choice.large)
             ]
         if not self._has_loss(batch, mode):
-            return None
+            return self._failed(evidence, text)
+        evidence.is_done = True
         if all(self._has_loss(part, mode) for part in parts):
             return self._unchecked(f"a look at a few rows failed ({text})")
         evidence.is_wrong = evidence is self._train
-        return describe_failure(text, choice.rows)
+        return describe_failure(text, choice.rows, square_paths(self._computation, batch))
 
     def _has_loss(self, batch: Any, mode: Mode) -> bool:
         """Whether a loss can be computed of these rows, from the state as it is."""
@@ -363,6 +367,9 @@ class Prober:
         if seen.wrong is not None:
             evidence.is_done = evidence.is_wrong = True
             return self._explain(batch, choice, seen)
+        if seen.repeats:
+            evidence.is_done = evidence.is_wrong = True
+            return _repeats("the forward")
         if seen.why:
             return self._learned_nothing(evidence, seen.why)
         if seen.ordered is not None:
@@ -392,6 +399,9 @@ class Prober:
                 f"{values.apart:.6g} added up from two parts, so it depends on how a "
                 f"batch is cut. To mend it, {_REMEDIES}; metrics count every row once in any case"
             )
+        if values.repeats:
+            evidence.is_done = evidence.is_wrong = True
+            return _repeats("the forward of an evaluation")
         if math.isfinite(values.together):
             evidence.saw_values(choice)
         return None
@@ -420,6 +430,13 @@ class Prober:
         evidence.fruitless += 1
         return self._unchecked(why) if evidence.fruitless >= _PATIENCE else None
 
+    def _failed(self, evidence: "_Evidence", why: str) -> str | None:
+        """A look that failed: said where a second one does, for the step itself may go through."""
+        evidence.failures += 1
+        if evidence.failures < _PATIENCE_WITH_FAILURES:
+            return None
+        return self._unchecked(f"looks at a few rows failed ({why.rstrip('.')})")
+
     def _unchecked(self, why: str) -> str | None:
         """What to say, once, where nothing could be seen; nothing where nothing was assumed."""
         if self._has_said_unchecked:
@@ -437,6 +454,15 @@ class Prober:
 def _uncounted(why: str) -> list[str]:
     logger.debug("which state depends on the number of calls is not known: %s", why)
     return []
+
+
+def _repeats(forward: str) -> str:
+    return (
+        f"{forward} sets the seed of what it draws for its rows by itself (torch.manual_seed, a "
+        "generator made in it), so each microbatch draws once more what the first rows of the "
+        "batch get, and its result is another than that of the whole batch. Draw for all rows "
+        f"before the batch is cut, and give it along with the rows, or {KEEP_WHOLE}"
+    )
 
 
 def _initialises(names: Sequence[str]) -> str:
@@ -459,6 +485,7 @@ class _Evidence:
         is_wrong: whether one showed that gradients do not add up.
         has_checked: whether one showed that they do.
         fruitless: looks that learned nothing.
+        failures: looks that failed, and not for want of memory.
         pending: what rows have yet to differ in.
         classes: those seen, by path.
         most_rows: of a look.
@@ -475,6 +502,7 @@ class _Evidence:
         self.is_wrong = False
         self.has_checked = False
         self.fruitless = 0
+        self.failures = 0
         self.pending: frozenset[tuple[str, str]] | None = None
         self.classes: dict[str, frozenset[float]] = {}
         self.most_rows = _FEWER_ROWS[0]
@@ -537,6 +565,7 @@ class _Evidence:
 
     def saw_values(self, choice: Choice) -> None:
         """Take note of evaluation losses that add up."""
+        self.has_checked = True
         self._told += 1
         self.is_informed = self._told >= _LOOKS_TO_TELL
         self.narrow(choice)

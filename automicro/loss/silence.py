@@ -6,7 +6,8 @@ constant: what remains different between two splits is not chance.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,102 @@ def needs_other_ranks(how: str = "sharded parameters, say") -> str:
     )
 
 
+@dataclass(kw_only=True)
+class _Stream:
+    """Draws that follow one another from a state that the forward has set.
+
+    Attributes:
+        seed: the state.
+        state: after the last draw.
+        is_of: the generator, by id, where this pass was the first to meet it.
+        shapes: of what was drawn.
+    """
+
+    seed: bytes
+    state: bytes
+    is_of: int | None
+    shapes: list[torch.Size] = field(default_factory=list)
+
+
+class OwnSeeds:
+    """Draws that a forward makes from a state of a generator that it has set by itself.
+
+    A generator that an earlier pass has met, or that whoever begins a pass knows, is where it is
+    meant to be when the pass begins. What it is found at without having drawn was set by the
+    forward, and so was one that is made in each pass.
+    """
+
+    def __init__(self) -> None:
+        self._generators = {id(torch.default_generator): torch.default_generator}
+        self._passes: list[list[_Stream]] = []
+        self._usual: dict[int, set[bytes]] = {}
+        self._streams: dict[int, _Stream] = {}
+        self._lasting: set[int] = set()
+
+    def begin(self, known: Iterable[Any] = ()) -> None:
+        """Another pass, over other rows.
+
+        Args:
+            known: generators that are there before it; those of others than torch are left out.
+        """
+        self._generators |= {id(each): each for each in known if isinstance(each, torch.Generator)}
+        self._usual = {key: {_state(each)} for key, each in self._generators.items()}
+        self._streams = {}
+        self._passes.append([])
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        """A draw comes."""
+        if not self._passes:
+            return
+        generator = generator or torch.default_generator
+        key, state = id(generator), _state(generator)
+        self._generators.setdefault(key, generator)  # held, so that its id comes only once
+        is_new = key not in self._usual
+        if not is_new:
+            self._lasting.add(key)
+        if state in self._usual.get(key, ()):
+            self._streams.pop(key, None)
+        elif key not in self._streams or self._streams[key].state != state:
+            stream = _Stream(seed=state, state=state, is_of=key if is_new else None)
+            self._streams[key] = stream
+            self._passes[-1].append(stream)
+
+    def drew(self, generator: torch.Generator | None, values: Any) -> None:
+        """It has come, of so many values."""
+        if not self._passes:
+            return
+        generator = generator or torch.default_generator
+        key, state = id(generator), _state(generator)
+        stream = self._streams.get(key)
+        if stream is None:
+            self._usual[key].add(state)
+        else:
+            stream.state = state
+            stream.shapes.append(getattr(values, "shape", torch.Size()))
+
+    @property
+    def repeat(self) -> bool:
+        """Whether each pass drew from the same state, for as many rows as it had.
+
+        Draws of the same shapes for all numbers of rows, as of a fixed projection, do not.
+        """
+        found = [self._shapes(each) for each in self._passes]
+        common = set.intersection(*map(set, found)) if len(found) > 1 else set()
+        return any(each[seed] != found[0][seed] for seed in common for each in found)
+
+    def _shapes(self, streams: Iterable[_Stream]) -> dict[bytes, set[tuple[torch.Size, ...]]]:
+        """What was drawn from each state; not by generators that later passes have met again."""
+        shapes: dict[bytes, set[tuple[torch.Size, ...]]] = {}
+        for each in streams:
+            if each.is_of not in self._lasting:
+                shapes.setdefault(each.seed, set()).add(tuple(each.shapes))
+        return shapes
+
+
+def _state(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
 class Silence(OperationMode):
     """While this mode is active, torch's draws are constant and precision is noted.
 
@@ -46,6 +143,7 @@ class Silence(OperationMode):
         drawn: names of the operations that would have drawn.
         unsilenced: names of those that did, because no constant can stand for what they draw.
         dtypes: floating point types that operations gave.
+        seeds: what is drawn from states that a forward sets by itself.
         lowest: the lowest floating point type that something in float64 was cast to, if any.
 
     Example:
@@ -61,6 +159,7 @@ class Silence(OperationMode):
         self._is_alone = is_alone
         self.drawn: set[str] = set()
         self.unsilenced: set[str] = set()
+        self.seeds = OwnSeeds()
         self.dtypes: set[torch.dtype] = set()
         self.lowest: torch.dtype | None = None
 
@@ -76,23 +175,24 @@ class Silence(OperationMode):
         if name == "native_dropout_backward":
             return args[0] * args[1]  # by the mask alone, as the forward went
         result = func(*args, **kwargs)
-        if type(result) is Tensor and result.is_floating_point():
+        if type(result) is Tensor and (result.is_floating_point() or result.is_complex()):
             self._note_precision(result, args)
         return result
 
     def _note_precision(self, result: Tensor, args: Any) -> None:
-        self.dtypes.add(result.dtype)
-        if result.dtype is not torch.float64 and any(
+        dtype = result.dtype.to_real()
+        self.dtypes.add(dtype)
+        if dtype is not torch.float64 and any(
             isinstance(each, Tensor) and each.dtype is torch.float64 for each in args
         ):
-            known = [result.dtype] if self.lowest is None else [result.dtype, self.lowest]
+            known = [dtype] if self.lowest is None else [dtype, self.lowest]
             self.lowest = min(known, key=lambda dtype: dtype.itemsize)
 
     def _without_dropout(self, index: int, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = args[index] if len(args) > index else kwargs.get(name)
         if not isinstance(given, float) or not given:
             return args, kwargs
-        self.drawn.add("dropout")
+        self._note("dropout", args[0])
         if len(args) > index:
             return (*args[:index], 0.0, *args[index + 1 :]), kwargs
         return args, {**kwargs, name: 0.0}
@@ -105,37 +205,45 @@ class Silence(OperationMode):
             args, kwargs = self._without_dropout(index, "dropout_p", args, kwargs)
             return func(*args, **kwargs)
         if name == "native_dropout":
-            if given["p"] and given.get("train") is not False:
-                self.drawn.add("dropout")
             values = given["input"]
+            if given["p"] and given.get("train") is not False:
+                self._note("dropout", values)
             return values.clone(), torch.ones_like(values, dtype=torch.bool)
         if name in ("rrelu_with_noise", "rrelu_with_noise_"):
-            self.drawn.add("rrelu")
             slopes = (given["lower"] + given["upper"]) / 2
             values = given["self"]
+            self._note("rrelu", values)
             given["noise"].copy_(torch.where(values <= 0, slopes, 1.0))
             return values.mul_(given["noise"]) if name.endswith("_") else values * given["noise"]
-        constant = _DRAWS.get(name)
+        constant, generator = _DRAWS.get(name), given.get("generator")
+        if name == "multinomial" and not (given["replacement"] or given["num_samples"] == 1):
+            constant = None
         if constant is None:
             self.unsilenced.add(f"torch.{name.strip('_')}")
-            return func(*args, **kwargs)
-        if name == "multinomial" and not (given["replacement"] or given["num_samples"] == 1):
-            self.unsilenced.add("torch.multinomial")
-            return func(*args, **kwargs)
-        # Dropout itself draws like this where no kernel is fused.
-        self.drawn.add("dropout" if name == "bernoulli_" else name.strip("_"))
+            self.seeds.draws(generator)
+            result = func(*args, **kwargs)
+            self.seeds.drew(generator, result)
+            return result
         if name.endswith("_"):
             drawn = given["self"]
         else:
-            if kwargs.get("generator") is not None:
+            if generator is not None:
                 kwargs["generator"] = None
             drawn = _drawn_aside(func, args, kwargs)
+        # Dropout itself draws like this where no kernel is fused.
+        self._note("dropout" if name == "bernoulli_" else name.strip("_"), drawn, generator)
         value = constant(given, drawn)
         if isinstance(value, Tensor):
             drawn.copy_(value.expand_as(drawn))
         else:
             drawn.fill_(value)
         return drawn
+
+    def _note(self, name: str, values: Any, generator: torch.Generator | None = None) -> None:
+        """Take note of a draw of so many values that is replaced by a constant."""
+        self.drawn.add(name)
+        self.seeds.draws(generator)
+        self.seeds.drew(generator, values)
 
 
 def _drawn_aside(func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -121,9 +121,21 @@ class _Losses:
 
 
 def describe_whole(
-    computation: Computation, values: Values, sizes: Sequence[int], mode: Mode
+    computation: Computation,
+    values: Values,
+    sizes: Sequence[int],
+    mode: Mode,
+    few_rows_add_up: bool,
 ) -> str:
-    """That the loss of a whole batch is another one, and the remedy."""
+    """That the loss of a whole batch is another one, and the remedy.
+
+    Args:
+        computation: model and loss.
+        values: that were found.
+        sizes: rows of its microbatches.
+        mode: which forward.
+        few_rows_add_up: whether a look at a few rows has shown that theirs add up.
+    """
     averages = computation.eval_averages if mode == "eval" else computation.averages
     kind = "evaluation loss" if mode == "eval" else "loss"
     if not math.isfinite(values.apart):
@@ -135,12 +147,16 @@ def describe_whole(
             "these rows; a loss of several such parts gives each by a name), so that a microbatch "
             f"without any counts for nothing, or {KEEP_WHOLE}"
         )
+    few_rows, cause = "and that of a few rows is", "it"
+    if not few_rows_add_up:
+        few_rows = "which no look at a few rows could check"
+        cause = "it averages over something else (pass loss_average=…), or it"
     return (
-        f"the {kind} was taken for {taken_for(averages)}, and that of a few rows is, but "
-        f"{sum(sizes)} rows have a loss of {values.together:.6g} as a whole, and of "
-        f"{values.apart:.6g} put together from {len(sizes)} microbatches (draws held constant): it "
-        "depends on how many rows are computed together, as the hardest rows of a batch do (topk), "
-        "a quantile, a threshold or a scale of the batch. Compute what the whole batch has a part "
-        f"in before it is cut, and give it along with the rows, or {KEEP_WHOLE}, or ask "
+        f"the {kind} was taken for {taken_for(averages)}, {few_rows}, but {sum(sizes)} rows have "
+        f"a loss of {values.together:.6g} as a whole, and of {values.apart:.6g} put together from "
+        f"{len(sizes)} microbatches (draws held constant): {cause} depends on how many rows are "
+        "computed together, as the hardest rows of a batch do (topk), a quantile, a threshold or a "
+        "scale of the batch. Compute what the whole batch has a part in before it is cut, and give "
+        f"it along with the rows, or {KEEP_WHOLE}, or ask "
         "automicro.verify for the place"
     )

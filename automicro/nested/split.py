@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -47,6 +47,7 @@ from automicro.torch_private import (
     FakeTensor,
     all_versions,
     buffer_table,
+    forward_of_class,
     has_forward_hooks,
     in_backward,
     is_in_checkpoint,
@@ -168,6 +169,11 @@ class NestedSplit:
         if isinstance(part, type) or not callable(part):
             raise TypeError(
                 f"a part is a module or a function, and not {part!r}; give model.joint, say"
+            )
+        if isinstance(part, nn.Module) and forward_of_class(part) is None:
+            raise TypeError(
+                f"{type(part).__name__} is scripted or traced, and its forward cannot be replaced "
+                "by one of slices; give the module that it was made of"
             )
         if type(part).__call__ is nn.Module.__call__ and not _has_forward(part):
             raise TypeError(
@@ -740,7 +746,7 @@ class Places:
     """
 
     def __init__(self, index: ModuleIndex) -> None:
-        self._found: list[tuple[dict[str, Any], str, int]] = []
+        self._found: list[tuple[MutableMapping[str, Any], str, int]] = []
         by_id: dict[int, int] = {}
         self.parameters: list[Tensor] = []
         self.frozen: list[Tensor] = []
@@ -799,7 +805,7 @@ class Standing:
 
     def __init__(self, index: ModuleIndex) -> None:
         self._modes = [(module, module.training) for _, module in index.owners]
-        self._found: list[tuple[dict[str, Any], str, Tensor]] = [
+        self._found: list[tuple[MutableMapping[str, Any], str, Tensor]] = [
             (table, name, tensor)
             for _, module in index.owners
             for table in (parameter_table(module), buffer_table(module))
@@ -883,7 +889,7 @@ class _Forward:
 
 
 def _has_forward(module: Any) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:

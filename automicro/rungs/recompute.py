@@ -15,7 +15,7 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from automicro.torch_private import (
     counter_of,
     ends_checkpoint,
     forward_hooks,
+    forward_of_class,
     is_in_checkpoint,
     is_of_checkpoint,
     is_uninitialized,
@@ -116,7 +117,7 @@ class Block:
         """Of the functions that it runs."""
         modules = list(self.module.modules())
         inside = [hook for each in modules[1:] for hook in forward_hooks(each)]
-        return reached_variables([*(type(each).forward for each in modules), *inside])
+        return reached_variables([*map(forward_of_class, modules), *inside])
 
     @property
     def is_undone(self) -> bool:
@@ -143,7 +144,7 @@ class _Surroundings:
         self._random = random
         self._tables = [(buffer_table(module), dict(buffer_table(module))) for module in modules]
         self._modes = [(module, module.training) for module in modules]
-        self._parameters: list[tuple[dict[str, Any], dict[str, tuple[Any, bool]]]] = [
+        self._parameters: list[tuple[MutableMapping[str, Any], dict[str, tuple[Any, bool]]]] = [
             (parameter_table(module), _flagged(parameter_table(module))) for module in modules
         ]
         self._attributes = [(vars(module), _own(module)) for module in modules]

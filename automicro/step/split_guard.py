@@ -189,9 +189,11 @@ class SplitGuard:
 
 def _state_message(kind: str, names: Sequence[str], num_microbatches: int) -> str:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    # Attributes that add up by rows have been left out.
+    unless = " unless each row writes to a place of its own" if kind == "buffers" else ""
     return (
         f"the training forward changes {kind}: {listed}. It now does so {num_microbatches} times "
-        "for a batch, once per microbatch, so they depend on the microbatch size. Update them "
-        "once per step outside the forward, or keep batches whole with microbatch_size=None; "
+        f"for a batch, once per microbatch, so they depend on the microbatch size{unless}. Update "
+        "them once per step outside the forward, or keep batches whole with microbatch_size=None; "
         "batchnorm='ignore' accepts it"
     )

@@ -22,8 +22,9 @@ from automicro.loss.averages import Average
 from automicro.loss.causes import Rows, measure_rows, weights_by
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.informative_rows import Choice, choose_rows
-from automicro.loss.look import Compared
+from automicro.loss.look import Compared, dense
 from automicro.loss.silence import Silence
+from automicro.memory.oom import ignoring_errors
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
@@ -289,7 +290,7 @@ class Stage:
             for name, parameter in root.named_parameters():
                 gradient = parameter.grad
                 if gradient is not None:
-                    gradient = gradient.detach().to_dense().to("cpu", torch.float64, copy=True)
+                    gradient = dense(gradient).to("cpu", torch.float64, copy=True)
                 found[f"{prefix}{name}"] = gradient
         return found
 
@@ -362,6 +363,18 @@ class Laboratory:
         torch.autograd.backward(loss)
         return Compared(loss=float(loss.detach()), losses=losses, gradients=stage.gradients())
 
+    def draws_repeat(self, stage: Stage, batch: Any) -> bool:
+        """Whether parts of a batch that has run on this stage draw what the first rows did."""
+        half = self.layout.num_rows(batch) // 2
+        convention = choose_convention(
+            stage.subject.model, forward=stage.forward, loss_fn=stage.subject.loss_fn
+        )
+        with ignoring_errors():  # that a part cannot run is told where sizes are compared
+            for rows in (range(half), range(half, self.layout.num_rows(batch))):
+                convention.train(stage.subject.model, self.layout.take_rows(batch, rows))
+            return stage.silence.seeds.repeat
+        return False
+
     def split(
         self, conditions: Conditions, size: int, rows: Sequence[int] | None = None
     ) -> Compared:
@@ -405,6 +418,9 @@ class Laboratory:
                 forward=None,
                 silence=Silence(),
                 begin_forward=self._resets(subject, conditions),
+            )
+            stage.begin_forward.append(
+                lambda: stage.silence.seeds.begin(each for _, each in own_generators(stage.roots))
             )
             stage.forward = _announced(stage, stack)
             stack.enter_context(stage.silence)

@@ -1,6 +1,6 @@
 """What one forward and backward of the whole batch changes beside the gradients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Observation:
         generators: those that are not torch's and that it drew from.
         drawn: torch's functions that would have drawn.
         unsilenced: those that did.
+        repeats: whether the forward sets the seed of its draws by itself.
         lowest: the lowest type that float64 was cast to, if any.
     """
 
@@ -51,6 +52,7 @@ class Observation:
     generators: tuple[str, ...]
     drawn: tuple[str, ...]
     unsilenced: tuple[str, ...]
+    repeats: bool
     lowest: torch.dtype | None
 
 
@@ -79,7 +81,7 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
                 drawn_from.append(path)
         changed = changed_attributes(attributes, freeze_attributes(roots))
         own_paths = {path for path, _ in own_generators(roots)}
-        return Observation(
+        seen = Observation(
             measured=measured,
             batchnorm=tuple(
                 f"{p}{name}" for p, root in roots.items() for name in find_batchnorm(root)
@@ -91,8 +93,12 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
             generators=tuple(drawn_from),
             drawn=tuple(sorted(stage.silence.drawn)),
             unsilenced=tuple(sorted(stage.silence.unsilenced)),
+            repeats=False,
             lowest=stage.silence.lowest,
         )
+        if not (seen.drawn or seen.unsilenced):
+            return seen
+        return replace(seen, repeats=laboratory.draws_repeat(stage, batch))
 
 
 def _changed_leaves(batch: Any, frozen: Frozen, leaves: dict[str, Frozen]) -> tuple[str, ...]:

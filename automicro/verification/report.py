@@ -343,6 +343,19 @@ def random_draws(seen: Observation, modules: Sequence[str]) -> Finding:
     )
 
 
+def repeated_draws(seen: Observation) -> Finding:
+    """Draws of which the forward sets the seed by itself."""
+    return Finding(
+        kind="random",
+        names=seen.drawn,
+        text="the forward sets the seed of what it draws for its rows by itself, so each "
+        "microbatch draws once more what the first rows of the batch get",
+        evidence="both halves of the batch draw from the state that the whole batch draws from",
+        remedy="draw for all rows before the batch is cut, and give it along with the rows, or "
+        f"{KEEP_WHOLE}",
+    )
+
+
 def notes(seen: Observation) -> list[Finding]:
     """What is worth knowing although it changes no gradient."""
     found = []

@@ -85,6 +85,9 @@ class Examination:
             diagnosis = self._diagnose(max(ran, key=lambda each: each.error))
         if broken:
             diagnosis = self._with_failure(diagnosis if ran else Diagnosis(), broken[0])
+        if self.seen.repeats and not diagnosis.is_random:
+            causes = [*diagnosis.causes, findings.repeated_draws(self.seen)]
+            diagnosis = replace(diagnosis, causes=causes)
         status, verdict = self._judge(diagnosis, errors)
         return self._report(
             status,

@@ -223,3 +223,14 @@ def test_a_batch_of_a_form_that_was_cut_before_is_not_read_again(
             list(range(half, count)),
         ]
         assert len(read) == expected
+
+
+@pytest.mark.parametrize("stops", [[], [17]])
+def test_offsets_of_bags_are_not_told_to_be_shared(stops: list[int]) -> None:
+    offsets = torch.tensor([0, 3, 7, 9, *stops])
+    with pytest.raises(
+        BatchError, match="'offsets' seems to say where each row begins in 'flat'"
+    ) as e:
+        num_rows({"flat": torch.arange(17), "offsets": offsets, "y": torch.zeros(4)})
+    assert "a list of one tensor per row" in str(e.value)
+    assert "shared" not in str(e.value)

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from automicro import Microbatcher
+from automicro.batch.cutting import ChosenRows
 from automicro.trainer.surroundings import FORMATS, to_channels_last
 
 ROWS, SIDE = 6, 8
@@ -104,3 +106,37 @@ def test_a_layer_without_a_shape_is_named() -> None:
     with pytest.raises(ValueError, match=r"channels_last=True, but '1\.weight' gets its shape"):
         to_channels_last(net)
     assert net[0].weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.randn(5, 4, 3, 3),
+        torch.randn(5, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(7, 5, 4).transpose(0, 1),
+        torch.randn(1, 4, 4).expand(5, 4, 4),
+        torch.randn(5, 1, 4).expand(5, 3, 4),
+        torch.randn(5, 8)[:, ::2],
+    ],
+)
+def test_rows_that_are_chosen_are_laid_out_as_slices_are(values: torch.Tensor) -> None:
+    def order(tensor: torch.Tensor) -> list[int]:
+        long = [tensor.stride(dim) for dim in range(tensor.dim()) if values.stride(dim)]
+        return sorted(range(len(long)), key=long.__getitem__)
+
+    (chosen,) = ChosenRows([0, 3, 1]).tensor(values, 0)
+    assert torch.equal(chosen, values[[0, 3, 1]])
+    assert order(chosen) == order(values[:3])
+
+
+def test_a_forward_that_relies_on_the_layout_of_its_images_can_be_split() -> None:
+    last = nn.Linear(36, 3)
+
+    def forward(model: Any, batch: Any) -> Any:
+        flat = batch[0].permute(0, 2, 3, 1).view(len(batch[0]), -1)
+        return F.cross_entropy(model(flat), batch[1])
+
+    images = torch.randn(5, 4, 3, 3).to(memory_format=torch.channels_last)
+    batch = images, torch.tensor([0, 1, 2, 0, 1])
+    result = Microbatcher(last, forward=forward, microbatch_size=2).backward(batch)
+    assert result.loss_average_is == "checked"

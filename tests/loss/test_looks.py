@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from automicro import (
     BufferWarning,
@@ -20,8 +21,10 @@ from automicro import (
     RollbackError,
     Trainer,
     is_extra_pass,
+    register_batch_type,
     verify,
 )
+from automicro.loss.informative_rows import choose_rows
 from automicro.loss.silence import CollectiveError, Silence
 
 
@@ -291,6 +294,117 @@ def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
     messages = warnings_of(microbatcher, *[(rows(), rows())] * 20)
     assert len(messages) == 1
     assert "no gradient reaches any parameter" in messages[0]
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return (inputs.to(self.weight.dtype) @ self.weight).abs()
+
+
+def test_complex_parameters_are_looked_at() -> None:
+    def right(model: Any, batch: Any) -> Any:
+        return model(batch[0]).square().mean()
+
+    assert not warnings_of(Microbatcher(Spectrum(), forward=right, microbatch_size=4), (rows(),))
+    assert verify(Spectrum(), (rows(),), forward=right).is_exact
+    wrong = Microbatcher(Spectrum(), forward=lambda m, b: m(b[0]).mean() ** 2, microbatch_size=4)
+    (message,) = warnings_of(wrong, (rows(),))
+    assert "no weighting of rows gives the gradient" in message
+    added = Microbatcher(Spectrum(), forward=lambda m, b: m(b[0]).sum(), microbatch_size=4)
+    (message,) = warnings_of(added, (rows(),))
+    assert "loss_average='none'" in message
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
+    def ignoring(model: Any, batch: Any) -> Tensor:
+        outputs = torch.sparse.mm(batch[0], model.weight.T) + model.bias
+        return F.cross_entropy(outputs, batch[1], ignore_index=0)
+
+    model = nn.Linear(6, 3).double()
+    batch = rows(6).relu().to_sparse(layout=layout), torch.tensor([0, 1, 2, 0, 0, 2])
+    microbatcher = Microbatcher(model, forward=ignoring, microbatch_size=2)
+    (message,) = warnings_of(microbatcher, batch)
+    assert "a mean over the targets that are not 0" in message
+
+
+class Hidden:
+    """A batch of which neighbours alone can be taken."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+
+@pytest.fixture
+def hidden() -> Callable[[], Hidden]:
+    register_batch_type(
+        Hidden,
+        num_rows=lambda hidden: len(hidden.inputs),
+        take=lambda hidden, start, stop: Hidden(
+            hidden.inputs[start:stop], hidden.targets[start:stop]
+        ),
+    )
+
+    return lambda: Hidden(rows(30), rows(30))
+
+
+def test_looks_that_fail_are_said_at_the_second_one(hidden: Callable[[], Hidden]) -> None:
+    def forward(model: Any, batch: Hidden) -> Tensor:
+        return F.mse_loss(model(batch.inputs), batch.targets)
+
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=8)
+    assert not warnings_of(microbatcher, hidden())
+    (message,) = warnings_of(microbatcher, *[hidden()] * 9)
+    assert "looks at a few rows failed (" in message
+    assert "concat=..." in message
+
+
+def test_where_no_look_at_a_few_rows_could_tell_the_whole_batch_claims_none(
+    hidden: Callable[[], Hidden],
+) -> None:
+    def forward(model: Any, batch: Hidden) -> Tensor:
+        return F.mse_loss(model(batch.inputs), batch.targets) ** 2
+
+    (message,) = warnings_of(Microbatcher(net(6, 6), forward=forward, microbatch_size=8), hidden())
+    assert "which no look at a few rows could check, but 30 rows have a loss of" in message
+    assert "that of a few rows is" not in message
+
+
+def test_one_batch_that_a_look_cannot_read_is_no_reason_to_speak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = "automicro.loss.probe.choose_rows"
+
+    def failing_once(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(place, choose_rows)
+        raise ValueError("odd")
+
+    monkeypatch.setattr(place, failing_once)
+    microbatcher = Microbatcher(net(6, 6), loss_fn=lambda o, t: F.mse_loss(o, t), microbatch_size=4)
+    assert not warnings_of(microbatcher, *[(rows(), rows())] * 9)
+    assert microbatcher.loss_average_is == "checked"
+
+
+def test_a_mask_of_as_many_rows_as_the_batch_is_named_where_it_makes_parts_fail() -> None:
+    def masked(model: Any, batch: Any) -> Tensor:
+        scores = (batch["x"] @ batch["x"].transpose(1, 2)).masked_fill(batch["mask"], -9e9)
+        return F.mse_loss(model(scores.softmax(-1) @ batch["x"]), batch["y"])
+
+    batch = {
+        "x": torch.randn(6, 6, 4, dtype=torch.float64),
+        "mask": torch.ones(6, 6, dtype=torch.bool).triu(1),
+        "y": torch.randn(6, 6, 3, dtype=torch.float64),
+    }
+    microbatcher = Microbatcher(net(4, 3), forward=masked)
+    (message,) = warnings_of(microbatcher, batch)
+    assert "Where 'mask' is the same for all rows" in message
+    assert "batch_layout={'mask': 'shared'}" in message
+    assert "'x'" not in message
 
 
 def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
@@ -599,6 +713,111 @@ def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
     Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto").backward((rows(), rows()))
     assert sorted(calls) == [1, 1, 2, 2]
     assert model[0].weight.grad is before
+
+
+def own_seed(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch[0].shape, generator=torch.Generator().manual_seed(42))
+    return F.mse_loss(model(batch[0] + noise), batch[1])
+
+
+def seed_for_all(model: Any, batch: Any) -> Tensor:
+    torch.manual_seed(42)
+    return F.mse_loss(model(F.dropout(batch[0], 0.5)), batch[1])
+
+
+def seed_of_the_batch(model: Any, batch: Any) -> Tensor:
+    own = torch.Generator().manual_seed(batch[2])
+    permuted = torch.randperm(len(batch[0]), generator=own)
+    return F.mse_loss(model(batch[0] + (0.0 * permuted)[:, None]), batch[1])
+
+
+@pytest.mark.parametrize("forward", [own_seed, seed_for_all, seed_of_the_batch])
+def test_a_forward_that_seeds_its_own_draws_is_named(forward: Any) -> None:
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
+    (message,) = warnings_of(microbatcher, *[(rows(), rows(), 3)] * 3)
+    assert "sets the seed of what it draws" in message
+    assert "Draw for all rows before the batch is cut" in message
+    assert microbatcher.loss_average_is == "wrong"
+
+
+@pytest.mark.parametrize("forward", [own_seed, seed_for_all])
+def test_verify_does_not_call_own_seeds_exact(forward: Any) -> None:
+    report = verify(net(6, 6), (rows(), rows()), forward=forward)
+    assert not report.is_exact
+    assert "sets the seed of what it draws" in report.verdict
+    assert "the expectation is the same" not in str(report)
+
+
+def test_an_evaluation_that_seeds_its_own_draws_is_named() -> None:
+    microbatcher = Microbatcher(net(6, 6), forward=own_seed, eval_microbatch_size=4)
+    with pytest.warns(LossAverageWarning, match="the forward of an evaluation sets the seed"):
+        microbatcher.evaluate((rows(), rows()))
+
+
+class Noisy(nn.Module):
+    """Has a generator of its own, which goes on from state to state, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(net(6, 6), nn.Dropout(0.5), nn.Linear(6, 6).double())
+        self.drawn = torch.Generator().manual_seed(42)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.inner(inputs + torch.randn(inputs.shape, generator=self.drawn))
+
+
+def fixed_projection(model: Any, batch: Any) -> Tensor:
+    drawn = torch.Generator().manual_seed(42)
+    return F.mse_loss(model(batch[0] @ torch.randn(6, 6, generator=drawn).double()), batch[1])
+
+
+def seed_of_each_row(model: Any, batch: Any) -> Tensor:
+    noise = [
+        torch.randn(6, generator=torch.Generator().manual_seed(int(seed))) for seed in batch[2]
+    ]
+    return F.mse_loss(model(batch[0] + torch.stack(noise)), batch[1])
+
+
+def checkpointed(model: Any, batch: Any) -> Tensor:
+    hidden = checkpoint(model.inner[0], batch[0], use_reentrant=False)
+    hidden = checkpoint(model.inner[1:], hidden, use_reentrant=False)
+    return F.mse_loss(hidden, batch[1])
+
+
+def generator_of_the_batch(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch[0].shape, generator=batch[3])
+    return F.mse_loss(model(batch[0] + noise), batch[1])
+
+
+def no_draw_after_a_seed(model: Any, batch: Any) -> Tensor:
+    torch.manual_seed(42)
+    return F.mse_loss(model.inner[0](batch[0]), batch[1])
+
+
+def seeded_for_a_while(model: Any, batch: Any) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        scale = torch.rand(6).double()
+    return F.mse_loss(model(batch[0] * scale), batch[1])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        fixed_projection,
+        seed_of_each_row,
+        checkpointed,
+        generator_of_the_batch,
+        no_draw_after_a_seed,
+        seeded_for_a_while,
+    ],
+)
+def test_draws_that_go_on_or_are_the_same_for_all_rows_are_not_named(forward: Any) -> None:
+    batch = rows(), rows(), torch.arange(12), torch.Generator().manual_seed(42)
+    microbatcher = Microbatcher(Noisy(), forward=forward, microbatch_size=4)
+    assert not warnings_of(microbatcher, *[batch] * 9)
+    assert "sets the seed" not in str(verify(Noisy(), batch, forward=forward))
 
 
 def test_a_generator_of_the_callers_is_where_it_was() -> None:

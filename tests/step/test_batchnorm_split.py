@@ -185,6 +185,7 @@ def test_buffers_that_count_microbatches_are_named_once(make: Any, name: str) ->
     assert [each.category for each in found] == [BufferWarning]
     message = str(found[0].message)
     assert f"changes buffers: {name}. It now does so 3 times" in message
+    assert "depend on the microbatch size unless each row writes to a place of its own" in message
     assert caught(on(make(), microbatch_size=None), pair()) == []
     assert caught(on(make(), microbatch_size=4, batchnorm="ignore"), pair()) == []
 
