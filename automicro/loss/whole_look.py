@@ -40,6 +40,12 @@ def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
             yield sizes[: len(sizes) // fraction] if fraction > 1 else sizes
 
 
+def shaken_bits(used: set[torch.dtype]) -> tuple[int, ...]:
+    """Last bits to shake parameters by, where these types are computed in."""
+    is_low = not used.isdisjoint((torch.float16, torch.bfloat16))
+    return _SHAKEN_BITS_LOW if is_low else _SHAKEN_BITS
+
+
 def compare_whole(
     computation: Computation, batch: Any, sizes: Sequence[int], mode: Mode
 ) -> Values | None:
@@ -78,8 +84,7 @@ def compare_whole(
         )
         if not values.add_up:
             chances = [abs(losses.of(whole, [whole], [sum(sizes)])[0] - together[0])]
-            is_low = not used.isdisjoint((torch.float16, torch.bfloat16))
-            for bits in _SHAKEN_BITS_LOW if is_low else _SHAKEN_BITS:
+            for bits in shaken_bits(used):
                 with passes.shaken(bits):
                     chances.append(abs(losses.of(whole, [whole], [sum(sizes)])[0] - together[0]))
             values = dataclasses.replace(values, chance=max(chances))

@@ -448,7 +448,19 @@ class EvaluationWork(_Work):
         super().__init__(setup, phase, step, metrics, kept)
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"
-        self._has_looked = predicts  # without a loss there is nothing to see
+        self._has_looked_at_outputs = False
+
+    def look(self, plan: Plan) -> None:
+        if not self._predicts:
+            super().look(plan)
+        prober = self._setup.prober
+        if self._has_looked_at_outputs or not self._kept.has_outputs or not prober.compares_outputs:
+            return
+        for batch, num_rows, cut in zip(self._step.raw, self._step.rows, plan.cuts, strict=True):
+            if cut.is_split:
+                self._has_looked_at_outputs = True
+                with self._ranks.looking_alone():
+                    self._kept.know(prober.compare_outputs(batch, num_rows, self._mode))
 
     def parts(self) -> list[Part]:
         return [
