@@ -496,7 +496,7 @@ class EvaluationWork(_Work):
             del output  # before the next forward
         for cut in plan.cuts:
             if cut.is_split:
-                self._setup.split_guard.warn_of_evaluation(cut.sizes)
+                self._setup.split_guard.warn_of_evaluation(cut.sizes, self._buffers)
         total, parts = add_up(losses) if losses else (None, {})
         return total, parts, {} if weights is None else weights.totals
 
