@@ -34,11 +34,16 @@ from automicro.loss.causes import (
     unexplained,
 )
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
-from automicro.loss.look import Seen, Values, counting, evaluation_values, look
+from automicro.loss.look import Seen, counting, evaluation_values, look
 from automicro.loss.outputs_look import OutputsSeen, look_at_outputs
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
-from automicro.loss.whole_look import compare_whole, describe_whole, fewer_and_fewer
+from automicro.loss.whole_look import (
+    compare_whole,
+    describe_numbers,
+    describe_whole,
+    fewer_and_fewer,
+)
 from automicro.memory.oom import Failure, classify, first_line, release
 from automicro.transaction.surroundings import Place
 
@@ -100,6 +105,7 @@ class Prober:
         for each in (self._train, self._eval, self._outputs):
             each.compares = not (off or self._why_not)
         self._has_said_unchecked = off  # who switches it off knows
+        self._odd_numbers: set[str] = set()
         self.changing: list[Place] = []
         self.counting: list[str] = []
 
@@ -173,6 +179,7 @@ class Prober:
 
         Warns:
             LossAverageWarning: they are not.
+            MetricWarning: numbers beside the loss are not.
         """
         evidence = self._of(mode)
         evidence.splits += 1
@@ -187,10 +194,20 @@ class Prober:
             if not isinstance(values, str):
                 break
             logger.info("the loss of %d rows could not be computed at once: %s", sum(some), values)
-        if not isinstance(values, Values) or values.add_up:
+        if not isinstance(values, Mapping):
             return
-        evidence.is_done = evidence.is_wrong = True
-        self._tell(evidence, describe_whole(self._computation, values, some, mode))
+        if not values[""].add_up:
+            evidence.is_done = evidence.is_wrong = True
+            self._tell(evidence, describe_whole(self._computation, values[""], some, mode))
+            return
+        odd = {
+            name: each
+            for name, each in values.items()
+            if not each.add_up and name not in self._odd_numbers
+        }
+        if odd:
+            self._odd_numbers.update(odd)
+            warn(describe_numbers(odd, some), MetricWarning)
 
     @property
     def compares_outputs(self) -> bool:
