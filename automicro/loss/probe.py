@@ -81,6 +81,7 @@ class Prober:
     Attributes:
         changing: state of Python's that each forward changes, as looks have shown.
         counting: names of that which depends on how many forwards there are for a batch.
+        compares_outputs: whether evaluations that are split, and give outputs, are still counted.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class Prober:
         eval_is_known = all(average.is_known for average in computation.eval_averages.values())
         self._eval = _Evidence(assumed=not eval_is_known)
         self._train.is_done = self._eval.is_done = off
-        self._outputs = _Evidence(assumed=False)
-        for each in (self._train, self._eval, self._outputs):
-            each.compares = not (off or self._why_not)
+        self.compares_outputs = not (off or self._why_not)
+        self._train.compares = self._eval.compares = self.compares_outputs
+        self._output_splits = 0
         self._has_said_unchecked = off  # who switches it off knows
         self._odd_numbers: set[str] = set()
         self.changing: list[Place] = []
@@ -209,11 +210,6 @@ class Prober:
             self._odd_numbers.update(odd)
             warn(describe_numbers(odd, some), MetricWarning)
 
-    @property
-    def compares_outputs(self) -> bool:
-        """Whether evaluations that are split, and give outputs, are still counted."""
-        return self._outputs.compares
-
     def compare_outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
         """Compare outputs of a few rows together and apart, where that is due: what is known now.
 
@@ -230,10 +226,9 @@ class Prober:
         Warns:
             MetricWarning: one of them cannot.
         """
-        evidence = self._outputs
-        evidence.splits += 1
-        evidence.compares = evidence.splits < _COMPARED[-1]
-        if evidence.splits not in _COMPARED:
+        self._output_splits += 1
+        self.compares_outputs = self._output_splits < _COMPARED[-1]
+        if self._output_splits not in _COMPARED:
             return frozenset()
         seen = self._see_outputs(batch, num_rows, mode)
         if seen is None or not seen.wrong:
@@ -242,7 +237,7 @@ class Prober:
         again = self._see_outputs(batch, num_rows, mode, again=True)
         wrong = [] if again is None else [path for path in seen.wrong if path in again.wrong]
         if wrong:
-            evidence.compares = False
+            self.compares_outputs = False
             more = f" (and {len(wrong) - 1} more outputs)" if len(wrong) > 1 else ""
             warn(f"{seen.wrong[wrong[0]]}{more}", MetricWarning)
         return seen.right.union(wrong)
